@@ -1,0 +1,52 @@
+"""kvern: an inference and serving engine for large language models.
+
+    from kvern import LLM, SamplingParams
+
+    llm = LLM()
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+
+Names are imported when they are first used, so that `import kvern` does not load torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvern.async_llm import AsyncLLM
+    from kvern.config import EngineConfig
+    from kvern.engine.output import CompletionOutput, RequestOutput
+    from kvern.errors import KvernError
+    from kvern.llm import LLM
+    from kvern.models.registry import register_family
+    from kvern.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "KvernError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "register_family",
+]
+
+_HOMES = {
+    "LLM": "kvern.llm",
+    "AsyncLLM": "kvern.async_llm",
+    "CompletionOutput": "kvern.engine.output",
+    "EngineConfig": "kvern.config",
+    "KvernError": "kvern.errors",
+    "RequestOutput": "kvern.engine.output",
+    "SamplingParams": "kvern.sampling_params",
+    "register_family": "kvern.models.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvern' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

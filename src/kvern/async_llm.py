@@ -1,0 +1,193 @@
+"""AsyncLLM: the verbs of LLM for asyncio programs. The engine runs in a thread of its own."""
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvern.config import EngineConfig
+from kvern.engine.core import EngineStatistics
+from kvern.engine.engine import Engine
+from kvern.engine.inputs import Messages, Prompt
+from kvern.engine.output import RequestOutput
+from kvern.llm import Params, Tools, as_conversations, as_prompts, one_for_each
+from kvern.models.spec import ModelSpec
+from kvern.sampling_params import SamplingParams
+from kvern.tokenizer import Tokenizer
+
+
+class _Waiter:
+    """Where one request's news go: an event of the loop that asked."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.news = asyncio.Event()
+        self.output: RequestOutput | None = None
+        self.error: BaseException | None = None
+
+    def tell(self) -> None:
+        """Wake the waiter, from any thread; a loop that is gone needs no news."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.news.set)
+
+
+class AsyncLLM:
+    """A model that serves many coroutines at once; requests share batches. Arguments as for LLM.
+
+        async with AsyncLLM() as llm:
+            async for output in llm.stream("Once upon a time"):
+                print(output.outputs[0].text)
+
+    If the engine fails, every waiting call raises its error.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._engine = Engine(EngineConfig(model=model, **options))
+        self._ids = (f"request-{number}" for number in itertools.count())
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiters: dict[str, _Waiter] = {}
+        self._thread = threading.Thread(target=self._run, name="kvern-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options the engine was made with."""
+        return self._engine.config
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's description."""
+        return self._engine.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or lists of token ids), in their order."""
+        several = as_prompts(prompts)
+        params = one_for_each(sampling_params, len(several))
+        tasks = [asyncio.create_task(self._last(item, param)) for item, param in zip(several, params, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        tools: Tools = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations through the model's chat template."""
+        conversations = as_conversations(messages)
+        return await self.generate(
+            [self.chat_prompt(conversation, tools, add_generation_prompt) for conversation in conversations],
+            sampling_params,
+        )
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the same growing output as tokens arrive. Leaving the loop or cancelling aborts the request."""
+        request_id, waiter = next(self._ids), _Waiter()
+        self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, waiter))
+        try:
+            while True:
+                await waiter.news.wait()
+                waiter.news.clear()
+                if waiter.error is not None:
+                    raise waiter.error
+                output = waiter.output
+                if output is None:
+                    continue
+                finished = output.finished
+                yield output
+                if finished:
+                    return
+        finally:
+            self._commands.put(lambda: self._abort(request_id))
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for a conversation."""
+        return self.stream(self.chat_prompt(messages, tools), sampling_params)
+
+    def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
+        """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
+        return self._engine.inputs.chat_prompt(messages, tools, add_generation_prompt)
+
+    def statistics(self) -> EngineStatistics:
+        """What the engine has done since it started."""
+        return self._engine.statistics()
+
+    def close(self) -> None:
+        """Abort what runs and end the engine's thread."""
+        self._commands.put(None)
+        self._thread.join()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def _last(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
+        last: RequestOutput | None = None
+        async for output in self.stream(prompt, params):
+            last = output
+        assert last is not None
+        return last
+
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, waiter: _Waiter
+    ) -> None:
+        try:
+            self._engine.add(request_id, prompt, params, priority=priority)
+            self._waiters[request_id] = waiter
+        except Exception as error:
+            waiter.error = error
+            waiter.tell()
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.abort([request_id])
+        self._waiters.pop(request_id, None)
+
+    def _run(self) -> None:
+        """The engine's thread: commands, then a step, for ever."""
+        failure: BaseException = RuntimeError("the engine is closed")
+        try:
+            while self._obey():
+                for output in self._engine.step():
+                    waiter = self._waiters.get(output.request_id)
+                    if waiter is not None:
+                        waiter.output = output
+                        waiter.tell()
+        except BaseException as error:
+            failure = error
+        for waiter in self._waiters.values():
+            waiter.error = failure
+            waiter.tell()
+
+    def _obey(self) -> bool:
+        """Carry out what was asked since the last step, waiting if there is nothing else to do; False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()

@@ -1,0 +1,181 @@
+"""Attention through PyTorch: the backend of CPUs, and the last resort of everything else.
+
+The keys and values of a request are gathered from its blocks, then handed to scaled_dot_product_attention. Requests
+that decode are gathered together, in groups of similar length, so that a batch costs few calls and little padding.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvern.attention.base import Attend
+from kvern.cache.manager import BlockCopy
+from kvern.models.spec import AttentionSpec
+from kvern.worker.input_batch import InputBatch
+
+PADDING_LIMIT = 0.7
+"""A request joins a group of decodes if it is at least this share of the group's longest."""
+
+
+@dataclass
+class Gather:
+    """B requests with `queries` tokens each, over the same number of gathered keys.
+
+    tokens  index of their tokens in the batch: a slice, or [B * queries] int64
+    blocks  [B * blocks per request] int64
+    mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
+    """
+
+    requests: int
+    queries: int
+    tokens: slice | torch.Tensor
+    blocks: torch.Tensor
+    keys: int
+    mask: torch.Tensor | None
+    causal: bool
+
+
+class TorchAttention:
+    """AttentionBackend for any device that PyTorch knows.
+
+    `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `dtype`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionSpec],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._layers = list(layers)
+        self._block_size = block_size
+        self._dtype = dtype
+        # Zeros, not garbage: a masked key has weight 0, and 0 * NaN would be NaN. The memory is touched when used.
+        self._caches = [
+            torch.zeros(2, blocks, block_size, layer.kv_heads, layer.head_dim, dtype=dtype, device=device)
+            for layer in self._layers
+        ]
+        self._flat = [cache.view(2, blocks * block_size, *cache.shape[3:]) for cache in self._caches]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            for cache in self._caches:
+                cache[:, copy.target, : copy.tokens] = cache[:, copy.source, : copy.tokens]
+
+    def plan(self, batch: InputBatch) -> Attend:
+        windows = {layer.window for layer in self._layers}
+        gathers = {window: list(self._gathers(batch, window)) for window in windows}
+        cache_slots = batch.cache_slots
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            flat = self._flat[layer]
+            flat[0].index_copy_(0, cache_slots, key.to(self._dtype))
+            flat[1].index_copy_(0, cache_slots, value.to(self._dtype))
+            spec = self._layers[layer]
+            parts = gathers[spec.window]
+            stored = query.to(self._dtype)
+            if len(parts) == 1:
+                return self._attend(layer, spec, stored, parts[0]).to(query.dtype)
+            output = torch.empty_like(query)
+            for part in parts:
+                output[part.tokens] = self._attend(layer, spec, stored[part.tokens], part).to(query.dtype)
+            return output
+
+        return attend
+
+    def _attend(self, layer: int, spec: AttentionSpec, query: torch.Tensor, part: Gather) -> torch.Tensor:
+        """[B * queries, heads, dim] over the gathered keys -> the same shape."""
+        size, count = self._block_size, part.requests
+        cache = self._caches[layer]
+        if part.keys < size:  # a part of one block each: the contiguous cache
+            cache = cache[:, :, : part.keys]
+        if part.blocks.numel() == 1:
+            gathered = cache.narrow(1, int(part.blocks), 1)
+        else:
+            gathered = cache.index_select(1, part.blocks)
+        gathered = gathered.reshape(2, count, -1, spec.kv_heads, spec.head_dim)[:, :, : part.keys]
+        key, value = gathered.transpose(2, 3).unbind(0)
+        if part.queries == 1:  # the heads of a group stand where query tokens do: no key is repeated
+            grouped = query.view(count, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+            output = _scaled_attention(grouped, key, value, part, spec)
+            return output.reshape(count, spec.heads, spec.head_dim)
+        heads = query.view(count, part.queries, spec.heads, spec.head_dim).transpose(1, 2)
+        output = _scaled_attention(heads, key, value, part, spec)
+        return output.transpose(1, 2).reshape(count * part.queries, spec.heads, spec.head_dim)
+
+    def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
+        """One group for each set of similar decodes and one for each longer run of tokens."""
+        decodes, token = [], 0
+        for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
+            if count == 1:
+                decodes.append((start, slot, token))
+            else:
+                yield self._gather(batch, window, [slot], [start], count, slice(token, token + count))
+            token += count
+        decodes.sort(reverse=True)
+        while decodes:
+            longest = _visible(decodes[0][0] + 1, window)
+            size = sum(_visible(start + 1, window) >= longest * PADDING_LIMIT for start, _, _ in decodes)
+            group, decodes = decodes[:size], decodes[size:]
+            group.sort(key=lambda decode: decode[2])  # a group of the whole batch needs no reordering
+            starts, slots, tokens = zip(*group, strict=True)
+            index = slice(0, 1) if len(batch.slots) == 1 else torch.tensor(tokens, device=batch.positions.device)
+            yield self._gather(batch, window, list(slots), list(starts), 1, index)
+
+    def _gather(
+        self,
+        batch: InputBatch,
+        window: int | None,
+        slots: list[int],
+        starts: list[int],
+        queries: int,
+        tokens: slice | torch.Tensor,
+    ) -> Gather:
+        size, device = self._block_size, batch.positions.device
+        first = [0 if window is None else max(0, start + 1 - window) // size for start in starts]
+        ends = [start + queries for start in starts]
+        keys = max(end - block * size for end, block in zip(ends, first, strict=True))
+        first_blocks = torch.tensor(first, device=device)
+        columns = first_blocks[:, None] + torch.arange(-(-keys // size), device=device)
+        rows = torch.tensor(slots, device=device)
+        blocks = batch.block_table[rows[:, None], columns.clamp(max=batch.block_table.shape[1] - 1)].long().flatten()
+        key_positions = (first_blocks * size)[:, None, None] + torch.arange(keys, device=device)
+        query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[..., None]
+        causal = queries > 1 and starts == [0] and (window is None or queries <= window)
+        if causal or (queries == 1 and len(set(ends)) == 1 and first == [0] * len(slots) and keys == ends[0] and (
+            window is None or ends[0] <= window
+        )):
+            return Gather(len(slots), queries, tokens, blocks, keys, None, causal)
+        hidden = key_positions > query_positions
+        if window is not None:
+            hidden |= key_positions <= query_positions - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
+        return Gather(len(slots), queries, tokens, blocks, keys, mask[:, None], False)
+
+
+def _visible(length: int, window: int | None) -> int:
+    return length if window is None else min(length, window)
+
+
+def _scaled_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Gather, spec: AttentionSpec
+) -> torch.Tensor:
+    """Softmax attention of [B, heads or groups, queries, dim] over [B, kv_heads, keys, dim]."""
+    grouped = query.shape[1] != key.shape[1]
+    if spec.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=part.mask, is_causal=part.causal, scale=spec.scale, enable_gqa=grouped
+        )
+    if grouped:
+        key, value = (item.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for item in (key, value))
+    scores = spec.softcap * torch.tanh(query @ key.transpose(-1, -2) * (spec.scale / spec.softcap))
+    if part.causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(hidden, float("-inf"))
+    elif part.mask is not None:
+        scores += part.mask
+    return scores.softmax(-1) @ value

@@ -1,0 +1,171 @@
+"""Which KV blocks each request owns: prefix match, allocation, copy of partial blocks, eviction, release.
+
+    waiting --admit--> path of cached blocks acquired, head of a partial block copied, new blocks allocated
+    running --extend-> one block more whenever the sequence crosses a block's end
+            --publish> its blocks that are full and whose tokens are known enter the prefix tree
+    ended   --free---> references dropped; cached blocks stay in the tree until they are evicted
+
+The contiguous cache is the same code with blocks as long as the longest sequence: one block per request.
+"""
+
+from dataclasses import dataclass
+
+from kvern.cache.block_pool import BlockPool
+from kvern.cache.radix import RadixCache
+from kvern.request import Request
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy the keys and values of the first `tokens` positions of block `source` to block `target`."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass
+class CacheStatistics:
+    """Prompt tokens looked up in the prefix cache, and how many of them it held."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class KVCacheManager:
+    """Owns the block pool and the prefix tree. Holds no tensor and decides the same given the same calls.
+
+    With `prefix_cache` off, only requests of one group (the samples of one prompt) share blocks, and the group's
+    blocks are dropped with it.
+    """
+
+    def __init__(self, capacity: int, block_size: int, prefix_cache: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.pool = BlockPool(capacity)
+        self.tree = RadixCache(self.pool, block_size)
+        self.statistics = CacheStatistics()
+        self._groups: dict[bytes, int] = {}  # requests alive in each private namespace
+
+    @property
+    def available_count(self) -> int:
+        """Blocks that are free or can be made free by eviction."""
+        return self.pool.free_count + self.tree.evictable_count
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` positions."""
+        return -(-tokens // self.block_size)
+
+    def register(self, request: Request) -> None:
+        """Announce a request; to be called once, before anything else about it."""
+        if not self.prefix_cache and request.group is not None:
+            namespace = self._namespace(request)
+            assert namespace is not None
+            self._groups[namespace] = self._groups.get(namespace, 0) + 1
+
+    def forget(self, request: Request) -> None:
+        """The counterpart of `register`: the request has ended and its blocks were freed."""
+        if not self.prefix_cache and request.group is not None:
+            namespace = self._namespace(request)
+            assert namespace is not None
+            self._groups[namespace] -= 1
+            if self._groups[namespace] == 0:
+                del self._groups[namespace]
+                self.tree.drop_namespace(namespace)
+
+    def cached_tokens(self, request: Request) -> int:
+        """How many of the request's tokens the prefix tree holds. Changes nothing."""
+        namespace = self._namespace(request)
+        if namespace is None or request.skip_prefix_cache:
+            return 0
+        path, _, shared = self.tree.match(namespace, request.token_ids, len(request.token_ids) - 1)
+        return len(path) * self.block_size + shared
+
+    def admit(self, request: Request, step: int, reserve: int = 0) -> list[BlockCopy] | None:
+        """Give a waiting request its cached prefix and blocks for all tokens that it has now.
+
+        Sets block_ids, nodes and computed_tokens and returns the copies to run before the step; None, and nothing
+        changed, when there are not enough blocks to leave `reserve` of them for others.
+        """
+        tokens, namespace = request.token_ids, self._namespace(request)
+        path, partial, shared = [], None, 0
+        if namespace is not None and not request.skip_prefix_cache:
+            path, partial, shared = self.tree.match(namespace, tokens, len(tokens) - 1)
+            if partial is not None and partial.step >= step:
+                partial, shared = None, 0  # computed by the very step that would copy it
+        self.tree.acquire(path)
+        needed = self.blocks_for(len(tokens)) - len(path)
+        if needed + reserve > self.available_count:
+            self.tree.release(path)
+            return None
+        if partial is not None:
+            self.tree.touch(partial)
+        blocks = self._allocate(needed)  # may evict the copy's source: copies run in order before the step writes
+        self.pool.share(node.block for node in path)
+        request.block_ids = [node.block for node in path] + blocks
+        request.nodes = path
+        request.computed_tokens = len(path) * self.block_size + shared
+        if request.preemptions == 0:
+            request.cached_tokens = request.computed_tokens
+            self.statistics.queried_tokens += request.prompt_length
+            self.statistics.hit_tokens += request.computed_tokens
+        return [BlockCopy(partial.block, blocks[0], shared)] if partial is not None and shared else []
+
+    def extend(self, request: Request, tokens: int) -> list[int] | None:
+        """Make room for `tokens` positions in all; the new blocks, or None and nothing changed when there are none."""
+        needed = self.blocks_for(tokens) - len(request.block_ids)
+        if needed <= 0:
+            return []
+        if needed > self.available_count:
+            return None
+        blocks = self._allocate(needed)
+        request.block_ids = request.block_ids + blocks
+        return blocks
+
+    def publish(self, request: Request, step: int) -> None:
+        """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
+        namespace = self._namespace(request)
+        if namespace is None:
+            return
+        size = self.block_size
+        full = min(request.computed_tokens, len(request.token_ids)) // size
+        for index in range(len(request.nodes), full):
+            parent = request.nodes[-1] if request.nodes else None
+            tokens = tuple(request.token_ids[index * size : (index + 1) * size])
+            node = self.tree.insert(namespace, parent, tokens, request.block_ids[index], step)
+            self.tree.acquire([node])
+            request.nodes.append(node)
+
+    def free(self, request: Request, step: int) -> None:
+        """Drop the request's references; the beginning of its last block stays cached too."""
+        self.publish(request, step)
+        namespace = self._namespace(request)
+        start = len(request.nodes) * self.block_size
+        known = min(request.computed_tokens, len(request.token_ids))
+        if namespace is not None and self.prefix_cache and start < known:
+            parent = request.nodes[-1] if request.nodes else None
+            tail = tuple(request.token_ids[start:known])
+            self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
+        self.tree.release(request.nodes)
+        self.pool.release(reversed(request.block_ids))
+        request.block_ids, request.nodes, request.computed_tokens = [], [], 0
+
+    def check_integrity(self, running: list[Request]) -> None:
+        """Raise AssertionError unless every block is free, in the tree, or owned by one of `running`."""
+        self.pool.check_integrity()
+        self.tree.check_integrity()
+        owners = self.tree.size + sum(len(request.block_ids) for request in running)
+        counted = sum(self.pool.references(block) for block in range(self.pool.capacity))
+        assert owners == counted, f"{owners} references are known and {counted} are counted"
+        if not running:
+            assert self.available_count == self.pool.capacity, "blocks are missing although nothing runs"
+
+    def _allocate(self, count: int) -> list[int]:
+        self.tree.evict(count - self.pool.free_count)
+        return self.pool.allocate(count)
+
+    def _namespace(self, request: Request) -> bytes | None:
+        """Who may share with this request; None: nobody."""
+        if self.prefix_cache:
+            return request.namespace
+        return None if request.group is None else b"group\x00" + request.group.encode()

@@ -1,0 +1,194 @@
+"""The prefix cache: a radix tree whose every edge is the tokens of one KV block.
+
+    root(namespace) --[16 tokens]--> node(block 7) --[16 tokens]--> node(block 3) --[5 tokens]--> node(block 9)
+
+A path spells a run of tokens whose keys and values are in the blocks along it. Only a leaf may be partial (fewer tokens
+than a block holds); nobody runs on a partial or half-matching block, its matching head is copied instead.
+
+Invariants: the tree owns one reference to each node's block. `users` counts the running requests whose path goes
+through a node, so a node's users are at least the sum of its children's. Nodes without users stand in `_unused` in the
+order of their release, children before parents: its first entry is always a leaf, and evicting is taking that entry.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvern.cache.block_pool import BlockPool
+
+Tokens = tuple[int, ...]
+
+
+class Node:
+    """One cached block: `tokens` are its edge, `step` is the scheduler step that computes it."""
+
+    __slots__ = ("block", "children", "order", "parent", "step", "tokens", "users")
+
+    def __init__(self, parent: "Node | None", tokens: Tokens, block: int, step: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.block = block
+        self.step = step
+        self.users = 0
+        self.children: dict[Tokens, Node] = {}
+        self.order: list[Tokens] = []  # the children's edges, sorted: neighbours share the longest prefixes
+
+
+class RadixCache:
+    """Finds, keeps and evicts the blocks of known prefixes."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._roots: dict[bytes, Node] = {}
+        self._unused: OrderedDict[Node, None] = OrderedDict()
+        self._size = 0
+
+    @property
+    def evictable_count(self) -> int:
+        """Blocks that eviction can free."""
+        return len(self._unused)
+
+    @property
+    def size(self) -> int:
+        """Blocks in the tree."""
+        return self._size
+
+    def match(self, namespace: bytes, tokens: Sequence[int], limit: int) -> tuple[list[Node], Node | None, int]:
+        """The longest cached prefix of tokens[:limit].
+
+        Returns the path of whole blocks, then the node whose block begins with the following tokens (None if there
+        is none) and how many of its tokens match. Changes nothing.
+        """
+        path: list[Node] = []
+        node = self._roots.get(namespace)
+        if node is None:
+            return path, None, 0
+        start, size = 0, self._block_size
+        while start + size <= limit:
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            path.append(child)
+            node, start = child, start + size
+        partial, shared = _longest_shared(node, tuple(tokens[start : min(start + size, limit)]))
+        return path, partial, shared
+
+    def acquire(self, nodes: Sequence[Node]) -> None:
+        """Count one more user of each node, so that it stays."""
+        for node in nodes:
+            if node.users == 0:
+                del self._unused[node]
+            node.users += 1
+
+    def release(self, nodes: Sequence[Node]) -> None:
+        """Count one user fewer of each node of a path; unused ones become the most recently used."""
+        for node in reversed(nodes):
+            node.users -= 1
+            if node.users == 0:
+                self._unused[node] = None
+
+    def touch(self, node: Node) -> None:
+        """Mark an unused node as just used."""
+        if node in self._unused:
+            self._unused.move_to_end(node)
+
+    def insert(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> Node:
+        """Return the node of `tokens` under `parent` (None: the root), adding it with `block` if it is new."""
+        node = parent if parent is not None else self._roots.setdefault(namespace, Node(None, (), -1, step))
+        known = node.children.get(tokens)
+        if known is not None:
+            return known
+        position = bisect_left(node.order, tokens)
+        if position and node.order[position - 1] == tokens[: len(node.order[position - 1])]:
+            self._remove(node.children[node.order[position - 1]])  # a partial leaf that the new block contains
+        child = Node(node, tokens, block, step)
+        node.children[tokens] = child
+        insort(node.order, tokens)
+        self._pool.share([block])
+        self._unused[child] = None
+        self._size += 1
+        return child
+
+    def insert_tail(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> None:
+        """Keep a block that is not full, unless the tree already holds a block that begins with its tokens."""
+        node = parent if parent is not None else self._roots.get(namespace)
+        if node is not None:
+            position = bisect_left(node.order, tokens)
+            if position < len(node.order) and node.order[position][: len(tokens)] == tokens:
+                return
+        self.insert(namespace, parent, tokens, block, step)
+
+    def evict(self, count: int) -> None:
+        """Free the `count` least recently used blocks (fewer when there are fewer)."""
+        for _ in range(min(count, len(self._unused))):
+            leaf = next(iter(self._unused))
+            self._remove(leaf)
+            if leaf.parent is not None and leaf.parent.parent is None and not leaf.parent.children:
+                self._roots = {name: root for name, root in self._roots.items() if root is not leaf.parent}
+
+    def drop_namespace(self, namespace: bytes) -> None:
+        """Forget a namespace none of whose nodes is in use."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return
+        pending, nodes = list(root.children.values()), []
+        while pending:
+            node = pending.pop()
+            nodes.append(node)
+            pending.extend(node.children.values())
+        for node in reversed(nodes):
+            self._remove(node)
+        self._roots.pop(namespace, None)
+
+    def clear(self) -> None:
+        """Forget everything that nobody uses."""
+        self.evict(len(self._unused))
+
+    def _remove(self, node: Node) -> None:
+        del self._unused[node]
+        parent = node.parent
+        assert parent is not None and not node.children, "only an unused leaf can be removed"
+        del parent.children[node.tokens]
+        del parent.order[bisect_left(parent.order, node.tokens)]
+        self._pool.release([node.block])
+        self._size -= 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if an invariant of the module's docstring is broken."""
+        seen: list[Node] = []
+        for root in self._roots.values():
+            pending = [root]
+            while pending:
+                node = pending.pop()
+                assert node.order == sorted(node.children), "the order of the children is stale"
+                for tokens, child in node.children.items():
+                    assert child.tokens == tokens and child.parent is node
+                    assert len(tokens) <= self._block_size
+                    assert len(tokens) == self._block_size or not child.children, "a partial block has children"
+                    assert self._pool.references(child.block) > 0, f"block {child.block} of the tree is free"
+                    assert (child.users == 0) == (child in self._unused)
+                    assert child.users >= sum(grandchild.users for grandchild in child.children.values())
+                    seen.append(child)
+                    pending.append(child)
+        assert len(seen) == self._size, f"{len(seen)} nodes are reachable and {self._size} are counted"
+        assert len({node.block for node in seen}) == len(seen), "two nodes hold one block"
+        assert set(self._unused) <= set(seen)
+        last = {node: position for position, node in enumerate(self._unused)}
+        for node in self._unused:
+            assert all(last[child] < last[node] for child in node.children.values()), "a parent would go before a child"
+
+
+def _longest_shared(node: Node, tokens: Tokens) -> tuple[Node | None, int]:
+    """The child of `node` that shares the longest head with `tokens`, and that head's length."""
+    position = bisect_left(node.order, tokens)
+    best, length = None, 0
+    for edge in node.order[max(0, position - 1) : position + 1]:
+        shared = 0
+        for ours, theirs in zip(tokens, edge, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        if shared > length:
+            best, length = node.children[edge], shared
+    return best, length

@@ -1,0 +1,72 @@
+"""Every option of the engine, with the decisions that follow from them when nothing is given."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from kvern.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine; each is a flag, an environment variable and a configuration key of the same name."""
+
+    model: str | None = None
+    """Folder, Hugging Face id, or the name of an embedded model. None: the embedded chat model."""
+    revision: str | None = None
+    """Branch, tag or commit of the Hugging Face repository."""
+    dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
+    """Number format of weights and activations; auto takes the checkpoint's."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto reads the safetensors files; dummy makes random weights from config.json, for benchmarks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """CPU threads for the model. None: all that the process may use."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens, prompt and answer. None: the model's own context, as far as the memory reaches."""
+    kv_cache: Literal["paged", "contiguous"] = "paged"
+    """paged allocates blocks as sequences grow; contiguous reserves max_model_len for each running request."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Number format of keys and values; auto takes float32 on a CPU, where it is fastest, and the model's elsewhere."""
+    kv_cache_tokens: int | None = None
+    """Size of the KV cache in tokens. None: from the free memory and the batch that is possible."""
+    block_size: int = 16
+    """Tokens of one block of the paged cache."""
+    prefix_cache: bool = True
+    """Keep the keys and values of finished requests and reuse them for prompts that begin alike."""
+    batching: Literal["continuous", "static"] = "continuous"
+    """continuous lets requests join and leave at every step; static runs a batch until its last request ends."""
+    chunked_prefill: bool = True
+    """Split long prompts over several steps, so that other requests go on meanwhile."""
+    policy: Literal["fcfs", "priority", "sjf", "prefix"] = "fcfs"
+    """Who is admitted first: first come, lowest priority number, shortest job, or longest cached prefix."""
+    aging_steps: int = 1000
+    """A request that has waited for this many steps goes before all that have not, whatever the policy."""
+    max_batch_tokens: int | None = None
+    """Tokens computed in one step at most. None: 1024 on a CPU, 8192 on a GPU; the longest sequence without chunking."""
+    max_batch_requests: int = 256
+    """Requests that run at the same time at most."""
+    seed: int = 0
+    """Requests without a seed of their own draw theirs from this one."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "max_model_len", "kv_cache_tokens", "block_size", "aging_steps", "max_batch_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_batch_requests:
+            raise ConfigError(
+                f"max_batch_tokens is {self.max_batch_tokens}, below max_batch_requests {self.max_batch_requests}: "
+                "a step must have room for one token of each running request; raise the first or lower the second"
+            )
+        for name, options in _CHOICES.items():
+            if getattr(self, name) not in options:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(options)}")
+
+
+_CHOICES = {
+    field.name: field.type.__args__
+    for field in dataclasses.fields(EngineConfig)
+    if getattr(field.type, "__origin__", None) is Literal
+}

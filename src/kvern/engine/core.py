@@ -1,0 +1,134 @@
+"""The one loop: submit a step if there is room and work, else collect the oldest.
+
+    add / abort --> scheduler --submit--> executor --collect--> stop conditions --> TokenEvents
+                        ^                                             |
+                        +----------- token ids, finished -------------+
+
+The number of steps in flight is bounded by `depth`: 1 is synchronous, 2 overlaps the host with the device.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvern.engine.scheduler import Scheduler
+from kvern.request import FinishReason, Request, State
+from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from kvern.worker.executor import Executor
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What one step did for one request. `token_id` is None when only prompt log-probabilities or an end came."""
+
+    request_id: str
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class EngineStatistics:
+    """Counted since the engine started."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    queried_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Prompt tokens taken from the prefix cache, as a share of all prompt tokens."""
+        return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+
+class EngineCore:
+    """Drives the scheduler and the executor. Not thread-safe: one thread calls it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._depth = depth
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._counted = EngineStatistics()
+
+    @property
+    def has_work(self) -> bool:
+        """A call of `step` would do something."""
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self._counted.requests += 1
+        self._counted.prompt_tokens += request.prompt_length
+        self.scheduler.add(request)
+
+    def finish(
+        self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
+    ) -> None:
+        """End requests from outside: a client has gone, or a stop string was seen. Ended ones are ignored."""
+        for request_id in request_ids:
+            request = self.scheduler.get(request_id)
+            if request is not None:
+                self.scheduler.finish(request, reason, stop_reason)
+
+    def step(self) -> list[TokenEvent]:
+        """Submit and collect once; events of the step that came back, none if it is still on its way."""
+        if len(self._in_flight) < self._depth and self.scheduler.has_work:
+            output = self.scheduler.schedule()
+            if output.scheduled:
+                self._counted.steps += 1
+                self._counted.computed_tokens += output.token_count
+                self._in_flight.append((output, self._executor.submit(output)))
+                if len(self._in_flight) < self._depth:
+                    return []
+        if not self._in_flight:
+            return []
+        output, future = self._in_flight.popleft()
+        return self._collect(output, future.result())
+
+    def statistics(self) -> EngineStatistics:
+        """The counters as they stand."""
+        cache = self.scheduler.cache.statistics
+        self._counted.cached_tokens = cache.hit_tokens
+        self._counted.queried_tokens = cache.queried_tokens
+        self._counted.preemptions = self.scheduler.preemption_count
+        return self._counted
+
+    def _collect(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenEvent]:
+        events = []
+        for index, request_id in enumerate(output.request_ids):
+            request = self.scheduler.get(request_id)
+            if request is None or request.state is State.FINISHED:
+                continue  # aborted, or it stopped one step ago
+            token_id, prompt_logprobs = result.token_ids[index], result.prompt_logprobs[index]
+            if token_id is None:
+                if prompt_logprobs is not None:
+                    events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
+                continue
+            self._counted.generation_tokens += 1
+            full = self.scheduler.update(request, token_id)
+            if token_id in request.stop_token_ids and request.output_length > request.params.min_tokens:
+                self.scheduler.finish(request, "stop", token_id)
+            elif full:
+                self.scheduler.finish(request, "length")
+            events.append(
+                TokenEvent(
+                    request_id,
+                    token_id,
+                    result.logprobs[index],
+                    prompt_logprobs,
+                    request.cached_tokens,
+                    request.finish_reason,
+                    request.stop_reason,
+                )
+            )
+        return events

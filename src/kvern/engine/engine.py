@@ -1,0 +1,71 @@
+"""Inputs, core and outputs in one object: the engine as one thread drives it."""
+
+import time
+from collections.abc import Sequence
+
+from kvern.config import EngineConfig
+from kvern.engine.core import EngineStatistics
+from kvern.engine.factory import build_core
+from kvern.engine.inputs import InputProcessor, Prompt
+from kvern.engine.output import OutputProcessor, RequestOutput
+from kvern.models.hub import resolve_model
+from kvern.sampling_params import SamplingParams
+from kvern.tokenizer import Tokenizer
+
+
+class Engine:
+    """Loads the model of a configuration and runs requests. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        self.config = config
+        folder = resolve_model(config.model, revision=config.revision)
+        self.core, self.spec, self.cache_plan = build_core(config, folder)
+        self.tokenizer = Tokenizer(folder)
+        self.inputs = InputProcessor(self.tokenizer, self.spec, folder, self.cache_plan.max_model_len, config.seed)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._members: dict[str, list[str]] = {}
+        self.load_seconds = time.perf_counter() - started
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended."""
+        return self.core.has_work
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Prompts that have not ended."""
+        return list(self._members)
+
+    def add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestOutput:
+        """Queue a prompt; the returned output grows with each `step`. Raises InvalidRequest or InvalidParameter."""
+        requests, params = self.inputs.requests(request_id, prompt, params, priority=priority)
+        text = prompt if isinstance(prompt, str) else None
+        output = self._outputs.add(request_id, text, requests, params)
+        self._members[request_id] = [request.request_id for request in requests]
+        for request in requests:
+            self.core.add(request)
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """Run or collect one step; the outputs that changed."""
+        changed, stopped = self._outputs.process(self.core.step())
+        for request_id, stop in stopped:
+            self.core.finish([request_id], "stop", stop)
+        for output in changed:
+            if output.finished:
+                self._members.pop(output.request_id, None)
+        return changed
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; their outputs keep what they have."""
+        for request_id in request_ids:
+            members = self._members.pop(request_id, [])
+            self.core.finish(members)
+            self._outputs.abort(members)
+
+    def statistics(self) -> EngineStatistics:
+        """Counted since the start."""
+        return self.core.statistics()

@@ -1,0 +1,140 @@
+"""Makes an engine from a configuration: model, KV cache size, scheduler, runner."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvern.attention.torch_sdpa import TorchAttention
+from kvern.cache.manager import KVCacheManager
+from kvern.config import EngineConfig
+from kvern.engine.core import EngineCore
+from kvern.engine.policy import POLICIES
+from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.errors import ConfigError
+from kvern.models.loader import load_model, read_config
+from kvern.models.registry import spec_from_config
+from kvern.models.spec import ModelSpec
+from kvern.worker.executor import InProcessExecutor
+from kvern.worker.rows import BatchRows
+from kvern.worker.runner import ModelRunner
+
+logger = logging.getLogger("kvern")
+
+CPU_MEMORY_SHARE = 0.25
+"""Of the memory that is available when the engine starts, for keys and values."""
+CPU_MEMORY_LIMIT = 4 << 30
+"""Bytes; a cache beyond this seldom helps on a CPU."""
+GPU_MEMORY_SHARE = 0.85
+CPU_BATCH_TOKENS = 1024
+GPU_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """How the KV cache is laid out: `blocks` of `block_size` tokens, `token_bytes` each over all layers."""
+
+    max_model_len: int
+    blocks: int
+    block_size: int
+    token_bytes: int
+    dtype: torch.dtype
+
+
+def build_core(config: EngineConfig, folder: Path) -> tuple[EngineCore, ModelSpec, CachePlan]:
+    """Load the model in `folder` and wire the engine around it. Raises KvernError subclasses."""
+    device = resolve_device(config)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads or available_cores())
+    spec = spec_from_config(read_config(folder))
+    longest = resolve_max_model_len(config, spec)
+    decoder = load_model(folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format)
+    plan = plan_cache(config, spec, longest, decoder.build.dtype, device)
+    slots = config.max_batch_requests
+    if config.kv_cache == "contiguous":
+        slots = min(slots, plan.blocks)
+    attention = TorchAttention(
+        [layer.attention for layer in spec.layers], plan.blocks, plan.block_size, plan.dtype, device
+    )
+    rows = BatchRows(slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device)
+    default = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+    batch_tokens = max(config.max_batch_tokens or default, slots)
+    if not config.chunked_prefill:
+        batch_tokens = max(batch_tokens, plan.max_model_len)
+    limits = SchedulerLimits(
+        batch_tokens, slots, config.aging_steps, config.chunked_prefill, config.batching == "continuous"
+    )
+    cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache)
+    scheduler = Scheduler(limits, cache, POLICIES[config.policy])
+    runner = ModelRunner(decoder, attention, rows, plan.block_size)
+    return EngineCore(scheduler, InProcessExecutor(runner)), spec, plan
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The configured device, if this machine has it."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but PyTorch sees no GPU here: use device cpu, or install a CUDA build of torch")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """The longest sequence: the option, which the model's own context bounds."""
+    if config.max_model_len is not None and config.max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, above the model's {spec.max_position_embeddings}: lower it"
+        )
+    return config.max_model_len or spec.max_position_embeddings
+
+
+def plan_cache(
+    config: EngineConfig, spec: ModelSpec, longest: int, model_dtype: torch.dtype, device: torch.device
+) -> CachePlan:
+    """Size the KV cache: what the batch can use, as far as the free memory goes.
+
+    Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
+    """
+    dtype = torch.float32 if device.type == "cpu" else model_dtype
+    if config.kv_cache_dtype != "auto":
+        dtype = getattr(torch, config.kv_cache_dtype)
+    token_bytes = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * dtype.itemsize
+    tokens = config.kv_cache_tokens
+    if tokens is None:
+        tokens = min(longest * config.max_batch_requests, free_cache_bytes(device) // token_bytes)
+    if 0 < tokens < longest and config.max_model_len is None:
+        logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", tokens, longest)
+        longest = tokens
+    block_size = config.block_size if config.kv_cache == "paged" else longest
+    blocks = -(-tokens // block_size) if config.kv_cache == "paged" else tokens // max(block_size, 1)
+    if tokens < longest or not blocks:
+        raise ConfigError(
+            f"the KV cache has room for {tokens} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
+            f"{longest}: raise kv_cache_tokens, free memory, or lower max_model_len"
+        )
+    return CachePlan(longest, blocks, block_size, token_bytes, dtype)
+
+
+def free_cache_bytes(device: torch.device) -> int:
+    """Bytes that the KV cache may take."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_MEMORY_SHARE)
+    return min(int(available_memory() * CPU_MEMORY_SHARE), CPU_MEMORY_LIMIT)
+
+
+def available_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping; half of all where the system does not tell."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

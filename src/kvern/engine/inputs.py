@@ -1,0 +1,116 @@
+"""From what users send to requests that the engine can run: tokenize, validate, fill in defaults.
+
+Everything that can be wrong with a request is found here, before it reaches the engine.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.models.spec import ModelSpec
+from kvern.request import Request
+from kvern.sampling_params import SamplingParams
+from kvern.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+MAX_SEED = 2**63
+
+
+class InputProcessor:
+    """Makes requests for one model. `max_model_len` bounds prompt and answer together, in tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, folder: Path, max_model_len: int, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._vocab_size = spec.vocab_size
+        self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
+        self._defaults = _generation_defaults(folder)
+        self._seed = seed
+        self._count = 0
+
+    def requests(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> tuple[list[Request], SamplingParams]:
+        """`n` requests for one prompt, and the parameters with all defaults filled in.
+
+        Raises InvalidRequest or InvalidParameter.
+        """
+        params = self._resolve(params or SamplingParams())
+        token_ids = self._token_ids(prompt)
+        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids))
+        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        self._count += 1
+        seed = params.seed if params.seed is not None else hash((self._seed, self._count))
+        group = request_id if params.n > 1 else None
+        requests: list[Request] = []
+        for index in range(params.n):
+            requests.append(
+                Request(
+                    request_id=f"{request_id}#{index}" if group else request_id,
+                    token_ids=list(token_ids),
+                    params=params if index == 0 else params.replace(prompt_logprobs=None),
+                    max_tokens=max_tokens,
+                    seed=(seed + index) % MAX_SEED,
+                    stop_token_ids=stop,
+                    bad_word_ids=self._bad_word_ids(params),
+                    priority=priority,
+                    group=group,
+                    leader=requests[0] if requests else None,
+                )
+            )
+        return requests, params
+
+    def chat_prompt(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The messages as token ids, by the model's chat template."""
+        return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty: it needs at least one token")
+        for position, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidRequest(f"the prompt holds {token!r} at position {position}: token ids are integers")
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequest(
+                    f"the prompt holds token id {token} at position {position}: the model has ids 0 to "
+                    f"{self._vocab_size - 1}"
+                )
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(token_ids)} tokens, and at most {self.max_model_len - 1} leave room for an "
+                f"answer in the context of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
+            )
+        return token_ids
+
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidParameter(
+                        f"{name} holds token id {token}: the model has ids 0 to {self._vocab_size - 1}"
+                    )
+        missing = {name: value for name, value in self._defaults.items() if getattr(params, name) is None}
+        return params.replace(**missing) if missing else params
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        spellings = (spelling for word in params.bad_words or () for spelling in (word, " " + word))
+        encoded = (tuple(self.tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return tuple(dict.fromkeys(ids for ids in encoded if ids))
+
+
+def _generation_defaults(folder: Path) -> dict[str, float]:
+    """Temperature, top_k and top_p that the checkpoint recommends; without do_sample the most probable token."""
+    path = folder / "generation_config.json"
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    defaults |= {name: stored[name] for name in defaults if isinstance(stored.get(name), (int, float))}
+    if stored.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults

@@ -1,0 +1,162 @@
+"""From sampled tokens to the answers that users see: text, stop strings, log-probabilities, n samples of one prompt."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from kvern.engine.core import TokenEvent
+from kvern.request import FinishReason, Request
+from kvern.sampling_params import SamplingParams
+from kvern.step import TokenLogprobs
+from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass
+class CompletionOutput:
+    """One answer. `text` and `token_ids` hold everything so far, also while streaming."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for the end-of-sequence token and for other reasons."""
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its `n` answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token, None for the first, which nothing predicts."""
+    cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache."""
+
+
+class Answer:
+    """The growing text of one sequence, held back where it may be the beginning of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, params: SamplingParams, index: int) -> None:
+        self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
+        self._params = params
+        self._stop_strings = params.stop_strings
+        self._eos_token_ids = tokenizer.eos_token_ids
+        self._tokenizer = tokenizer
+        self._text = ""
+        prompt = request.token_ids[: request.prompt_length]
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens)
+
+    def add(self, event: TokenEvent) -> str | None:
+        """Take one token; the stop string that it completes, if any."""
+        output, token_id = self.output, event.token_id
+        assert token_id is not None
+        output.token_ids.append(token_id)
+        if output.logprobs is not None and event.logprobs is not None:
+            output.logprobs.append(self._with_text(event.logprobs))
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs[token_id].logprob
+        if event.finish_reason != "stop" or self._params.include_stop_str_in_output:
+            start = len(self._text)
+            self._text += self._detokenizer.append([token_id])
+            stop = self._find_stop(start)
+            if stop is not None:
+                self._end("stop", stop)
+                return stop
+        if event.finish_reason is not None:
+            is_eos = event.stop_reason in self._eos_token_ids
+            self._end(event.finish_reason, None if is_eos else event.stop_reason)
+        else:
+            output.text = self._text[: len(self._text) - self._held_back()]
+        return None
+
+    def abort(self) -> None:
+        """End without another token."""
+        self._end("abort", None)
+
+    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        if not isinstance(stop_reason, str):
+            start = len(self._text)
+            self._text += self._detokenizer.flush()
+            late = self._find_stop(start) if reason == "length" else None
+            reason, stop_reason = ("stop", late) if late is not None else (reason, stop_reason)
+        self.output.text, self.output.finish_reason, self.output.stop_reason = self._text, reason, stop_reason
+
+    def _find_stop(self, start: int) -> str | None:
+        """The stop string that occurs first and ends after `start`; the text is cut there."""
+        if len(self.output.token_ids) <= self._params.min_tokens and self._params.min_tokens:
+            return None
+        found: tuple[int, str] | None = None
+        for stop in self._stop_strings:
+            place = self._text.find(stop, max(0, start - len(stop) + 1))
+            if place >= 0 and (found is None or place < found[0]):
+                found = place, stop
+        if found is None:
+            return None
+        place, stop = found
+        self._text = self._text[: place + (len(stop) if self._params.include_stop_str_in_output else 0)]
+        return stop
+
+    def _held_back(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        longest = max(map(len, self._stop_strings), default=0)
+        for length in range(min(longest - 1, len(self._text)), 0, -1):
+            if any(stop.startswith(self._text[-length:]) for stop in self._stop_strings):
+                return length
+        return 0
+
+    def _with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        return {token: replace(entry, token=self._tokenizer.id_to_token(token)) for token, entry in logprobs.items()}
+
+
+class OutputProcessor:
+    """Turns the token events of all running requests into request outputs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._answers: dict[str, tuple[RequestOutput, Answer]] = {}
+
+    def add(self, output_id: str, prompt: str | None, requests: list[Request], params: SamplingParams) -> RequestOutput:
+        """Announce the requests (samples) that together answer one prompt."""
+        prompt_ids = requests[0].token_ids[: requests[0].prompt_length]
+        answers = [Answer(self._tokenizer, request, params, index) for index, request in enumerate(requests)]
+        output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]
+        for request, answer in zip(requests, answers, strict=True):
+            self._answers[request.request_id] = output, answer
+        return output
+
+    def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:
+        """The outputs that changed, and (request id, stop string) of the requests that the engine must end."""
+        changed: dict[str, RequestOutput] = {}
+        stopped: list[tuple[str, str]] = []
+        for event in events:
+            if event.request_id not in self._answers:
+                continue
+            output, answer = self._answers[event.request_id]
+            if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
+                output.prompt_logprobs += event.prompt_logprobs
+            if event.token_id is None:
+                continue
+            output.cached_tokens = max(output.cached_tokens, event.cached_tokens)
+            stop = answer.add(event)
+            if stop is not None and event.finish_reason is None:
+                stopped.append((event.request_id, stop))
+            if answer.output.finish_reason is not None:
+                del self._answers[event.request_id]
+            output.finished = all(item.finish_reason is not None for item in output.outputs)
+            changed[output.request_id] = output
+        return list(changed.values()), stopped
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that were ended from outside; their answers keep what they have."""
+        for request_id in request_ids:
+            if request_id in self._answers:
+                output, answer = self._answers.pop(request_id)
+                answer.abort()
+                output.finished = all(item.finish_reason is not None for item in output.outputs)

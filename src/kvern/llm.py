@@ -1,0 +1,214 @@
+"""The Python API: LLM, for scripts; AsyncLLM is its twin for asyncio."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, cast
+
+from kvern.config import EngineConfig
+from kvern.engine.core import EngineStatistics
+from kvern.engine.engine import Engine
+from kvern.engine.inputs import Messages, Prompt
+from kvern.engine.output import CompletionOutput, RequestOutput
+from kvern.errors import InvalidRequest, KvernError
+from kvern.models.spec import ModelSpec
+from kvern.sampling_params import SamplingParams
+from kvern.tokenizer import Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput"]
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class FailedRequest:
+    """An input that could not be run, and why."""
+
+    request_id: str
+    error: KvernError
+
+
+class LLM:
+    """A model, ready to generate.
+
+        llm = LLM()                                  # the model that ships inside kvern
+        llm.generate("Once upon a time")[0].outputs[0].text
+
+    Keyword arguments are the fields of EngineConfig. Raises KvernError subclasses. One thread may use it at a time.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._engine = Engine(EngineConfig(model=model, **options))
+        self._ids = (f"request-{number}" for number in itertools.count())
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options the engine was made with."""
+        return self._engine.config
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's description."""
+        return self._engine.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: bool = False
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or lists of token ids), in their order.
+
+        One SamplingParams serves all prompts, a list of them one each. If any prompt is invalid, none is run.
+        """
+        several = as_prompts(prompts)
+        params = one_for_each(sampling_params, len(several))
+        outputs: list[RequestOutput] = []
+        ids = []
+        try:
+            for prompt, param in zip(several, params, strict=True):
+                request_id = next(self._ids)
+                outputs.append(self._engine.add(request_id, prompt, param))
+                ids.append(request_id)
+            self._run(outputs, progress)
+        except BaseException:
+            self._engine.abort(ids)
+            raise
+        return outputs
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        tools: Tools = None,
+        add_generation_prompt: bool = True,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template."""
+        conversations = as_conversations(messages)
+        prompts = [self.chat_prompt(conversation, tools, add_generation_prompt) for conversation in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield the same growing output at each new token. Leaving the loop aborts the request."""
+        request_id = next(self._ids)
+        output = self._engine.add(request_id, prompt, sampling_params)
+        seen = 0
+        try:
+            while True:
+                if not output.finished:
+                    self._engine.step()
+                size = sum(len(answer.token_ids) for answer in output.outputs)
+                if size != seen or output.finished:
+                    seen = size
+                    yield output
+                if output.finished:
+                    return
+        finally:
+            self._engine.abort([request_id])
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None
+    ) -> Iterator[RequestOutput]:
+        """`stream` for a conversation."""
+        return self.stream(self.chat_prompt(messages, tools), sampling_params)
+
+    def as_completed(
+        self, inputs: Iterable[tuple[str, Prompt, SamplingParams | None]], *, max_in_flight: int | None = None
+    ) -> Iterator[RequestOutput | FailedRequest]:
+        """Run (id, prompt, params) inputs, pulled lazily, and yield each as it ends, under its own id.
+
+        An invalid input yields a FailedRequest and disturbs nobody. At most `max_in_flight` inputs (default: twice
+        the batch) are held at once, so the input may be endless.
+        """
+        limit = max_in_flight or 2 * self.config.max_batch_requests
+        source, alive = iter(inputs), dict[str, RequestOutput]()
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and len(alive) < limit:
+                    try:
+                        request_id, prompt, params = next(source)
+                    except StopIteration:
+                        exhausted = True
+                        break
+                    try:
+                        if request_id in alive:
+                            raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
+                        alive[request_id] = self._engine.add(request_id, prompt, params)
+                    except KvernError as error:
+                        yield FailedRequest(request_id, error)
+                if not alive:
+                    return
+                self._engine.step()
+                for request_id in [name for name, output in alive.items() if output.finished]:
+                    yield alive.pop(request_id)
+        finally:
+            self._engine.abort(list(alive))
+
+    def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
+        """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
+        return self._engine.inputs.chat_prompt(messages, tools, add_generation_prompt)
+
+    def statistics(self) -> EngineStatistics:
+        """What the engine has done since it started."""
+        return self._engine.statistics()
+
+    def close(self) -> None:
+        """Abort what runs. The memory goes with the object."""
+        self._engine.abort(list(self._engine.request_ids))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, outputs: Sequence[RequestOutput], progress: bool) -> None:
+        if not progress:
+            while not all(output.finished for output in outputs):
+                self._engine.step()
+            return
+        from kvern.progress import generation_progress
+
+        with generation_progress(len(outputs)) as report:
+            done = 0
+            while done < len(outputs):
+                finished = [output for output in self._engine.step() if output.finished]
+                done += len(finished)
+                report(done, self._engine.statistics().generation_tokens)
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """One conversation or several, as several."""
+    if not messages:
+        raise InvalidRequest("the conversation is empty: it needs at least one message")
+    return cast(list[Messages], [messages] if isinstance(messages[0], Mapping) else list(messages))
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise InvalidRequest("the prompt is empty: it needs at least one token")
+    if all(isinstance(item, int) for item in items):
+        return [cast(Sequence[int], items)]
+    return cast(list[Prompt], items)
+
+
+def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
+    """One SamplingParams for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling parameters: give one, or one each")
+    return list(params)

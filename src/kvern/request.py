@@ -1,0 +1,91 @@
+"""One sequence to generate, and where it stands.
+
+    WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
+       ^                     |
+       +-----preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+
+`n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from kvern.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvern.cache.radix import Node
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class State(enum.Enum):
+    """Where a request stands; see the module's drawing."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """What scheduler, cache and runner know of one sequence. Only the engine core changes it.
+
+    `computed_tokens` counts the tokens whose keys and values the steps scheduled so far will have written;
+    `in_flight` the sampled tokens that the host has not seen yet.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """Tokens to generate at most; the engine has resolved None to what the context leaves."""
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    """Sampling one of these ends the request (end-of-sequence tokens included)."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    namespace: bytes = b""
+    """Only requests of one namespace share cached blocks."""
+    group: str | None = None
+    leader: "Request | None" = None
+    """The request of the group that computes the shared prompt; None for the leader itself."""
+    arrival: int = 0
+    """Sequence number, given by the scheduler."""
+
+    prompt_length: int = field(init=False)
+    state: State = State.WAITING
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    nodes: "list[Node]" = field(default_factory=list)
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    in_flight: int = 0
+    waiting_since: int = 0
+    aged: bool = False
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.token_ids)
+
+    @property
+    def output_length(self) -> int:
+        """Generated tokens that the host knows."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens still to be computed before the next one can be sampled."""
+        return len(self.token_ids) + self.in_flight - self.computed_tokens
+
+    @property
+    def skip_prefix_cache(self) -> bool:
+        """Log-probabilities of the prompt need the prompt to be computed."""
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def prompt_scheduled(self) -> bool:
+        """All of the prompt has been given to a step, so that its blocks can be shared."""
+        return self.state is State.FINISHED or self.computed_tokens >= self.prompt_length

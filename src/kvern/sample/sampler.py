@@ -1,0 +1,128 @@
+"""From logits to tokens.
+
+    logits -> constraints and penalties -> temperature -> top_k -> top_p -> min_p -> typical_p -> one token
+
+The order of the filters is the one of Hugging Face transformers. A token is drawn by inverting the cumulative
+distribution at a random number that depends on the request's seed and the token's position alone, and a row's
+candidates never depend on the other rows, so a seeded request gives the same tokens in any batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvern.sample.constraints import constrain, is_constrained, is_penalized
+from kvern.sample.random import uniform
+from kvern.step import Logprob, TokenLogprobs
+from kvern.worker.rows import BatchRows
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this take the most probable token: dividing by them would overflow."""
+
+
+def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
+    """Choose one token for each row.
+
+    logits     [N, vocabulary] float32, changed in place by constraints
+    slots      N rows of the batch that the logits belong to
+    positions  [N] int64, positions of the tokens that are chosen
+    returns    [N] int64 token ids
+    """
+    if any(is_constrained(rows.request(slot)) or is_penalized(rows.request(slot)) for slot in slots):
+        constrain(logits, rows, slots, positions.tolist())
+    greedy = [_temperature(rows, slot) < GREEDY_BELOW for slot in slots]
+    if all(greedy):
+        return logits.argmax(-1)
+    tokens = logits.argmax(-1) if any(greedy) else torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for row, slot in enumerate(slots):
+        if not greedy[row]:
+            params = rows.request(slot).params
+            few = bool(params.top_k and params.top_k > 0)
+            ordered = (params.top_p or 1.0) < 1.0 or params.typical_p < 1.0
+            kinds.setdefault((few, ordered), []).append(row)
+    slot_index = torch.tensor(slots, device=logits.device)
+    for (few, ordered), members in kinds.items():
+        index = torch.tensor(members, device=logits.device)
+        slot = slot_index[index]
+        scores = logits[index] / rows.temperature[slot, None]
+        ids = None
+        if few:
+            scores, ids = _most_probable(scores, rows.top_k[slot])
+        elif ordered:
+            scores, ids = scores.sort(-1, descending=True, stable=True)
+        probabilities = _filter(scores, rows, slot, ordered)
+        column = _draw(probabilities, uniform(rows.seeds[slot], positions[index]))
+        tokens[index] = column if ids is None else ids.gather(1, column[:, None])[:, 0]
+    return tokens
+
+
+def _temperature(rows: BatchRows, slot: int) -> float:
+    temperature = rows.request(slot).params.temperature
+    return 1.0 if temperature is None else temperature
+
+
+def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's k best scores and every tie of the last, descending, ties by token id; [N, most kept]."""
+    top_k = top_k.clamp(max=scores.shape[-1])
+    best = scores.topk(int(top_k.max()), -1).values
+    limit = best.gather(1, top_k[:, None] - 1)
+    kept = scores >= limit
+    width = int(kept.sum(-1).max())
+    ids = scores.masked_fill(~kept, float("-inf")).topk(width, -1).indices.sort(-1).values
+    values = scores.gather(1, ids).masked_fill(~kept.gather(1, ids), float("-inf"))
+    values, order = values.sort(-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _filter(scores: torch.Tensor, rows: BatchRows, slot: torch.Tensor, ordered: bool) -> torch.Tensor:
+    """Probabilities [N, candidates] with everything that top_p, min_p and typical_p drop at 0, not normalised."""
+    probabilities = scores.softmax(-1)
+    if ordered:
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= rows.top_p[slot, None], 0)
+    floor = rows.min_p[slot, None] * probabilities.amax(-1, keepdim=True)
+    probabilities = probabilities.masked_fill(probabilities < floor, 0)
+    typical = rows.typical_p[slot, None]
+    if ordered and bool((typical < 1).any()):
+        probabilities = torch.where(typical < 1, _typical(probabilities, typical), probabilities)
+    return probabilities
+
+
+def _typical(probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Locally typical sampling (Meister et al. 2022): keep the tokens nearest the expected surprise."""
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    surprise = -probabilities.log()
+    entropy = (probabilities * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
+    _, order = (surprise - entropy).abs().sort(-1, stable=True)
+    ordered = probabilities.gather(1, order)
+    dropped = ordered.cumsum(-1) - ordered >= mass
+    return probabilities.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), 0)
+
+
+def _draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The first column where the cumulative probability passes number * total."""
+    cumulative = probabilities.double().cumsum(-1)
+    target = numbers * cumulative[:, -1]
+    column = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).to(torch.int8).argmax(-1)
+    return torch.minimum(column, last)
+
+
+def top_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of `tokens` and of the `count` most probable ones under logits [N, vocabulary]."""
+    logprobs = logits.log_softmax(-1)
+    index = torch.tensor(tokens, device=logits.device)[:, None]
+    chosen = logprobs.gather(1, index)
+    ranks = (logprobs > chosen).sum(-1) + 1
+    best = logprobs.topk(min(count, logits.shape[-1]), -1)
+    rows = zip(
+        tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+    )
+    result = []
+    for token, logprob, rank, best_ids, best_values in rows:
+        entry = {token: Logprob(logprob, rank)}
+        for position, (other, value) in enumerate(zip(best_ids, best_values, strict=True)):
+            entry.setdefault(other, Logprob(value, position + 1))
+        result.append(entry)
+    return result

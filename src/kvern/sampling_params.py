@@ -1,0 +1,111 @@
+"""What the user asks of the sampler, checked when it is made."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from kvern.errors import InvalidParameter
+
+MAX_LOGPROBS = 100
+MAX_SAMPLES = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one request's tokens are chosen. Every field has the meaning it has in vLLM and the OpenAI API.
+
+    Raises InvalidParameter when made with a value out of range.
+    """
+
+    temperature: float | None = None
+    """0 takes the most probable token. None: the model's generation_config, else 1."""
+    top_k: int | None = None
+    """Keep the k most probable tokens; 0 keeps all. None: the model's generation_config, else 0."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens with this probability in all. None: the model's generation_config, else 1."""
+    min_p: float = 0.0
+    """Keep tokens at least this probable relative to the most probable one."""
+    typical_p: float = 1.0
+    """Keep the tokens whose surprise is nearest the entropy, with this probability in all (Meister et al. 2022)."""
+    repetition_penalty: float = 1.0
+    """Divide (positive) or multiply (negative) the logits of tokens in prompt or output (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the token is in the output."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: list[int] | None = None
+    """Only these token ids can be sampled."""
+    bad_words: list[str] | None = None
+    """Texts whose token sequences are never completed."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many output tokens."""
+    max_tokens: int | None = None
+    """Tokens to generate at most. None: until the context is full."""
+    stop: list[str] | str | None = None
+    """Generation ends when the text contains one of these."""
+    stop_token_ids: list[int] | None = None
+    """Generation ends at one of these tokens."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    """The same seed gives the same tokens, alone and in any batch."""
+    n: int = 1
+    """Independent answers to one prompt, which share its KV blocks."""
+    logprobs: int | None = None
+    """Log-probabilities of the sampled token and of this many most probable ones, from the model's own logits."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    skip_special_tokens: bool = True
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def replace(self, **changes: Any) -> "SamplingParams":
+        """A copy with other values, checked again."""
+        return msgspec.structs.replace(self, **changes)
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0, None)
+        _check_range("top_k", self.top_k, -1, None)
+        _check_range("top_p", self.top_p, 0, 1, exclusive_low=True)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("typical_p", self.typical_p, 0, 1, exclusive_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0, None, exclusive_low=True)
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("min_tokens", self.min_tokens, 0, None)
+        _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_range("n", self.n, 1, MAX_SAMPLES)
+        _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it or raise max_tokens"
+            )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids is empty, so that nothing can be sampled: name a token or leave it out")
+        for word in (*self.stop_strings, *(self.bad_words or ())):
+            if not isinstance(word, str) or not word:
+                raise InvalidParameter(f"stop and bad_words hold {word!r}: each entry must be a text of at least one character")
+        for token, bias in (self.logit_bias or {}).items():
+            _check_range(f"logit_bias of token {token}", bias, -1e9, 1e9)
+
+
+def _check_range(
+    name: str, value: float | None, low: float | None, high: float | None, exclusive_low: bool = False
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidParameter(f"{name} is {value!r}: it must be a number")
+    too_low = low is not None and (value <= low if exclusive_low else value < low)
+    if too_low or (high is not None and value > high) or not math.isfinite(value):
+        limit = f"above {low}" if exclusive_low else f"at least {low}"
+        if high is not None:
+            limit += f" and at most {high}"
+        raise InvalidParameter(f"{name} is {value}: it must be a finite number {limit}")

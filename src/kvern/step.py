@@ -1,0 +1,76 @@
+"""What the engine tells the runner to do in one step, as differences, and what comes back."""
+
+from dataclasses import dataclass, field
+
+from kvern.cache.manager import BlockCopy
+from kvern.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability (natural logarithm) of one token and its rank among all (1: the most probable)."""
+
+    logprob: float
+    rank: int
+    token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""By token id: the token at this place and, after it, the most probable ones."""
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that joins the batch in row `slot`, with all its tokens."""
+
+    slot: int
+    token_ids: list[int]
+    prompt_length: int
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class ScheduledTokens:
+    """Compute `count` tokens of row `slot` from position `start`, then sample the next token if `sample`."""
+
+    slot: int
+    start: int
+    count: int
+    sample: bool
+
+
+@dataclass
+class SchedulerOutput:
+    """One step: copy blocks, let rows join and grow, compute tokens.
+
+    Rows that left need no message: their slot is simply given to another request.
+    """
+
+    step: int
+    copies: list[BlockCopy] = field(default_factory=list)
+    joined: list[NewRequest] = field(default_factory=list)
+    grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """(slot, index of the first new entry in its block table, block ids)."""
+    scheduled: list[ScheduledTokens] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+    """The request of each entry of `scheduled`."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that the step computes."""
+        return sum(item.count for item in self.scheduled)
+
+
+@dataclass
+class ModelRunnerOutput:
+    """The sampled tokens of one step, one entry for each entry of `scheduled`."""
+
+    token_ids: list[int | None]
+    """None where the step only computed a part of the prompt."""
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[list[TokenLogprobs] | None]
+    """Of the prompt tokens that the step's tokens predict, in their order."""
