@@ -1,0 +1,53 @@
+"""The projections around attention; what happens between them is the caller's `Attend`."""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from kvern.layers.module import Module
+from kvern.layers.norm import make_query_key_norm
+from kvern.layers.rope import Rotation, make_rotate
+from kvern.models.build import Build
+from kvern.models.spec import LayerSpec, ModelSpec
+
+
+class Attend(Protocol):
+    """Stores a step's keys and values and attends to everything stored, causally within each request."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query [T, heads, head_dim]`, `key` and `value [T, kv_heads, head_dim]` -> `[T, heads, head_dim]`.
+
+        The inputs are rotated and normalised already; they may be views with gaps between rows.
+        """
+
+
+class Attention(Module):
+    """`hidden [T, hidden] -> [T, hidden]`. Queries and keys stay side by side through norm and rotation."""
+
+    def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
+        super().__init__()
+        spec = layer.attention
+        self.index, self.heads, self.head_dim = index, spec.heads, spec.head_dim
+        self.rotated = spec.heads + spec.kv_heads
+        parts = {"q_proj": spec.heads, "k_proj": spec.kv_heads, "v_proj": spec.kv_heads}
+        parts = {name: heads * spec.head_dim for name, heads in parts.items()}
+        self.qkv_proj = build.column(model.hidden_size, parts, bias=model.qkv_bias, fused="qkv_proj")
+        self.o_proj = build.row(spec.heads * spec.head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
+        self.rotate = make_rotate(layer.rope, spec.head_dim)
+        self.norm_before: nn.Module = nn.Identity()
+        self.norm_after: nn.Module = nn.Identity()
+        if model.query_key_norm is not None:
+            norm = make_query_key_norm(model.query_key_norm, spec, build)
+            if model.query_key_norm.after_rope:
+                self.norm_after = norm
+            else:
+                self.norm_before = norm
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        tokens = hidden.shape[0]
+        qkv = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
+        query_key = self.norm_after(self.rotate(self.norm_before(qkv[:, : self.rotated]), rotation))
+        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
+        attended = attend(self.index, query, key, qkv[:, self.rotated :])
+        out: Tensor = self.o_proj(attended.reshape(tokens, -1))
+        return out

@@ -1,0 +1,61 @@
+"""The feed-forward half of a block."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvern.layers.module import Module
+from kvern.models.build import Build
+from kvern.models.spec import Activation, MlpSpec
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "relu2": _squared_relu,
+}
+
+
+class GatedMLP(Module):
+    """`down(activation(gate(x)) * up(x))`, gate and up in one product."""
+
+    def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
+        super().__init__()
+        parts = {"gate_proj": spec.width, "up_proj": spec.width}
+        self.gate_up_proj = build.column(hidden_size, parts, bias=spec.bias, fused="gate_up_proj")
+        self.down_proj = build.row(spec.width, "down_proj", hidden_size, bias=spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        out: Tensor = self.down_proj(self.activation(gate).mul_(up))
+        return out
+
+
+class PlainMLP(Module):
+    """`down(activation(up(x)))`."""
+
+    def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
+        super().__init__()
+        self.up_proj = build.column(hidden_size, {"up_proj": spec.width}, bias=spec.bias)
+        self.down_proj = build.row(spec.width, "down_proj", hidden_size, bias=spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
+        return out
+
+
+def make_mlp(hidden_size: int, spec: MlpSpec, build: Build) -> nn.Module:
+    return (GatedMLP if spec.gated else PlainMLP)(hidden_size, spec, build)

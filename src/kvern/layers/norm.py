@@ -1,0 +1,160 @@
+"""Norms over the last dimension, and over queries and keys."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvern.layers.loadable import Loadable
+from kvern.layers.module import Module
+from kvern.models.build import Build
+from kvern.models.spec import AttentionSpec, NormSpec, QueryKeyNormSpec
+
+
+class Norm(Loadable):
+    """A norm of `width` entries whose weights the checkpoint calls `name`."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        spec: NormSpec,
+        width: int,
+        name: str,
+        build: Build,
+        *,
+        dtype: torch.dtype | None = None,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.name, self.shape, self.epsilon, self.offset, self.gain = name, (width,), spec.epsilon, spec.offset, gain
+        self.weight = build.empty(width, dtype=dtype) if spec.weight else None
+        self.bias = build.empty(width) if spec.bias else None
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return {f"{self.name}.{kind}": self.shape for kind, _ in self.named_parameters()}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        kind = part.rpartition(".")[2]
+        target = self.get_parameter(kind).narrow(0, first_row, tensor.shape[0])
+        tensor = tensor.to(target)
+        target.copy_((tensor + self.offset) * self.gain if kind == "weight" else tensor)
+
+
+class LayerNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
+
+
+class RMSNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.epsilon)
+
+
+class OffsetRMSNorm(Norm):
+    """Weights of 1 + w need more digits than bfloat16 has, so this norm multiplies in float32, as Gemma does."""
+
+    def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
+        super().__init__(spec, width, name, build, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.shape, self.weight, self.epsilon).to(x.dtype)
+
+
+def _is_on_cpu(build: Build) -> bool:
+    return build.device.type == "cpu"
+
+
+def _divide_by_length(x: Tensor, floor: Tensor) -> Tensor:
+    """`x / sqrt(sum(x^2) + floor^2)` along the last dimension, in float32.
+
+    With `floor = sqrt(width * epsilon)` this is a root-mean-square norm over sqrt(width), in half as many operations as
+    `F.rms_norm` takes on a CPU.
+    """
+    length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+    return torch.div(x, length.hypot_(floor))
+
+
+class CpuRMSNorm(Norm):
+    """Any root-mean-square norm on a CPU; its float32 weights hold the factor sqrt(width)."""
+
+    def __init__(self, spec: NormSpec, width: int, name: str, build: Build) -> None:
+        super().__init__(spec, width, name, build, dtype=torch.float32, gain=math.sqrt(width))
+        self.floor = torch.tensor(math.sqrt(width * spec.epsilon))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _divide_by_length(x, self.floor).mul_(self.weight).to(x.dtype)  # type: ignore[arg-type]
+
+
+def make_norm(spec: NormSpec, width: int, name: str, build: Build) -> Norm:
+    if spec.kind == "layer":
+        return LayerNorm(spec, width, name, build)
+    if spec.weight and _is_on_cpu(build):
+        return CpuRMSNorm(spec, width, name, build)
+    return (OffsetRMSNorm if spec.offset else RMSNorm)(spec, width, name, build)
+
+
+class HeadNorm(Loadable):
+    """Normalises each head of queries and keys, `[T, heads + kv_heads, head_dim]`, in one pass and in float32."""
+
+    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> None:
+        super().__init__()
+        self.spec, self.attention = spec.norm, attention
+        self.shape = (attention.head_dim,)
+        self.per_head = spec.scope == "each_head"
+        heads = attention.heads + attention.kv_heads
+        self.weight = build.empty(heads, attention.head_dim, dtype=torch.float32)
+        self.bias = build.empty(heads, attention.head_dim, dtype=torch.float32) if spec.norm.bias else None
+        self.floor = torch.tensor(math.sqrt(attention.head_dim * spec.norm.epsilon))
+        divides = spec.norm.kind == "rms" and _is_on_cpu(build)
+        self.gain = math.sqrt(attention.head_dim) if divides else 1.0
+        self.normalize = self._divide if divides else self._rms if spec.norm.kind == "rms" else self._layer
+
+    def _divide(self, x: Tensor) -> Tensor:
+        return _divide_by_length(x, self.floor)
+
+    def _rms(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.shape, None, self.spec.epsilon)
+
+    def _layer(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.shape, None, None, self.spec.epsilon)
+
+    def forward(self, query_key: Tensor) -> Tensor:
+        normal = self.normalize(query_key).mul_(self.weight)
+        return (normal if self.bias is None else normal.add_(self.bias)).to(query_key.dtype)
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        kinds = [kind for kind, _ in self.named_parameters()]
+        heads = {"q_norm": self.attention.heads, "k_norm": self.attention.kv_heads}
+        shapes = {name: (count, *self.shape) if self.per_head else self.shape for name, count in heads.items()}
+        return {f"{name}.{kind}": shape for name, shape in shapes.items() for kind in kinds}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        name, _, kind = part.rpartition(".")
+        heads = self.attention.heads
+        target = self.get_parameter(kind)
+        rows = target[:heads] if name == "q_norm" else target[heads:]
+        rows = rows.narrow(0 if self.per_head else 1, first_row, tensor.shape[0])
+        tensor = tensor.to(rows)
+        rows.copy_((tensor + self.spec.offset) * self.gain if kind == "weight" else tensor)
+
+
+class RowNorm(Module):
+    """Normalises all heads of the queries together, and all heads of the keys."""
+
+    def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> None:
+        super().__init__()
+        self.heads = attention.heads
+        self.q_norm = make_norm(spec.norm, attention.heads * attention.head_dim, "q_norm", build)
+        self.k_norm = make_norm(spec.norm, attention.kv_heads * attention.head_dim, "k_norm", build)
+
+    def forward(self, query_key: Tensor) -> Tensor:
+        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
+        rows = torch.cat((self.q_norm(query.flatten(1)), self.k_norm(key.flatten(1))), -1)
+        return rows.view(query_key.shape)
+
+
+def make_query_key_norm(spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> nn.Module:
+    return (RowNorm if spec.scope == "row" else HeadNorm)(spec, attention, build)

@@ -1,0 +1,63 @@
+"""Rotary position embeddings: a table of cosines and sines, and the rotation of queries and keys by its rows."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvern.layers.module import Module
+from kvern.models.build import Build
+from kvern.models.spec import RopeSpec
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines of a run of tokens, each `[T, 1, dim]`."""
+
+
+class RopeTable(Module):
+    """Cosines and signed sines of every position, `[max_model_len, 2, 1, dim]`, in the dtype of the model."""
+
+    def __init__(self, spec: RopeSpec, build: Build) -> None:
+        super().__init__()
+        inverse, factor = spec.scaling.frequencies(spec.theta, spec.dim, build.max_model_len)
+        positions = torch.arange(build.max_model_len, dtype=torch.float32, device=build.device)
+        angles = positions[:, None] * torch.tensor(inverse, dtype=torch.float32, device=build.device)
+        cosine, sine = angles.cos() * factor, angles.sin() * factor
+        if spec.interleaved:
+            rows = cosine.repeat_interleave(2, -1), torch.stack((-sine, sine), -1).flatten(-2)
+        else:
+            rows = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+        self.table: Tensor
+        self.register_buffer("table", torch.stack(rows, 1).unsqueeze(2).to(build.dtype), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        cosine, sine = self.table.index_select(0, positions).unbind(1)
+        return cosine, sine
+
+
+def _rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
+    cosine, sine = rotation
+    return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
+
+
+def _rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
+    cosine, sine = rotation
+    return torch.addcmul(x * cosine, x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2), sine)
+
+
+def _no_rotation(x: Tensor, rotation: Rotation) -> Tensor:
+    return x
+
+
+def make_rotate(spec: RopeSpec | None, head_dim: int) -> Callable[[Tensor, Rotation], Tensor]:
+    """Return the function that turns `x [T, heads, head_dim]` by a row of the table for each token."""
+    if spec is None:
+        return _no_rotation
+    rotate = _rotate_pairs if spec.interleaved else _rotate_halves
+    if spec.dim == head_dim:
+        return rotate
+    dim = spec.dim
+
+    def rotate_first(x: Tensor, rotation: Rotation) -> Tensor:
+        return torch.cat((rotate(x[..., :dim], rotation), x[..., dim:]), -1)
+
+    return rotate_first

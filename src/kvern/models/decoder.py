@@ -1,0 +1,152 @@
+"""The one decoder: modules chosen from a `ModelSpec`, run over a flat line of tokens from many requests."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kvern.errors import UnsupportedModel
+from kvern.layers.attention import Attend, Attention
+from kvern.layers.embedding import Embedding
+from kvern.layers.linear import Linear
+from kvern.layers.loadable import Loadable
+from kvern.layers.mlp import make_mlp
+from kvern.layers.module import Module
+from kvern.layers.moe import make_moe
+from kvern.layers.norm import make_norm
+from kvern.layers.rope import RopeTable, Rotation
+from kvern.models.build import Build
+from kvern.models.spec import LayerSpec, MlpSpec, ModelSpec, Placement
+
+__all__ = ["Attend", "Build", "Decoder", "Slot"]
+
+
+def _add_scaled(scale: float, hidden: Tensor, update: Tensor) -> Tensor:
+    return hidden + update * scale
+
+
+class SequentialLayer(Module):
+    """Attention, then the MLP, each added to the residual `[T, hidden]`."""
+
+    def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
+        super().__init__()
+
+        def norm(placement: Placement) -> nn.Module:
+            name = model.block_norms.get(placement)
+            return make_norm(model.norm, model.hidden_size, name, build) if name else nn.Identity()
+
+        self.add = torch.add if model.residual_scale == 1.0 else partial(_add_scaled, model.residual_scale)
+        self.attention_in, self.attention_out = norm("attention_in"), norm("attention_out")
+        self.mlp_in, self.mlp_out = norm("mlp_in"), norm("mlp_out")
+        self.self_attn = Attention(index, model, layer, build)
+        if isinstance(layer.mlp, MlpSpec):
+            self.mlp = make_mlp(model.hidden_size, layer.mlp, build)
+        else:
+            self.mlp = make_moe(model.hidden_size, layer.mlp, build)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        attended = self.attention_out(self.self_attn(self.attention_in(hidden), rotation, attend))
+        hidden = self.add(hidden, attended)
+        return self.add(hidden, self.mlp_out(self.mlp(self.mlp_in(hidden))))
+
+
+class ParallelLayer(SequentialLayer):
+    """Attention and MLP read the same residual, through norms of their own."""
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        attended: Tensor = self.self_attn(self.attention_in(hidden), rotation, attend)
+        return hidden + attended.add_(self.mlp(self.mlp_in(hidden)))
+
+
+class SharedNormLayer(SequentialLayer):
+    """Attention and MLP read the same residual through one norm."""
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        normal = self.attention_in(hidden)
+        attended: Tensor = self.self_attn(normal, rotation, attend)
+        return hidden + attended.add_(self.mlp(normal))
+
+
+def _layer_class(spec: ModelSpec) -> type[SequentialLayer]:
+    if not spec.parallel:
+        return SequentialLayer
+    if spec.residual_scale != 1.0 or {"attention_out", "mlp_out"} & set(spec.block_norms):
+        raise UnsupportedModel(f"{spec.model_type}: parallel blocks with norms after their parts or a residual scale")
+    return ParallelLayer if "mlp_in" in spec.block_norms else SharedNormLayer
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one checkpoint tensor goes: its shape there, and `load(tensor, first_row)`, see `Loadable.load`."""
+
+    shape: tuple[int, ...]
+    load: Callable[[Tensor, int], None]
+
+
+class Decoder(nn.Module):
+    """A language model with uninitialised weights; `kvern.models.loader` fills them."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__()
+        self.spec, self.build = spec, build
+        ropes = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
+        self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
+        self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
+        make = _layer_class(spec)
+        self.layers = nn.ModuleList(make(index, spec, layer, build) for index, layer in enumerate(spec.layers))
+        self.norm = make_norm(spec.norm, spec.hidden_size, "norm", build)
+        self.lm_head = self._make_head()
+
+    def _make_head(self) -> Linear:
+        spec, build = self.spec, self.build
+        head = build.column(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=spec.lm_head_bias)
+        if spec.tie_word_embeddings:
+            head.weight = self.embed_tokens.weight
+        return head
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run the tokens of one step: `token_ids` and `positions`, both int64 `[T]` -> hidden states `[T, hidden]`.
+
+        The tokens may belong to any number of requests: all that ties a token to its request is what `attend` does.
+        """
+        rotations: list[Rotation] = [table(positions) for table in self.rope_tables] or [(positions, positions)]
+        hidden = self.embed_tokens(token_ids)
+        for layer, rope in zip(self.layers, self._rope_index, strict=True):
+            hidden = layer(hidden, rotations[rope], attend)
+        out: Tensor = self.norm(hidden)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score the vocabulary: `hidden [N, hidden]` -> float32 `[N, vocab]`."""
+        logits: Tensor = self.lm_head(hidden).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        if (cap := self.spec.logit_softcap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    def slots(self, stored: Collection[str] = ()) -> dict[str, Slot]:
+        """Map the names of a Llama-style checkpoint to where each tensor goes.
+
+        Modules that a checkpoint may store fused are listed fused if those names are among `stored`.
+        """
+        return dict(self._slots(stored))
+
+    def _slots(self, stored: Collection[str]) -> Iterator[tuple[str, Slot]]:
+        for path, module in self.named_modules():
+            if isinstance(module, Loadable):
+                prefix = _checkpoint_prefix(path)
+                fused = module.fused_parts()
+                parts = fused if any(prefix + name in stored for name in fused) else module.parts()
+                for name, shape in parts.items():
+                    if not (self.spec.tie_word_embeddings and name == "lm_head.weight"):
+                        yield prefix + name, Slot(shape, partial(module.load, name))
+
+
+def _checkpoint_prefix(path: str) -> str:
+    """What precedes the part names of the module at `path`; norms of queries and keys count as the attention's own."""
+    parent = path.rpartition(".")[0].removesuffix(".norm_before").removesuffix(".norm_after")
+    return "" if path == "lm_head" else f"model.{parent}." if parent else "model."

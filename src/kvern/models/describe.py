@@ -1,0 +1,249 @@
+"""Reads what most `config.json` files have in common; a family passes only what is its own."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvern.errors import UnsupportedModel
+from kvern.layers.rope_scaling import Dynamic, Linear, Llama3, LongRope, Proportional, RopeScaling, Yarn
+from kvern.models.registry import Config
+from kvern.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def read_activation(config: Config, default: str = "silu") -> Activation:
+    """The activation of the feed-forward half; UnsupportedModel if kvern has none of that name."""
+    name = config.get("hidden_activation") or config.get("hidden_act") or default
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModel(f"activation {name!r} is unknown; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def read_head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def read_attention(
+    config: Config, *, scale: float | None = None, window: int | None = None, softcap: float | None = None
+) -> AttentionSpec:
+    """Heads and sizes; `scale` defaults to head_dim ** -0.5."""
+    heads, head_dim = config["num_attention_heads"], read_head_dim(config)
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def read_rope(
+    config: Config,
+    layer_type: str | None = None,
+    *,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """Rotary embedding from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files.
+
+    `layer_type` selects among parameters that are given for each kind of layer; `theta` and `partial`, the share of
+    each head that turns, are the family's defaults.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if layer_type is not None and layer_type in given:
+        given = given[layer_type] or {}
+    rope = {key: value for key, value in given.items() if value is not None}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _SCALINGS:
+        raise UnsupportedModel(f"rope scaling {kind!r} is unknown; known: {', '.join(_SCALINGS)}")
+    theta = float(_first_given(rope, config, ("rope_theta", "rotary_emb_base"), theta))
+    partial = float(_first_given(rope, config, ("partial_rotary_factor", "rotary_pct"), partial))
+    dim = read_head_dim(config) if kind == "proportional" else int(read_head_dim(config) * partial)
+    return RopeSpec(theta, dim, _SCALINGS[kind](rope, config), interleaved)
+
+
+def _first_given(rope: Mapping[str, Any], config: Config, names: Sequence[str], default: Any) -> Any:
+    values = (source.get(name) for source in (rope, config) for name in names)
+    return next((value for value in values if value is not None), default)
+
+
+def _default(rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    return Linear()
+
+
+def _linear(rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    return Linear(rope["factor"])
+
+
+def _proportional(rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    return Proportional(rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0))
+
+
+def _dynamic(rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    return Dynamic(rope["factor"], config["max_position_embeddings"])
+
+
+def _trained_len(rope: Mapping[str, Any], config: Config) -> int:
+    """The context before stretching; beside the rope parameters (as Phi-3 has it) it takes precedence."""
+    own = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+    return int(config.get("original_max_position_embeddings") or own)
+
+
+def _stretch(rope: Mapping[str, Any], config: Config) -> float:
+    return float(rope.get("factor") or config["max_position_embeddings"] / _trained_len(rope, config))
+
+
+def _yarn(rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    factor = _stretch(rope, config)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        both = rope.get("mscale") and rope.get("mscale_all_dim")
+        attention_factor = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"]) if both else magnitude(1.0)
+    return Yarn(
+        factor=factor,
+        trained_len=_trained_len(rope, config),
+        attention_factor=attention_factor,
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        truncate=rope.get("truncate", True),
+    )
+
+
+def _llama3(rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    return Llama3(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], _trained_len(rope, config))
+
+
+def _longrope(rope: Mapping[str, Any], config: Config) -> RopeScaling:
+    trained_len, factor = _trained_len(rope, config), _stretch(rope, config)
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained_len))
+    return LongRope(tuple(rope["short_factor"]), tuple(rope["long_factor"]), trained_len, attention_factor)
+
+
+_SCALINGS: dict[str, Callable[[Mapping[str, Any], Config], RopeScaling]] = {
+    "default": _default,
+    "linear": _linear,
+    "proportional": _proportional,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,
+}
+
+
+def read_mlp(config: Config, **fields: Any) -> MlpSpec:
+    """A gated MLP of `intermediate_size` unless `fields` say otherwise."""
+    given: dict[str, Any] = {"width": config["intermediate_size"], "bias": bool(config.get("mlp_bias", False))}
+    if "activation" not in fields:
+        given["activation"] = read_activation(config)
+    return MlpSpec(**(given | fields))
+
+
+def read_experts(config: Config) -> int:
+    """The number of experts, by any of its three names."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    return int(config[next((name for name in names if name in config), "num_experts")])
+
+
+def uniform_layers(
+    config: Config,
+    *,
+    attention: AttentionSpec | None = None,
+    rope: RopeSpec | None = None,
+    mlp: MlpSpec | MoeSpec | None = None,
+) -> tuple[LayerSpec, ...]:
+    """The same layer `num_hidden_layers` times; what is not given is read from the configuration."""
+    layer = LayerSpec(attention or read_attention(config), rope or read_rope(config), mlp or read_mlp(config))
+    return (layer,) * int(config["num_hidden_layers"])
+
+
+def read_layer_types(config: Config, *, pattern: int | None = None) -> tuple[str, ...]:
+    """ "full_attention" or "sliding_attention" for each layer.
+
+    Older files have no `layer_types`: there every `pattern`-th layer is full, or all slide if there is no pattern.
+    """
+    if given := config.get("layer_types"):
+        return tuple(given)
+    full = [pattern is not None and (index + 1) % pattern == 0 for index in range(config["num_hidden_layers"])]
+    return tuple("full_attention" if is_full else "sliding_attention" for is_full in full)
+
+
+def layers_by_type(
+    config: Config,
+    kinds: Sequence[str],
+    *,
+    attention: AttentionSpec | None = None,
+    ropes: Mapping[str, RopeSpec | None] | None = None,
+    mlp: MlpSpec | MoeSpec | None = None,
+) -> tuple[LayerSpec, ...]:
+    """A layer of each of `kinds`; those of "sliding_attention" see `sliding_window` keys, null meaning all.
+
+    What is not given is read from the configuration; `ropes` maps a kind to its rotary embedding.
+    """
+    attention, mlp = attention or read_attention(config), mlp or read_mlp(config)
+    if ropes is None:
+        ropes = dict.fromkeys(kinds, read_rope(config))
+    window = config.get("sliding_window")
+    layers = {
+        "full_attention": replace(attention, window=None),
+        "sliding_attention": replace(attention, window=window),
+    }
+    unknown = set(kinds) - set(layers)
+    if unknown:
+        raise UnsupportedModel(f"layer type {sorted(unknown)[0]!r} is unknown; known: {', '.join(layers)}")
+    return tuple(LayerSpec(layers[kind], ropes[kind], mlp) for kind in kinds)
+
+
+def read_rms_norm(config: Config, offset: float = 0.0) -> NormSpec:
+    return NormSpec("rms", float(config.get("rms_norm_eps", 1e-6)), offset)
+
+
+def read_layer_norm(config: Config, key: str = "layer_norm_eps", *, bias: bool = True, offset: float = 0.0) -> NormSpec:
+    return NormSpec("layer", float(config.get(key, 1e-5)), offset, bias=bias)
+
+
+def describe(config: Config, layers: tuple[LayerSpec, ...] | None = None, **fields: Any) -> ModelSpec:
+    """A `ModelSpec` with what every configuration states; `fields` are those of `ModelSpec` that the family decides."""
+    bias = bool(config.get("attention_bias", False))
+    given: dict[str, Any] = {
+        "model_type": config.get("model_type", ""),
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "layers": uniform_layers(config) if layers is None else layers,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "norm": read_rms_norm(config),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "bos_token_id": _first(config.get("bos_token_id")),
+        "eos_token_ids": _ids(config.get("eos_token_id")),
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+    }
+    return ModelSpec(**(given | fields))
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def _first(value: int | list[int] | None) -> int | None:
+    return next(iter(_ids(value)), None)

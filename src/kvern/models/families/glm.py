@@ -1,0 +1,29 @@
+"""GLM-4 and GLM-4-0414: fused gate and up, half of each head rotated in pairs, the latter with sandwich norms."""
+
+from kvern.models.describe import describe, read_rope, uniform_layers
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import PRE_NORMS, LayerSpec, ModelSpec
+
+
+def _layers(config: Config) -> tuple[LayerSpec, ...]:
+    return uniform_layers(config, rope=read_rope(config, partial=0.5, interleaved=True))
+
+
+@register_family("glm", "GlmForCausalLM")
+def glm(config: Config) -> ModelSpec:
+    return describe(config, _layers(config), qkv_bias=config.get("attention_bias", True), output_bias=False)
+
+
+@register_family("glm4", "Glm4ForCausalLM")
+def glm4(config: Config) -> ModelSpec:
+    return describe(
+        config,
+        _layers(config),
+        block_norms={
+            **PRE_NORMS,
+            "attention_out": "post_self_attn_layernorm",
+            "mlp_out": "post_mlp_layernorm",
+        },
+        qkv_bias=config.get("attention_bias", True),
+        output_bias=False,
+    )

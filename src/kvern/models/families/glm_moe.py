@@ -1,0 +1,63 @@
+"""GLM-4.5 and 4.6, and dots.llm1: dense layers first, then experts with sigmoid scores beside a shared one."""
+
+from dataclasses import replace
+
+from kvern.errors import UnsupportedModel
+from kvern.models.describe import (
+    describe,
+    layers_by_type,
+    read_activation,
+    read_experts,
+    read_rms_norm,
+    read_rope,
+    uniform_layers,
+)
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
+
+
+def _sparse(config: Config, layers: tuple[LayerSpec, ...], *, renormalize: bool) -> tuple[LayerSpec, ...]:
+    if (config.get("n_group") or 1) > 1:
+        raise UnsupportedModel(f"n_group is {config['n_group']}: kvern does not choose among groups of experts")
+    moe = MoeSpec(
+        experts=read_experts(config),
+        top_k=config["num_experts_per_tok"],
+        width=config["moe_intermediate_size"],
+        activation=read_activation(config),
+        scoring="sigmoid",
+        renormalize=config.get("norm_topk_prob", renormalize),
+        routed_scale=config.get("routed_scaling_factor", 1.0),
+        shared_width=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+    )
+    dense = config.get("first_k_dense_replace", 0)
+    return layers[:dense] + tuple(replace(layer, mlp=moe) for layer in layers[dense:])
+
+
+def _renames(config: Config) -> dict[str, tuple[object, ...]]:
+    """The layer after the last drafts several tokens at once; it is not part of the model proper."""
+    return {
+        "renames": (Rename(r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),),
+        "ignored": (rf"^model\.layers\.{config['num_hidden_layers']}\.",),
+    }
+
+
+@register_family("glm4_moe", "Glm4MoeForCausalLM")
+def glm4_moe(config: Config) -> ModelSpec:
+    return describe(
+        config,
+        _sparse(config, uniform_layers(config, rope=read_rope(config, partial=0.5)), renormalize=True),
+        query_key_norm=QueryKeyNormSpec(read_rms_norm(config)) if config.get("use_qk_norm") else None,
+        output_bias=False,
+        **_renames(config),
+    )
+
+
+@register_family("dots1", "Dots1ForCausalLM")
+def dots1(config: Config) -> ModelSpec:
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    return describe(
+        config,
+        _sparse(config, layers_by_type(config, kinds), renormalize=False),
+        query_key_norm=QueryKeyNormSpec(read_rms_norm(config)),
+        **_renames(config),
+    )

@@ -1,0 +1,40 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side under norms of their own, heads interleaved."""
+
+from typing import TYPE_CHECKING
+
+from kvern.models.describe import describe, read_activation, read_layer_norm, read_mlp, read_rope, uniform_layers
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import ModelSpec, Rename
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _ungroup(tensor: "Tensor", spec: ModelSpec) -> "Tensor":
+    """From `[head, (query, key, value)]` rows to `[(query, key, value), head]`."""
+    heads = spec.layers[0].attention.heads
+    return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+@register_family("gpt_neox", "GPTNeoXForCausalLM")
+def gpt_neox(config: Config) -> ModelSpec:
+    bias = config.get("attention_bias", True)
+    mlp = read_mlp(config, activation=read_activation(config, "gelu"), gated=False, bias=True)
+    return describe(
+        config,
+        uniform_layers(config, rope=read_rope(config, partial=0.25), mlp=mlp),
+        norm=read_layer_norm(config),
+        parallel=config.get("use_parallel_residual", True),
+        qkv_bias=bias,
+        output_bias=bias,
+        renames=(
+            Rename(r"^gpt_neox\.embed_in\.", "model.embed_tokens."),
+            Rename(r"^gpt_neox\.final_layer_norm\.", "model.norm."),
+            Rename(r"^gpt_neox\.layers\.", "model.layers."),
+            Rename(r"^embed_out\.", "lm_head."),
+            Rename(r"\.attention\.query_key_value\.", ".self_attn.qkv_proj.", _ungroup),
+            Rename(r"\.attention\.dense\.", ".self_attn.o_proj."),
+            Rename(r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
+            Rename(r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+        ),
+    )

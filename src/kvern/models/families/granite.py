@@ -1,0 +1,39 @@
+"""Granite, dense and with experts: Llama with multipliers on embeddings, residuals, attention scores and logits."""
+
+from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import LayerSpec, ModelSpec, MoeSpec, Rename
+
+
+def _granite(config: Config, layers: tuple[LayerSpec, ...], renames: tuple[Rename, ...] = ()) -> ModelSpec:
+    return describe(
+        config,
+        layers,
+        renames=renames,
+        embedding_scale=config.get("embedding_multiplier", 1.0),
+        residual_scale=config.get("residual_multiplier", 1.0),
+        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+    )
+
+
+@register_family("granite", "GraniteForCausalLM")
+def granite(config: Config) -> ModelSpec:
+    attention = read_attention(config, scale=config.get("attention_multiplier", 1.0))
+    return _granite(config, uniform_layers(config, attention=attention))
+
+
+@register_family("granitemoe", "GraniteMoeForCausalLM")
+def granitemoe(config: Config) -> ModelSpec:
+    attention = read_attention(config, scale=config.get("attention_multiplier", 1.0))
+    moe = MoeSpec(
+        experts=read_experts(config),
+        top_k=config["num_experts_per_tok"],
+        width=config["intermediate_size"],
+        activation=read_activation(config),
+    )
+    renames = (
+        Rename(r"\.block_sparse_moe\.input_linear\.weight$", ".mlp.experts.gate_up_proj"),
+        Rename(r"\.block_sparse_moe\.output_linear\.weight$", ".mlp.experts.down_proj"),
+        Rename(r"\.block_sparse_moe\.router\.layer\.", ".mlp.gate."),
+    )
+    return _granite(config, uniform_layers(config, attention=attention, mlp=moe), renames)

@@ -1,0 +1,31 @@
+"""Hunyuan dense: queries and keys are normalised after the rotation."""
+
+from dataclasses import replace
+
+from kvern.layers.rope_scaling import Linear
+from kvern.models.describe import describe, read_head_dim, read_rms_norm, read_rope, uniform_layers
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
+
+
+def _read_rope(config: Config) -> RopeSpec:
+    """What these files call "dynamic" with an `alpha` is a fixed, higher base."""
+    rope = read_rope(config)
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not parameters.get("alpha"):
+        return rope
+    dim = read_head_dim(config)
+    return replace(rope, theta=rope.theta * parameters["alpha"] ** (dim / (dim - 2)), scaling=Linear())
+
+
+@register_family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+def hunyuan_v1_dense(config: Config) -> ModelSpec:
+    return describe(
+        config,
+        uniform_layers(config, rope=_read_rope(config)),
+        query_key_norm=QueryKeyNormSpec(read_rms_norm(config), after_rope=True),
+        renames=(
+            Rename(r"\.query_layernorm\.", ".q_norm."),
+            Rename(r"\.key_layernorm\.", ".k_norm."),
+        ),
+    )

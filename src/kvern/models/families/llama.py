@@ -1,0 +1,57 @@
+"""Llama 2, 3, 3.1 and 3.2, and those that differ from it in a setting or two."""
+
+from kvern.models.describe import (
+    describe,
+    layers_by_type,
+    read_layer_types,
+    read_mlp,
+    read_rope,
+    uniform_layers,
+)
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import ModelSpec
+
+
+@register_family("llama", "LlamaForCausalLM", "internlm3", "InternLM3ForCausalLM")
+def llama(config: Config) -> ModelSpec:
+    bias = bool(config.get("attention_bias", config.get("qkv_bias", False)))
+    mlp = read_mlp(config, bias=bool(config.get("mlp_bias", config.get("bias", False))))
+    return describe(config, uniform_layers(config, mlp=mlp), qkv_bias=bias, output_bias=bias)
+
+
+@register_family("mistral", "MistralForCausalLM", "ministral", "MinistralForCausalLM")
+def mistral(config: Config) -> ModelSpec:
+    return describe(config, layers_by_type(config, read_layer_types(config)))
+
+
+@register_family("cwm", "CwmForCausalLM")
+def cwm(config: Config) -> ModelSpec:
+    return describe(config, layers_by_type(config, read_layer_types(config)))
+
+
+@register_family("arcee", "ArceeForCausalLM")
+def arcee(config: Config) -> ModelSpec:
+    """Squared ReLU without a gate."""
+    mlp = read_mlp(config, activation="relu2", gated=False)
+    return describe(config, uniform_layers(config, mlp=mlp))
+
+
+@register_family("helium", "HeliumForCausalLM")
+def helium(config: Config) -> ModelSpec:
+    rope = read_rope(config, theta=100000.0, interleaved=True)
+    return describe(config, uniform_layers(config, rope=rope), output_bias=False)
+
+
+@register_family("ernie4_5", "Ernie4_5ForCausalLM")
+def ernie4_5(config: Config) -> ModelSpec:
+    bias = bool(config.get("use_bias", False))
+    rope = read_rope(config, theta=500000.0, interleaved=True)
+    layers = uniform_layers(config, rope=rope, mlp=read_mlp(config, bias=bias))
+    tie = config.get("tie_word_embeddings", True)
+    return describe(config, layers, qkv_bias=bias, output_bias=bias, tie_word_embeddings=tie)
+
+
+@register_family("seed_oss", "SeedOssForCausalLM")
+def seed_oss(config: Config) -> ModelSpec:
+    bias, output_bias = config.get("attention_bias", True), config.get("attention_out_bias", False)
+    return describe(config, qkv_bias=bias, output_bias=output_bias)

@@ -1,0 +1,24 @@
+"""Mixtral: Mistral's layers with a mixture of experts."""
+
+from kvern.models.describe import describe, read_activation, read_attention, read_experts, uniform_layers
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import ModelSpec, MoeSpec, Rename
+
+RENAMES = (
+    Rename(r"\.block_sparse_moe\.", ".mlp."),
+    Rename(r"\.w1\.weight$", ".gate_proj.weight"),
+    Rename(r"\.w3\.weight$", ".up_proj.weight"),
+    Rename(r"\.w2\.weight$", ".down_proj.weight"),
+)
+
+
+@register_family("mixtral", "MixtralForCausalLM")
+def mixtral(config: Config) -> ModelSpec:
+    moe = MoeSpec(
+        experts=read_experts(config),
+        top_k=config["num_experts_per_tok"],
+        width=config["intermediate_size"],
+        activation=read_activation(config),
+    )
+    attention = read_attention(config, window=config.get("sliding_window"))
+    return describe(config, uniform_layers(config, attention=attention, mlp=moe), renames=RENAMES)

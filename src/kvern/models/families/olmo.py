@@ -1,0 +1,60 @@
+"""OLMo 1 (norms without weights), 2 and 3 (norms after attention and MLP, queries and keys normalised), and OLMoE."""
+
+from kvern.errors import UnsupportedModel
+from kvern.models.describe import (
+    describe,
+    layers_by_type,
+    read_activation,
+    read_experts,
+    read_layer_types,
+    read_rms_norm,
+    read_rope,
+    uniform_layers,
+)
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import POST_NORMS, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec
+
+
+def _reject_clipping(config: Config) -> None:
+    if config.get("clip_qkv") is not None:
+        raise UnsupportedModel(f"clip_qkv is {config['clip_qkv']}: kvern does not clip queries, keys and values")
+
+
+@register_family("olmo", "OlmoForCausalLM")
+def olmo(config: Config) -> ModelSpec:
+    _reject_clipping(config)
+    return describe(config, norm=NormSpec("layer", 1e-5, weight=False))
+
+
+@register_family("olmo2", "Olmo2ForCausalLM")
+def olmo2(config: Config) -> ModelSpec:
+    norm = QueryKeyNormSpec(read_rms_norm(config), "row")
+    return describe(config, block_norms=POST_NORMS, query_key_norm=norm)
+
+
+@register_family("olmo3", "Olmo3ForCausalLM")
+def olmo3(config: Config) -> ModelSpec:
+    """Every fourth layer is global, and only those are stretched."""
+    typed = "full_attention" in (config.get("rope_parameters") or {})
+    local = config if typed else {**config, "rope_scaling": None}
+    ropes = {
+        "full_attention": read_rope(config, "full_attention", theta=500000.0),
+        "sliding_attention": read_rope(local, "sliding_attention", theta=500000.0),
+    }
+    layers = layers_by_type(config, read_layer_types(config, pattern=4), ropes=ropes)
+    norm = QueryKeyNormSpec(read_rms_norm(config), "row")
+    return describe(config, layers, block_norms=POST_NORMS, query_key_norm=norm)
+
+
+@register_family("olmoe", "OlmoeForCausalLM")
+def olmoe(config: Config) -> ModelSpec:
+    _reject_clipping(config)
+    moe = MoeSpec(
+        experts=read_experts(config),
+        top_k=config["num_experts_per_tok"],
+        width=config["intermediate_size"],
+        activation=read_activation(config),
+        renormalize=config.get("norm_topk_prob", False),
+    )
+    norm = QueryKeyNormSpec(read_rms_norm(config), "row")
+    return describe(config, uniform_layers(config, mlp=moe), query_key_norm=norm)

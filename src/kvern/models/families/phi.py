@@ -1,0 +1,42 @@
+"""Phi 1.5 and 2 (parallel, biased, partly rotated), and Phi-3, 3.5 and 4 (Llama with fused projections)."""
+
+from kvern.models.describe import (
+    describe,
+    read_attention,
+    read_layer_norm,
+    read_mlp,
+    read_rope,
+    uniform_layers,
+)
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import ModelSpec, QueryKeyNormSpec, Rename
+
+
+@register_family("phi", "PhiForCausalLM")
+def phi(config: Config) -> ModelSpec:
+    norm = read_layer_norm(config)
+    mlp = read_mlp(config, gated=False, bias=True)
+    return describe(
+        config,
+        uniform_layers(config, rope=read_rope(config, partial=0.5), mlp=mlp),
+        norm=norm,
+        block_norms={"attention_in": "input_layernorm"},
+        query_key_norm=QueryKeyNormSpec(norm) if config.get("qk_layernorm") else None,
+        parallel=True,
+        qkv_bias=True,
+        output_bias=True,
+        lm_head_bias=True,
+        renames=(
+            Rename(r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+            Rename(r"\.([qk])_layernorm\.", r".\1_norm."),
+            Rename(r"\.mlp\.fc1\.", ".mlp.up_proj."),
+            Rename(r"\.mlp\.fc2\.", ".mlp.down_proj."),
+            Rename(r"^model\.final_layernorm\.", "model.norm."),
+        ),
+    )
+
+
+@register_family("phi3", "Phi3ForCausalLM")
+def phi3(config: Config) -> ModelSpec:
+    attention = read_attention(config, window=config.get("sliding_window"))
+    return describe(config, uniform_layers(config, attention=attention))

@@ -1,0 +1,22 @@
+"""StableLM: layer norms, a quarter of each head rotated, optionally attention and MLP side by side."""
+
+from kvern.errors import UnsupportedModel
+from kvern.models.describe import describe, read_layer_norm, read_rope, uniform_layers
+from kvern.models.registry import Config, register_family
+from kvern.models.spec import PRE_NORMS, ModelSpec
+
+
+@register_family("stablelm", "StableLmForCausalLM")
+def stablelm(config: Config) -> ModelSpec:
+    if config.get("qk_layernorm"):
+        raise UnsupportedModel("qk_layernorm is true: kvern does not read StableLM's norms of single heads")
+    parallel = config.get("use_parallel_residual", False)
+    return describe(
+        config,
+        uniform_layers(config, rope=read_rope(config, partial=0.25)),
+        norm=read_layer_norm(config),
+        block_norms={"attention_in": "input_layernorm"} if parallel else PRE_NORMS,
+        parallel=parallel,
+        qkv_bias=config.get("use_qkv_bias", False),
+        output_bias=False,
+    )

@@ -1,0 +1,129 @@
+"""From the name of a model to a folder with its files: embedded, local, or from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from kvern.errors import ModelNotFound
+
+EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
+DEFAULT_MODEL = "kvern-12m"
+NEEDED_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
+OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
+
+
+def embedded_models() -> list[Path]:
+    """Return the folders of the models that ship inside the package."""
+    return sorted(path.parent for path in EMBEDDED_FOLDER.glob("*/config.json"))
+
+
+def resolve_model(
+    model: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool | None = None,
+    cache_folder: str | Path | None = None,
+) -> Path:
+    """Return the folder that holds ``config.json`` and the weights of ``model``, downloading them if needed.
+
+    Args:
+        model: ``None`` for the embedded chat model, the name of an embedded model, a folder, or a hub id
+            (``organisation/name``). A folder of that name goes before the hub.
+        revision: branch, tag or commit of a hub id; its default branch if ``None``.
+        token: overrides ``HF_TOKEN`` and the token stored by ``hf auth login``.
+        offline: ``True`` uses only what was downloaded before; ``None`` follows ``HF_HUB_OFFLINE``.
+        cache_folder: overrides ``HF_HUB_CACHE``.
+
+    Raises:
+        ModelNotFound: there is no such model, or the hub does not deliver it.
+    """
+    name = os.fspath(model) if model is not None else DEFAULT_MODEL
+    folder = Path(name).expanduser()
+    if name and folder.exists():
+        return _checked_folder(folder)
+    if (EMBEDDED_FOLDER / name / "config.json").is_file():
+        return EMBEDDED_FOLDER / name
+    if not name or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelNotFound(f"model {name!r}: there is no such folder")
+    if "/" not in name:
+        known = ", ".join(path.name for path in embedded_models()) or "none"
+        raise ModelNotFound(
+            f"model {name!r} is neither a folder nor an embedded model ({known}): "
+            "give a folder, or a hub id as organisation/name"
+        )
+    return _download(name, revision, token, offline, cache_folder)
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ModelNotFound(f"model {str(folder)!r} is a file: give the folder that holds its config.json")
+    if not (folder / "config.json").is_file():
+        found = sorted(path.name for path in folder.iterdir())
+        listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing"
+        raise ModelNotFound(
+            f"model {str(folder)!r} has no config.json (the folder holds {listed}): "
+            "give the folder of a checkpoint in Hugging Face format"
+        )
+    return folder
+
+
+def _download(
+    repository: str, revision: str | None, token: str | None, offline: bool | None, cache_folder: str | Path | None
+) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported by a lazy table
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    offline = constants.HF_HUB_OFFLINE if offline is None else offline
+    try:
+        path = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision,
+            token=token,
+            cache_dir=cache_folder,
+            local_files_only=offline,
+            allow_patterns=list(NEEDED_FILES),
+            ignore_patterns=list(OTHER_FORMATS),
+        )
+    except Exception as error:  # the hub's client raises the errors of its HTTP library, which share no base class
+        raise ModelNotFound(_explain(error, repository, revision, offline)) from error
+    if not (Path(path) / "config.json").is_file():
+        raise ModelNotFound(f"model {repository!r} has no config.json on the hub: kvern cannot tell what it is")
+    return Path(path)
+
+
+def _explain(error: Exception, repository: str, revision: str | None, offline: bool) -> str:
+    """Return one line: what the hub would not do, and what helps."""
+    from huggingface_hub import constants, errors
+
+    at = f" at revision {revision!r}" if revision else ""
+    match error:
+        case errors.GatedRepoError():
+            return (
+                f"model {repository!r} is gated: accept its terms at {constants.ENDPOINT}/{repository}, "
+                "then set HF_TOKEN to a token of that account"
+            )
+        case errors.RepositoryNotFoundError():
+            return (
+                f"model {repository!r} is not on {constants.ENDPOINT}, or it is private: "
+                "check the spelling, or set HF_TOKEN to a token that may read it"
+            )
+        case errors.RevisionNotFoundError():
+            return f"model {repository!r} has no revision {revision!r}: name a branch, a tag or a commit of it"
+        case errors.HFValidationError():
+            return f"model {repository!r} is no valid hub id (organisation/name) and no folder of that name exists"
+        case errors.LocalEntryNotFoundError() if offline:
+            return (
+                f"model {repository!r}{at} is not, or only partly, in the cache {constants.HF_HUB_CACHE}, "
+                "and downloads are off (HF_HUB_OFFLINE): unset it once to download the model"
+            )
+    cause = error.__cause__ or error
+    reason = " ".join(str(cause).split())[:200] or type(cause).__name__
+    return (
+        f"model {repository!r}{at} could not be downloaded from {constants.ENDPOINT} ({reason}): "
+        "check the network and HF_ENDPOINT, and try again; what arrived is kept"
+    )

@@ -1,0 +1,202 @@
+"""Fills a `Decoder` from a folder: configuration, checks on names and shapes, then each tensor streamed into place."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from kvern.layers.norm import HeadNorm, Norm
+from kvern.layers.packed_linear import pack_linears
+from kvern.models.checkpoint import StoredTensor, open_map, read_headers
+from kvern.models.decoder import Build, Decoder, Slot
+from kvern.models.registry import spec_from_config
+from kvern.models.spec import ModelSpec, Rename
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+}
+# Buffers that older checkpoints carry and that follow from the configuration.
+HARMLESS = (r"rotary_emb\.inv_freq$", r"attention\.(masked_)?bias$", r"rotary_emb\.(cos|sin)_cached$")
+SHOWN = 5
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a model folder.
+
+    Raises ModelNotFound if there is none, CorruptCheckpoint if it is not a JSON object.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelNotFound(f"{file} does not exist; a model folder has config.json beside its *.safetensors files")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CorruptCheckpoint(f"{file} holds a JSON {type(config).__name__}, not an object")
+    return config
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    load_format: Literal["auto", "dummy"] = "auto",
+) -> Decoder:
+    """Build the model of a folder and load its weights.
+
+    `dtype` "auto" is the checkpoint's. `max_model_len` is the longest sequence in tokens (None: all the model has
+    positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file.
+
+    Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
+    """
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModel(
+            f"{folder} is quantized by {method!r}; kvern loads float32, float16 and bfloat16 weights"
+        )
+    spec = spec_from_config(config)
+    stored = [] if load_format == "dummy" else read_headers(folder)
+    length = max_model_len or spec.max_position_embeddings
+    decoder = Decoder(spec, Build(_choose_dtype(dtype, spec, stored), torch.device(device), length))
+    if load_format == "dummy":
+        fill_random(decoder)
+    else:
+        _load(decoder, folder, stored)
+    pack_linears(decoder.layers)
+    return decoder.eval()
+
+
+def load_weights(decoder: Decoder, folder: Path) -> None:
+    """Fill `decoder` from the safetensors files in `folder`; all names and shapes are checked before data is read.
+
+    Raises ModelNotFound or CorruptCheckpoint.
+    """
+    _load(decoder, folder, read_headers(folder))
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """A torch dtype from bfloat16/bf16, float16/fp16/half or float32/fp32/float; ConfigError for others."""
+    if name.removeprefix("torch.") not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; choose auto, bfloat16, float16 or float32")
+    return DTYPES[name.removeprefix("torch.")]
+
+
+def _choose_dtype(name: str, spec: ModelSpec, stored: list[StoredTensor]) -> torch.dtype:
+    if name != "auto":
+        return parse_dtype(name)
+    if spec.dtype is not None:
+        return parse_dtype(spec.dtype)
+    return next((tensor.dtype for tensor in stored if tensor.dtype in DTYPES.values()), torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """A stored tensor and where it goes."""
+
+    tensor: StoredTensor
+    slot: Slot
+    rename: Rename | None
+
+
+def _load(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> None:
+    assignments = _assign(decoder, folder, stored)
+    with torch.no_grad():
+        for file, group in groupby(assignments, key=lambda assignment: assignment.tensor.file):
+            data = open_map(file)
+            for assignment in group:
+                _copy(decoder.spec, assignment, data)
+
+
+def _copy(spec: ModelSpec, assignment: _Assignment, data: Any) -> None:
+    transform = assignment.rename.transform if assignment.rename else None
+    for first_row, rows in assignment.tensor.runs(data, whole=transform is not None):
+        assignment.slot.load(transform(rows, spec) if transform else rows, first_row)
+
+
+def _rename(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None]:
+    """Llama's name of a checkpoint tensor, and the rule that reshapes it, if any."""
+    transforming = None
+    for rule in rules:
+        name, count = re.subn(rule.pattern, rule.replacement, name)
+        if count and rule.transform:
+            transforming = rule
+    return name, transforming
+
+
+def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[_Assignment]:
+    """Pair stored tensors with slots; CorruptCheckpoint lists all that are missing, unexpected or misshapen."""
+    spec = decoder.spec
+    names = {tensor.name: _rename(tensor.name, spec.renames) for tensor in stored}
+    slots = decoder.slots({name for name, _ in names.values()})
+    harmless = re.compile(
+        "|".join((*HARMLESS, *spec.ignored, *(("^lm_head.weight$",) if spec.tie_word_embeddings else ())))
+    )
+    result, extra, misshapen, missing = [], [], [], dict(slots)
+    for tensor in stored:
+        name, rename = names[tensor.name]
+        slot = slots.get(name)
+        if slot is None:
+            extra += [] if harmless.search(tensor.name) else [f"{tensor.name} {list(tensor.shape)}"]
+            continue
+        missing.pop(name, None)
+        shape = _shape(tensor, rename, spec)
+        if shape != slot.shape:
+            misshapen.append(f"{tensor.name} has {list(shape)}, the configuration asks for {list(slot.shape)}")
+        result.append(_Assignment(tensor, slot, rename))
+    _report(
+        folder,
+        {
+            "missing": [f"{name} {list(slot.shape)}" for name, slot in missing.items()],
+            "misshapen": misshapen,
+            "unexpected": extra,
+        },
+    )
+    return result
+
+
+def _shape(tensor: StoredTensor, rename: Rename | None, spec: ModelSpec) -> tuple[int, ...]:
+    if rename is None or rename.transform is None:
+        return tensor.shape
+    return tuple(rename.transform(torch.empty(tensor.shape, device="meta"), spec).shape)
+
+
+def _report(folder: Path, faults: Mapping[str, list[str]]) -> None:
+    if any(faults.values()):
+        raise CorruptCheckpoint(f"weights in {folder} do not fit config.json: {'; '.join(_summaries(faults))}")
+
+
+def _summaries(faults: Mapping[str, list[str]]) -> Iterator[str]:
+    for kind, names in faults.items():
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            yield f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{more}"
+
+
+def fill_random(decoder: Decoder) -> None:
+    """Seeded weights of small spread, norms of one: what speed and memory can be measured with."""
+    with torch.no_grad():
+        for index, parameter in enumerate(decoder.parameters()):
+            generator = torch.Generator(parameter.device).manual_seed(index)
+            nn.init.uniform_(parameter, -0.035, 0.035, generator=generator)
+        for module in decoder.modules():
+            if isinstance(module, Norm | HeadNorm):
+                for name, shape in module.parts().items():
+                    module.load(name, torch.ones(shape))

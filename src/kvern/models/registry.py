@@ -1,0 +1,98 @@
+"""Finds the family that describes a `config.json`.
+
+kvern's own families are the modules of `kvern.models.families`. Others register without touching kvern: by the
+decorator `register_family`, or by an entry point of the group `kvern.model_families` whose name is a model type or
+architecture and whose object is the function; it is imported only when a configuration names it.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kvern.errors import ConfigError, KvernError, UnsupportedModel
+from kvern.models.spec import ModelSpec
+
+ENTRY_POINT_GROUP = "kvern.model_families"
+
+Config = Mapping[str, Any]
+Family = Callable[[Config], ModelSpec]
+
+_families: dict[str, Family] = {}
+
+
+def register_family(*names: str) -> Callable[[Family], Family]:
+    """Register the decorated function, `config.json -> ModelSpec`, under model types and architectures.
+
+    Raises ConfigError if another family holds one of the names.
+    """
+
+    def register(family: Family) -> Family:
+        for name in names:
+            if _families.setdefault(name, family) is not family:
+                raise ConfigError(f"model family {name!r} is registered already, by {_families[name].__module__}")
+        return family
+
+    return register
+
+
+@cache
+def _import_own_families() -> None:
+    package = importlib.import_module("kvern.models.families")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def known_families() -> list[str]:
+    """The model types and architectures that can be loaded, sorted; those of entry points are not imported."""
+    _import_own_families()
+    return sorted({*_families, *_entry_points()})
+
+
+def find_family(name: str) -> Family | None:
+    """The family registered under a model type or architecture, own ones first."""
+    _import_own_families()
+    if name in _families:
+        return _families[name]
+    entry = _entry_points().get(name)
+    if entry is None:
+        return None
+    family: Family = entry.load()
+    return _families.setdefault(name, family)
+
+
+def spec_from_config(config: Config) -> ModelSpec:
+    """Describe the model of a `config.json`, found by its `architectures`, then by its `model_type`.
+
+    Raises UnsupportedModel if no family is registered for it, or if the family cannot describe one of its settings.
+    """
+    names = [*(config.get("architectures") or ()), *filter(None, [config.get("model_type")])]
+    families = (find_family(name) for name in names)
+    family = next((family for family in families if family is not None), None)
+    if family is None:
+        raise UnsupportedModel(_unknown(names))
+    try:
+        return family(config)
+    except KvernError:
+        raise
+    except KeyError as error:
+        raise UnsupportedModel(
+            f"{names[0]}: config.json lacks {error.args[0]!r}; add it or re-download the model"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{names[0]}: config.json cannot be read as this architecture: {error}") from error
+
+
+def _unknown(names: list[str]) -> str:
+    what = f"architecture {' / '.join(names)} is unknown" if names else "config.json names no architecture"
+    model_types = ", ".join(name for name in known_families() if name.islower())
+    return (
+        f"{what}; known model types: {model_types}; to add one, decorate a function config -> ModelSpec with "
+        f"kvern.models.registry.register_family(name), or expose it as an entry point of group {ENTRY_POINT_GROUP!r}"
+    )

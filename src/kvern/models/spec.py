@@ -1,0 +1,175 @@
+"""What a model is, as data: the whole difference between two families, read from `config.json` by a family's function.
+
+    ModelSpec
+    |-- norm: NormSpec                      how every norm of a block computes
+    |-- block_norms: placement -> name      which norms a block has, and what the checkpoint calls them
+    |-- layers: LayerSpec, ...
+    |   |-- attention: AttentionSpec        heads, scale, window
+    |   |-- rope: RopeSpec | None           None: this layer sees no positions
+    |   `-- mlp: MlpSpec | MoeSpec
+    `-- renames: Rename, ...                from the checkpoint's names to Llama's
+
+Nothing here imports torch; the modules are chosen from it once, when the `Decoder` is built.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from kvern.layers.rope_scaling import Linear, RopeScaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Placement = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention.
+
+    `scale` multiplies query-key products. `window` is the number of keys that a query sees, its own included (None: all
+    before it). `softcap` c replaces a score s by c * tanh(s / c).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding of the first `dim` entries of each head.
+
+    `interleaved`: the planes are the pairs (0, 1), (2, 3), ...; otherwise (0, dim/2), (1, dim/2 + 1), ...
+    """
+
+    theta: float
+    dim: int
+    scaling: RopeScaling = Linear()
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Root-mean-square or layer norm. `offset` is added to the stored weight (Gemma stores w - 1)."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    epsilon: float = 1e-6
+    offset: float = 0.0
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class QueryKeyNormSpec:
+    """Norm of queries and keys.
+
+    `scope`: "head" has one weight [head_dim] for all heads, "each_head" one [heads, head_dim], and "row" normalises
+    over all heads together, weight [heads * head_dim]. `after_rope` tells on which side of the rotation it stands.
+    """
+
+    norm: NormSpec
+    scope: Literal["head", "each_head", "row"] = "head"
+    after_rope: bool = False
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` if not `gated`."""
+
+    width: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """`top_k` of `experts` gated MLPs of `width`, chosen by a linear router.
+
+    `scoring` makes the router's scores probabilities over all experts ("softmax"), or scores each alone and corrects
+    the choice by a learned bias ("sigmoid"). `renormalize` divides the chosen scores by their sum, `routed_scale` then
+    multiplies them. `shared_width` > 0 adds an MLP that every token takes, times a sigmoid gate if `shared_gate`.
+    """
+
+    experts: int
+    top_k: int
+    width: int
+    activation: Activation = "silu"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    routed_scale: float = 1.0
+    shared_width: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    attention: AttentionSpec
+    rope: RopeSpec | None
+    mlp: MlpSpec | MoeSpec
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A rule from the checkpoint's tensor names to Llama's.
+
+    `pattern` (a regular expression) is replaced by `replacement`, as `re.sub` does; where it matched and `transform` is
+    given, the tensor is replaced by `transform(tensor, spec)` before it is loaded.
+    """
+
+    pattern: str
+    replacement: str
+    transform: "Callable[[Tensor, ModelSpec], Tensor] | None" = None
+
+
+PRE_NORMS: Mapping[Placement, str] = {"attention_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
+POST_NORMS: Mapping[Placement, str] = {
+    "attention_out": "post_attention_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+}
+SANDWICH_NORMS: Mapping[Placement, str] = {
+    "attention_in": "input_layernorm",
+    "attention_out": "post_attention_layernorm",
+    "mlp_in": "pre_feedforward_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only language model.
+
+    `parallel`: attention and MLP read the same residual and are added together; without an "mlp_in" norm they also
+    share the "attention_in" norm. `residual_scale` multiplies what a block adds, `embedding_scale` the embeddings,
+    `logit_scale` the logits; `logit_softcap` c then replaces a logit l by c * tanh(l / c). `dtype` is the checkpoint's
+    ("bfloat16", ...; None: not stated). `ignored` are regular expressions of checkpoint tensors that are not needed.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    max_position_embeddings: int
+    norm: NormSpec = NormSpec()
+    block_norms: Mapping[Placement, str] = field(default_factory=lambda: PRE_NORMS, hash=False)
+    query_key_norm: QueryKeyNormSpec | None = None
+    parallel: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    tie_word_embeddings: bool = False
+    lm_head_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+    renames: tuple[Rename, ...] = ()
+    ignored: tuple[str, ...] = ()

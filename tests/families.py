@@ -1,0 +1,217 @@
+"""Tiny random models of every family, made by transformers: the reference that kvern is compared with.
+
+    folder = make_checkpoint("qwen3", tmp_path)           # config.json and model.safetensors, float32
+    expected = reference_logits(folder, token_ids)        # float32 [tokens, vocab]
+    tokens = reference_greedy(folder, token_ids, 12)      # the 12 most likely tokens, one after another
+
+Sizes are odd on purpose, queries outnumber keys, windows are shorter than the prompts, and every norm weight and bias
+is random, so that a part that is left out or misplaced changes the logits.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WINDOW = 9
+_COMMON: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_OLMO3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+_MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 0.5,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
+    "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": WINDOW, "head_dim": 20}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 10,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 10,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "ministral": ("ministral", {"head_dim": 12, "sliding_window": WINDOW, "layer_types": _MIXED_TYPES}),
+    "cwm": ("cwm", {"head_dim": 16, "sliding_window": WINDOW}),
+    "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "arcee": ("arcee", {}),
+    "helium": ("helium", {"head_dim": 12}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": False}),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES, "rope_parameters": _OLMO3_ROPES}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "granite": ("granite", _GRANITE),
+    "granitemoe": (
+        "granitemoe",
+        {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
+    ),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES, "logit_scale": 0.25, "tie_word_embeddings": True},
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "starcoder2": ("starcoder2", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "hidden_size": 64}),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 64}),
+    "nemotron": ("nemotron", {}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "exaone4": ("exaone4", {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES}),
+    "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "gpt_neox": ("gpt_neox", {"hidden_size": 64, "num_key_value_heads": 4}),
+    "gpt_neox_sequential": ("gpt_neox", {"hidden_size": 64, "num_key_value_heads": 4, "use_parallel_residual": False}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_TYPES,
+        },
+    ),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
+}
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """The transformers model of a family with `changes` to its configuration, float32, seeded."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, fields = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **(_COMMON | fields | changes))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.3)
+    return model
+
+
+def make_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    """Save a tiny random model of `family` into `folder`, which is returned."""
+    make_model(family, **changes).save_pretrained(folder)
+    return folder
+
+
+@functools.lru_cache(maxsize=4)
+def _reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """The logits `[tokens, vocab]` that transformers computes for one prompt."""
+    with torch.inference_mode():
+        logits: torch.Tensor = _reference(folder)(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def reference_greedy(folder: Path, token_ids: list[int], count: int) -> list[int]:
+    """The `count` tokens with which transformers continues one prompt, each the most likely; no token ends it."""
+    tokens = list(token_ids)
+    for _ in range(count):
+        tokens.append(int(reference_logits(folder, tokens)[-1].argmax()))
+    return tokens[len(token_ids) :]

@@ -1,0 +1,253 @@
+"""Weights arrive in place from any layout of files, in little memory, and every fault is named before data is read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from kvern.models.decoder import Build, Decoder
+from kvern.models.loader import load_model, load_weights, read_config
+from kvern.models.registry import spec_from_config
+from tests.families import make_checkpoint, make_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint("llama", tmp_path)
+
+
+def weights(decoder: Decoder) -> dict[str, torch.Tensor]:
+    return dict(decoder.named_parameters())
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+
+
+def fault(folder: Path) -> str:
+    with pytest.raises(CorruptCheckpoint) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_shards_with_an_index_load_like_one_file(folder: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    make_model("llama").save_pretrained(sharded, max_shard_size="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert not (sharded / "model.safetensors").exists()
+    one, many = weights(load_model(folder)), weights(load_model(sharded))
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_runs_of_rows_load_like_whole_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = weights(load_model(folder))
+    monkeypatch.setattr("kvern.models.checkpoint.RUN_BYTES", 500)
+    runs = weights(load_model(folder))
+    assert all(torch.equal(whole[name], runs[name]) for name in whole)
+
+
+def test_files_of_any_name_load_without_an_index(folder: Path) -> None:
+    expected = weights(load_model(folder))
+    (folder / "model.safetensors").rename(folder / "pytorch_model-00001-of-00001.safetensors")
+    assert torch.equal(weights(load_model(folder))["lm_head.weight"], expected["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16", torch.bfloat16), ("half", torch.float16), ("fp32", torch.float32), ("auto", torch.float32)],
+)
+def test_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
+    assert load_model(folder, dtype=name).embed_tokens.weight.dtype == dtype
+
+
+def test_auto_follows_the_configuration_then_the_weights(folder: Path) -> None:
+    config = read_config(folder) | {"dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model(folder).embed_tokens.weight.dtype == torch.float16
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": None}))
+    assert load_model(folder).embed_tokens.weight.dtype == torch.float32
+
+
+def test_an_unknown_dtype_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype 'int3' is unknown"):
+        load_model(folder, dtype="int3")
+
+
+def test_random_weights_need_no_file_and_are_the_same_twice(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    first, second = (weights(load_model(folder, load_format="dummy")) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first["layers.0.attention_in.weight"].std() == 0
+    assert first["lm_head.weight"].std() > 0
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
+    change_tensors(folder, **{"model.layers.1.self_attn.k_proj.weight": None})
+    assert "1 missing: model.layers.1.self_attn.k_proj.weight [24, 48]" in fault(folder)
+
+
+def test_an_unexpected_tensor_is_named_with_its_shape(folder: Path) -> None:
+    change_tensors(folder, **{"model.layers.9.mlp.up_proj.weight": torch.zeros(3, 4)})
+    assert "1 unexpected: model.layers.9.mlp.up_proj.weight [3, 4]" in fault(folder)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
+    change_tensors(folder, **{"model.norm.weight": torch.zeros(47)})
+    assert "1 misshapen: model.norm.weight has [47], the configuration asks for [48]" in fault(folder)
+
+
+def test_all_faults_are_told_at_once_and_long_lists_are_cut(folder: Path) -> None:
+    change_tensors(folder, **{f"extra.{i}": torch.zeros(1) for i in range(9)}, **{"model.norm.weight": None})
+    message = fault(folder)
+    assert "1 missing: model.norm.weight" in message
+    assert "9 unexpected: extra.0 [1]" in message and "and 4 more" in message
+
+
+def test_harmless_leftovers_are_ignored(folder: Path) -> None:
+    change_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
+    load_model(folder)
+
+
+def test_a_tied_head_is_ignored_where_it_is_stored(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama3", tmp_path)
+    change_tensors(folder, **{"lm_head.weight": torch.zeros(131, 48)})
+    decoder = load_model(folder)
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    assert decoder.lm_head.weight.any()
+
+
+def test_nothing_is_read_before_all_is_checked(folder: Path) -> None:
+    decoder = Decoder(spec_from_config(read_config(folder)), Build(torch.float32, torch.device("cpu"), 64))
+    for parameter in decoder.parameters():
+        parameter.fill_(5.0)
+    change_tensors(folder, **{"model.norm.weight": torch.zeros(47)})
+    with pytest.raises(CorruptCheckpoint):
+        load_weights(decoder, folder)
+    assert all(parameter.eq(5.0).all() for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 0.5, -1])
+def test_a_truncated_file_is_named_with_its_size(folder: Path, kept: float) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
+    message = fault(folder)
+    assert f"{file} has {file.stat().st_size} bytes" in message
+    if kept in (0.5, -1):
+        assert f"its header describes {len(whole)}" in message
+
+
+def test_a_file_with_bytes_too_many_is_refused(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"tail")
+    assert "its header describes" in fault(folder)
+
+
+@pytest.mark.parametrize("header", [b"not json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F4", "shape": [1]}}'])
+def test_an_unreadable_header_is_refused(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "unreadable safetensors header" in fault(folder)
+
+
+def test_a_header_whose_offsets_do_not_fit_its_shapes_is_refused(folder: Path) -> None:
+    entry: dict[str, Any] = {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert "tensor model.norm.weight of 12 bytes has offsets 0 to 8" in fault(folder)
+
+
+def test_an_index_that_names_missing_files_is_refused(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "1 of them missing: model-00001-of-00002.safetensors" in fault(folder)
+
+
+def test_an_unreadable_index_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+    assert "is not a safetensors index" in fault(folder)
+
+
+def test_a_folder_without_weights_or_configuration_is_not_a_model(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"holds no \*.safetensors"):
+        load_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelNotFound, match=r"config\.json does not exist"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+def test_a_configuration_that_is_no_object_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    assert "config.json" in fault(folder)
+
+
+def test_a_quantized_checkpoint_is_refused_by_name(folder: Path) -> None:
+    config = read_config(folder) | {"quantization_config": {"quant_method": "gptq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="quantized by 'gptq'"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_multimodal_gemma3_loads_its_language_model(tmp_path: Path, prefix: str) -> None:
+    folder = make_checkpoint("gemma3", tmp_path)
+    expected = weights(load_model(folder))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {"vision_tower.patch.weight": torch.zeros(2)}, folder / "model.safetensors")
+    text = read_config(folder)
+    wrapper = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(wrapper))
+    loaded = weights(load_model(folder))
+    assert all(torch.equal(expected[name], loaded[name]) for name in expected)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from kvern.models.loader import load_model
+decoder = load_model(Path(sys.argv[1]), dtype=sys.argv[2], max_model_len=64)
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, dtype: str) -> None:
+    """400 MB of bfloat16 zeros in a sparse file, a quarter of them in one tensor."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 64,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    slots = Decoder(spec_from_config(config), Build(torch.bfloat16, torch.device("meta"), 64)).slots()
+    header, end = {}, 0
+    for name, slot in slots.items():
+        begin, end = end, end + 2 * torch.Size(slot.shape).numel()
+        header[name] = {"dtype": "BF16", "shape": slot.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    assert end > 390e6
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype]
+    peak = 1024 * int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    held = end * (2 if dtype == "fp32" else 1)
+    assert held < peak < 1.15 * held + 300e6

@@ -1,0 +1,208 @@
+"""Configurations find their family; old and new spellings describe the same model; strangers can register."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern.errors import ConfigError, UnsupportedModel
+from kvern.models import registry
+from kvern.models.describe import describe
+from kvern.models.registry import known_families, register_family, spec_from_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
+    return LLAMA | {"model_type": model_type, "architectures": [architecture]} | fields
+
+
+@pytest.fixture
+def _registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    known_families()
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+
+
+def test_an_unknown_architecture_is_named_with_what_is_known_and_how_to_register() -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        spec_from_config(config("fancy", "FancyForCausalLM"))
+    message = str(caught.value)
+    assert "FancyForCausalLM" in message and "llama" in message and "qwen3_moe" in message
+    assert "register_family" in message and "kvern.model_families" in message
+    assert "\n" not in message
+
+
+def test_the_model_type_is_enough() -> None:
+    assert spec_from_config(LLAMA | {"architectures": None}) == spec_from_config(LLAMA)
+
+
+def test_a_configuration_that_names_nothing_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="names no architecture"):
+        spec_from_config({})
+
+
+def test_a_missing_setting_is_named() -> None:
+    incomplete = {key: value for key, value in LLAMA.items() if key != "num_attention_heads"}
+    with pytest.raises(UnsupportedModel, match="lacks 'num_attention_heads'"):
+        spec_from_config(incomplete)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope scaling 'spiral' is unknown"),
+        ({"hidden_act": "snake"}, "activation 'snake' is unknown"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
+        ({"hidden_size": "wide"}, "cannot be read"),
+    ],
+)
+def test_settings_that_nothing_describes_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        spec_from_config(LLAMA | fields)
+
+
+@pytest.mark.usefixtures("_registrations")
+def test_a_decorated_function_is_a_family() -> None:
+    @register_family("fancy", "FancyForCausalLM")
+    def fancy(config: Mapping[str, Any]) -> Any:
+        return describe(config, embedding_scale=3.0)
+
+    assert "fancy" in known_families()
+    assert spec_from_config(config("fancy", "FancyForCausalLM")).embedding_scale == 3.0
+
+
+@pytest.mark.usefixtures("_registrations")
+def test_a_name_belongs_to_one_family() -> None:
+    with pytest.raises(ConfigError, match="'llama' is registered already"):
+        register_family("llama")(describe)
+
+
+@pytest.mark.usefixtures("_registrations")
+def test_an_entry_point_is_a_family_and_is_imported_only_when_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fancy_models.py").write_text(
+        "from kvern.models.describe import describe\ndef fancy(config): return describe(config, residual_scale=0.5)\n"
+    )
+    metadata = tmp_path / "fancy_models-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fancy-models\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[kvern.model_families]\nFancyForCausalLM = fancy_models:fancy\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "FancyForCausalLM" in known_families()
+    spec_from_config(LLAMA)
+    assert "fancy_models" not in sys.modules
+    assert spec_from_config(config("fancy", "FancyForCausalLM")).residual_scale == 0.5
+    monkeypatch.delitem(sys.modules, "fancy_models")
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": (
+        LLAMA | {"rope_theta": 5e5},
+        LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ),
+    "default": (LLAMA, LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "no scaling": (LLAMA | {"rope_scaling": None}, LLAMA),
+    "llama3": (
+        LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    ),
+    "type for rope_type": (
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    ),
+    "rotary_pct": (
+        config("gpt_neox", "GPTNeoXForCausalLM", rotary_pct=0.5, rotary_emb_base=5000),
+        config(
+            "gpt_neox",
+            "GPTNeoXForCausalLM",
+            rope_parameters={"rope_type": "default", "rope_theta": 5000, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    "gemma3": (
+        config(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            sliding_window=32,
+            sliding_window_pattern=3,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
+        config(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            sliding_window=32,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
+    "dtype": (LLAMA | {"torch_dtype": "bfloat16"}, LLAMA | {"dtype": "bfloat16"}),
+    "one end or several": (LLAMA | {"eos_token_id": 2}, LLAMA | {"eos_token_id": [2]}),
+    "experts": (
+        config("mixtral", "MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2),
+        config("mixtral", "MixtralForCausalLM", num_experts=8, num_experts_per_tok=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_old_and_new_spellings_describe_the_same_model(name: str) -> None:
+    old, new = SPELLINGS[name]
+    assert spec_from_config(old) == spec_from_config(new)
+
+
+def test_phi3_long_context_takes_its_lengths_from_beside_the_rope_parameters() -> None:
+    rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    old = config("phi3", "Phi3ForCausalLM", rope_scaling=rope, original_max_position_embeddings=128)
+    scaling = spec_from_config(old).layers[0].rope
+    assert scaling is not None
+    short, factor = scaling.scaling.frequencies(10000.0, 16, 128)
+    long, _ = scaling.scaling.frequencies(10000.0, 16, 129)
+    assert short[0] == 1.0 and long[0] == 0.5
+    assert factor == pytest.approx((1 + 2 / 7) ** 0.5)  # stretched 4 times from 128 tokens: log 4 / log 128
+
+
+def test_a_multimodal_gemma3_is_read_as_its_language_model() -> None:
+    text = config("gemma3_text", "Gemma3ForCausalLM", head_dim=16, sliding_window=32, dtype="bfloat16")
+    wrapper = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {},
+        "eos_token_id": [1, 106],
+    }
+    spec = spec_from_config(wrapper)
+    assert spec.eos_token_ids == (1, 106)
+    assert spec.layers == spec_from_config(text).layers
+
+
+def test_describing_a_model_does_not_import_torch() -> None:
+    code = (
+        "import sys; from kvern.models.registry import known_families; known_families(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_documentation_lists_every_model_type() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    missing = [name for name in known_families() if name.islower() and f"`{name}`" not in text]
+    assert not missing
