@@ -67,9 +67,7 @@ class AsyncLLM:
         """The model's tokenizer."""
         return self._engine.tokenizer
 
-    async def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
-    ) -> list[RequestOutput]:
+    async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order."""
         several = as_prompts(prompts)
         params = one_for_each(sampling_params, len(several))

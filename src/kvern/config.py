@@ -44,7 +44,7 @@ class EngineConfig:
     aging_steps: int = 1000
     """A request that has waited for this many steps goes before all that have not, whatever the policy."""
     max_batch_tokens: int | None = None
-    """Tokens computed in one step at most. None: 1024 on a CPU, 8192 on a GPU; the longest sequence without chunking."""
+    """Tokens computed in one step at most. None: 1024 on a CPU, 8192 on a GPU."""
     max_batch_requests: int = 256
     """Requests that run at the same time at most."""
     seed: int = 0

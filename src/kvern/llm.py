@@ -179,18 +179,18 @@ class LLM:
         from kvern.progress import generation_progress
 
         with generation_progress(len(outputs)) as report:
-            done = 0
+            done, before = 0, self._engine.statistics().generation_tokens
             while done < len(outputs):
                 finished = [output for output in self._engine.step() if output.finished]
                 done += len(finished)
-                report(done, self._engine.statistics().generation_tokens)
+                report(done, self._engine.statistics().generation_tokens - before)
 
 
 def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """One conversation or several, as several."""
     if not messages:
         raise InvalidRequest("the conversation is empty: it needs at least one message")
-    return cast(list[Messages], [messages] if isinstance(messages[0], Mapping) else list(messages))
+    return cast("list[Messages]", [messages] if isinstance(messages[0], Mapping) else list(messages))
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -201,8 +201,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not items:
         raise InvalidRequest("the prompt is empty: it needs at least one token")
     if all(isinstance(item, int) for item in items):
-        return [cast(Sequence[int], items)]
-    return cast(list[Prompt], items)
+        return [cast("Sequence[int]", items)]
+    return cast("list[Prompt]", items)
 
 
 def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:

@@ -64,6 +64,7 @@ class Request:
     waiting_since: int = 0
     aged: bool = False
     preemptions: int = 0
+    reported_prompt_logprobs: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

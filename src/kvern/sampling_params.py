@@ -88,10 +88,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it or raise max_tokens"
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidParameter("allowed_token_ids is empty, so that nothing can be sampled: name a token or leave it out")
+            raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
         for word in (*self.stop_strings, *(self.bad_words or ())):
             if not isinstance(word, str) or not word:
-                raise InvalidParameter(f"stop and bad_words hold {word!r}: each entry must be a text of at least one character")
+                raise InvalidParameter(
+                    f"stop and bad_words hold {word!r}: entries must be texts of one character or more"
+                )
         for token, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias of token {token}", bias, -1e9, 1e9)
 

@@ -4,9 +4,11 @@ The keys and values of a request are gathered from its blocks, then handed to sc
 that decode are gathered together, in groups of similar length, so that a batch costs few calls and little padding.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -54,10 +56,8 @@ class TorchAttention:
         self._layers = list(layers)
         self._block_size = block_size
         self._dtype = dtype
-        # Zeros, not garbage: a masked key has weight 0, and 0 * NaN would be NaN. The memory is touched when used.
         self._caches = [
-            torch.zeros(2, blocks, block_size, layer.kv_heads, layer.head_dim, dtype=dtype, device=device)
-            for layer in self._layers
+            _zeros((2, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device) for layer in self._layers
         ]
         self._flat = [cache.view(2, blocks * block_size, *cache.shape[3:]) for cache in self._caches]
 
@@ -144,17 +144,33 @@ class TorchAttention:
         rows = torch.tensor(slots, device=device)
         blocks = batch.block_table[rows[:, None], columns.clamp(max=batch.block_table.shape[1] - 1)].long().flatten()
         key_positions = (first_blocks * size)[:, None, None] + torch.arange(keys, device=device)
-        query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[..., None]
+        query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[
+            ..., None
+        ]
         causal = queries > 1 and starts == [0] and (window is None or queries <= window)
-        if causal or (queries == 1 and len(set(ends)) == 1 and first == [0] * len(slots) and keys == ends[0] and (
-            window is None or ends[0] <= window
-        )):
+        if causal or (
+            queries == 1
+            and len(set(ends)) == 1
+            and first == [0] * len(slots)
+            and keys == ends[0]
+            and (window is None or ends[0] <= window)
+        ):
             return Gather(len(slots), queries, tokens, blocks, keys, None, causal)
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
         return Gather(len(slots), queries, tokens, blocks, keys, mask[:, None], False)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: a masked key has weight 0, and 0 * NaN would be NaN.
+
+    On the CPU they come from numpy, which asks the system for zero pages: memory is taken when it is used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _visible(length: int, window: int | None) -> int:

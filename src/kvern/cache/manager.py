@@ -11,7 +11,7 @@ The contiguous cache is the same code with blocks as long as the longest sequenc
 from dataclasses import dataclass
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.radix import RadixCache
+from kvern.cache.radix import Node, RadixCache
 from kvern.request import Request
 
 
@@ -88,7 +88,9 @@ class KVCacheManager:
         changed, when there are not enough blocks to leave `reserve` of them for others.
         """
         tokens, namespace = request.token_ids, self._namespace(request)
-        path, partial, shared = [], None, 0
+        path: list[Node] = []
+        partial: Node | None = None
+        shared = 0
         if namespace is not None and not request.skip_prefix_cache:
             path, partial, shared = self.tree.match(namespace, tokens, len(tokens) - 1)
             if partial is not None and partial.step >= step:

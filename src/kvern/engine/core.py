@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvern.engine.scheduler import Scheduler
 from kvern.request import FinishReason, Request, State
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
-from kvern.worker.executor import Executor
+
+if TYPE_CHECKING:
+    from kvern.worker.executor import Executor
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,11 @@ class EngineStatistics:
 class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int = 1) -> None:
+    def __init__(self, scheduler: Scheduler, executor: "Executor", depth: int = 1) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._depth = depth
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, list[Request], Future[ModelRunnerOutput]]] = deque()
         self._counted = EngineStatistics()
 
     @property
@@ -87,13 +90,14 @@ class EngineCore:
             if output.scheduled:
                 self._counted.steps += 1
                 self._counted.computed_tokens += output.token_count
-                self._in_flight.append((output, self._executor.submit(output)))
+                requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
+                self._in_flight.append((output, requests, self._executor.submit(output)))
                 if len(self._in_flight) < self._depth:
                     return []
         if not self._in_flight:
             return []
-        output, future = self._in_flight.popleft()
-        return self._collect(output, future.result())
+        output, requests, future = self._in_flight.popleft()
+        return self._collect(output, requests, future.result())
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
@@ -103,13 +107,13 @@ class EngineCore:
         self._counted.preemptions = self.scheduler.preemption_count
         return self._counted
 
-    def _collect(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[TokenEvent]:
+    def _collect(self, output: SchedulerOutput, requests: list[Request], result: ModelRunnerOutput) -> list[TokenEvent]:
         events = []
-        for index, request_id in enumerate(output.request_ids):
-            request = self.scheduler.get(request_id)
-            if request is None or request.state is State.FINISHED:
+        for index, request in enumerate(requests):
+            if request.state is State.FINISHED:
                 continue  # aborted, or it stopped one step ago
-            token_id, prompt_logprobs = result.token_ids[index], result.prompt_logprobs[index]
+            request_id, token_id = request.request_id, result.token_ids[index]
+            prompt_logprobs = _not_yet_reported(request, output.scheduled[index].start, result.prompt_logprobs[index])
             if token_id is None:
                 if prompt_logprobs is not None:
                     events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
@@ -132,3 +136,12 @@ class EngineCore:
                 )
             )
         return events
+
+
+def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    """Those of the prompt's log-probabilities that were not computed before a preemption; `start` is their position."""
+    if logprobs is None:
+        return None
+    new = logprobs[max(0, request.reported_prompt_logprobs - start) :]
+    request.reported_prompt_logprobs += len(new)
+    return new or None

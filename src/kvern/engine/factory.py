@@ -25,8 +25,9 @@ logger = logging.getLogger("kvern")
 
 CPU_MEMORY_SHARE = 0.25
 """Of the memory that is available when the engine starts, for keys and values."""
-CPU_MEMORY_LIMIT = 4 << 30
-"""Bytes; a cache beyond this seldom helps on a CPU."""
+CPU_CACHE_BYTES = 1 << 30
+CPU_CACHE_TOKENS = 32768
+"""A CPU's cache is no larger than the larger of these two: beyond, it seldom helps."""
 GPU_MEMORY_SHARE = 0.85
 CPU_BATCH_TOKENS = 1024
 GPU_BATCH_TOKENS = 8192
@@ -50,7 +51,9 @@ def build_core(config: EngineConfig, folder: Path) -> tuple[EngineCore, ModelSpe
         torch.set_num_threads(config.threads or available_cores())
     spec = spec_from_config(read_config(folder))
     longest = resolve_max_model_len(config, spec)
-    decoder = load_model(folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format)
+    decoder = load_model(
+        folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format
+    )
     plan = plan_cache(config, spec, longest, decoder.build.dtype, device)
     slots = config.max_batch_requests
     if config.kv_cache == "contiguous":
@@ -75,7 +78,9 @@ def build_core(config: EngineConfig, folder: Path) -> tuple[EngineCore, ModelSpe
 def resolve_device(config: EngineConfig) -> torch.device:
     """The configured device, if this machine has it."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but PyTorch sees no GPU here: use device cpu, or install a CUDA build of torch")
+        raise ConfigError(
+            "device is cuda, but PyTorch sees no GPU here: use device cpu, or install a CUDA build of torch"
+        )
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
@@ -103,7 +108,7 @@ def plan_cache(
     token_bytes = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * dtype.itemsize
     tokens = config.kv_cache_tokens
     if tokens is None:
-        tokens = min(longest * config.max_batch_requests, free_cache_bytes(device) // token_bytes)
+        tokens = min(longest * config.max_batch_requests, free_cache_tokens(device, token_bytes))
     if 0 < tokens < longest and config.max_model_len is None:
         logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", tokens, longest)
         longest = tokens
@@ -117,12 +122,14 @@ def plan_cache(
     return CachePlan(longest, blocks, block_size, token_bytes, dtype)
 
 
-def free_cache_bytes(device: torch.device) -> int:
-    """Bytes that the KV cache may take."""
+def free_cache_tokens(device: torch.device, token_bytes: int) -> int:
+    """Tokens that the KV cache may hold in the memory that is free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_MEMORY_SHARE)
-    return min(int(available_memory() * CPU_MEMORY_SHARE), CPU_MEMORY_LIMIT)
+        return int(free * GPU_MEMORY_SHARE) // token_bytes
+    return min(
+        int(available_memory() * CPU_MEMORY_SHARE) // token_bytes, max(CPU_CACHE_BYTES // token_bytes, CPU_CACHE_TOKENS)
+    )
 
 
 def available_cores() -> int:

@@ -58,6 +58,10 @@ class Scheduler:
         """The request of this id, unless it has ended."""
         return self._by_id.get(request_id)
 
+    def running_request(self, request_id: str) -> Request:
+        """A request that a step was just planned for."""
+        return self._by_id[request_id]
+
     def add(self, request: Request) -> None:
         """Queue a new request."""
         if request.request_id in self._by_id:

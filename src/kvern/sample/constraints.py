@@ -58,5 +58,7 @@ def _constrain_row(logits: torch.Tensor, request: NewRequest, tokens: torch.Tens
         logits[torch.tensor(list(request.stop_token_ids), device=logits.device)] = BANNED
     for word in request.bad_word_ids:
         head = word[:-1]
-        if len(head) <= len(tokens) - request.prompt_length and tokens[len(tokens) - len(head) :].tolist() == list(head):
+        if len(head) <= len(tokens) - request.prompt_length and tokens[len(tokens) - len(head) :].tolist() == list(
+            head
+        ):
             logits[word[-1]] = BANNED

@@ -35,9 +35,9 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
         return logits.argmax(-1)
     tokens = logits.argmax(-1) if any(greedy) else torch.empty(len(slots), dtype=torch.int64, device=logits.device)
     kinds: dict[tuple[bool, bool], list[int]] = {}
-    for row, slot in enumerate(slots):
+    for row in range(len(slots)):
         if not greedy[row]:
-            params = rows.request(slot).params
+            params = rows.request(slots[row]).params
             few = bool(params.top_k and params.top_k > 0)
             ordered = (params.top_p or 1.0) < 1.0 or params.typical_p < 1.0
             kinds.setdefault((few, ordered), []).append(row)
@@ -50,7 +50,7 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
         if few:
             scores, ids = _most_probable(scores, rows.top_k[slot])
         elif ordered:
-            scores, ids = scores.sort(-1, descending=True, stable=True)
+            scores, ids = scores.sort(dim=-1, descending=True, stable=True)
         probabilities = _filter(scores, rows, slot, ordered)
         column = _draw(probabilities, uniform(rows.seeds[slot], positions[index]))
         tokens[index] = column if ids is None else ids.gather(1, column[:, None])[:, 0]
@@ -71,7 +71,7 @@ def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Ten
     width = int(kept.sum(-1).max())
     ids = scores.masked_fill(~kept, float("-inf")).topk(width, -1).indices.sort(-1).values
     values = scores.gather(1, ids).masked_fill(~kept.gather(1, ids), float("-inf"))
-    values, order = values.sort(-1, descending=True, stable=True)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order)
 
 
@@ -94,7 +94,7 @@ def _typical(probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     surprise = -probabilities.log()
     entropy = (probabilities * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
-    _, order = (surprise - entropy).abs().sort(-1, stable=True)
+    _, order = (surprise - entropy).abs().sort(dim=-1, stable=True)
     ordered = probabilities.gather(1, order)
     dropped = ordered.cumsum(-1) - ordered >= mass
     return probabilities.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), 0)
@@ -116,9 +116,7 @@ def top_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> lis
     chosen = logprobs.gather(1, index)
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(count, logits.shape[-1]), -1)
-    rows = zip(
-        tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
-    )
+    rows = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
     result = []
     for token, logprob, rank, best_ids, best_values in rows:
         entry = {token: Logprob(logprob, rank)}

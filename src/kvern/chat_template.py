@@ -1,0 +1,149 @@
+"""Chat templates: the Jinja programs that checkpoints ship to turn messages into a prompt.
+
+The environment is the one that templates are written against, the one of Hugging Face transformers: a sandbox in which
+nothing can be changed, ``trim_blocks`` and ``lstrip_blocks``, ``break``/``continue``, ``tojson`` without HTML escapes,
+``raise_exception``, ``strftime_now`` and ``{% generation %}`` blocks (rendered as if the tags were not there).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvern.errors import InvalidRequest
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's words for training; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it on the instance)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own ``tojson`` escapes HTML, which would put ``\\u003c`` into prompts."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    result = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    result.filters["tojson"] = to_json
+    result.globals["raise_exception"] = raise_exception
+    result.globals["strftime_now"] = strftime_now
+    return result
+
+
+class ChatTemplate:
+    """The templates of one model by name; most models have only ``default``, some a second one called ``tool_use``."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._sources = dict(sources)
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
+        """Read ``chat_template.jinja``, ``additional_chat_templates/`` and ``tokenizer_config.json``."""
+        sources: dict[str, str] = {}
+        inline = tokenizer_config.get("chat_template")
+        if isinstance(inline, str):
+            sources["default"] = inline
+        elif isinstance(inline, list):
+            sources.update({entry["name"]: entry["template"] for entry in inline})
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            sources[path.stem] = path.read_text(encoding="utf-8")
+        if (folder / "chat_template.jinja").is_file():
+            sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        elif "default" not in sources and (folder / "chat_template.json").is_file():
+            sources["default"] = json.loads((folder / "chat_template.json").read_bytes())["chat_template"]
+        return cls(sources)
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Return the prompt as text.
+
+        ``variables`` are further names the template can see (special tokens, switches like ``enable_thinking``).
+
+        Raises:
+            InvalidRequest: the model has no template, the messages are malformed, or the template refuses them.
+        """
+        check_messages(messages)
+        template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
+        names = {
+            "documents": None,
+            **variables,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(names)
+        except Exception as error:  # a template is a program from outside: whatever it raises is a bad request
+            raise InvalidRequest(f"the model's chat template refused the messages: {one_line(error)}") from error
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            if name not in self._sources:
+                raise InvalidRequest(
+                    "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
+                    "send a prompt instead of messages"
+                )
+            try:
+                self._compiled[name] = environment().from_string(self._sources[name])
+            except jinja2.TemplateError as error:
+                raise InvalidRequest(f"the model's chat template cannot be compiled: {one_line(error)}") from error
+        return self._compiled[name]
+
+
+def check_messages(messages: object) -> None:
+    """Refuse what no template can render, naming the message that is wrong."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidRequest(f"messages must be a list with at least one message, got {messages!r:.80}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"message {index} must be an object with a role, got {message!r:.80}")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"message {index} has no role (system, user, assistant or tool): {message!r:.80}")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str | list):
+            raise InvalidRequest(f"message {index} has content of type {type(content).__name__}: it must be text")
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
