@@ -1,0 +1,290 @@
+"""One batch job: rows in, answers out, in order, through one engine that works on many rows at once.
+
+    reader --row--> request --as_completed--> engine --output--> waiting place --in order--> journal --> output file
+
+Rows finish in any order and are written in the input's; a finished row waits in memory for those before it. At most
+``WINDOW`` rows lie between the oldest unwritten row and the newest begun, so that memory is bounded whatever the input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvern.batch.journal import Journal, Totals
+from kvern.batch.openai_format import is_openai_row, read_openai_row
+from kvern.batch.readers import Reader, Row, checked_ending, content_digest, import_pyarrow, open_reader
+from kvern.batch.requests import BatchRequest, RowRules, merged
+from kvern.batch.tables import write_table
+from kvern.errors import BatchFileError, InvalidRequest, KvernError
+from kvern.progress import generation_progress
+from kvern.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvern.llm import LLM, FailedRequest, RequestOutput
+
+WINDOW = 8192
+FAILED_BEFORE_WRITING = 256  # rows that fail at once, without a step of the engine between them
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What a job has done: ``totals`` over all of it, the other numbers over this run. Times in seconds."""
+
+    totals: Totals
+    rows: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    seconds: float
+    interrupted: bool
+    errors_path: Path
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of this run's prompt tokens that came out of the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Begun:
+    """A row that the engine works on."""
+
+    place: int
+    row: Row
+    request: BatchRequest
+
+
+@dataclass
+class Finished:
+    """A row that can be written: the line of its answer, or of its error."""
+
+    line: bytes
+    failed: bool = False
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass
+class BatchJob:
+    """A job between two files.
+
+    Args:
+        source, output: ``.jsonl``, ``.csv`` or ``.parquet``, each by its own ending.
+        rules: how plain rows are read.
+        identity: what else must be equal for an unfinished output to be continued (model, dtype, seed, ...).
+        seed: rows without a seed of their own draw theirs from this and their place, so that a resumed job gives the
+            same answers.
+
+    Raises:
+        BatchFileError: one of the files cannot be used; nothing has been written then.
+    """
+
+    source: Path
+    output: Path
+    rules: RowRules
+    identity: Mapping[str, Any]
+    seed: int = 0
+    overwrite: bool = False
+    reader: Reader = field(init=False)
+    journal: Journal = field(init=False)
+
+    def __post_init__(self) -> None:
+        ending = checked_ending(self.output, "output")
+        if ending == ".parquet":
+            import_pyarrow("pyarrow")
+        self.reader = open_reader(self.source)
+        if self.output.exists() and self.output.samefile(self.source):
+            raise BatchFileError(f"output {self.output} is the input itself: choose another name")
+        if self.reader.columns is not None:
+            self.rules.check_columns(self.reader.columns, f"input {self.source}")
+            self.rules = self.rules.for_tables()
+        self._as_lines = ending in (".jsonl", ".ndjson")
+        same = {
+            "input": content_digest(self.source),
+            **self.identity,
+            "column": self.rules.column,
+            "chat": self.rules.chat,
+            "system": self.rules.system,
+            **msgspec.to_builtins(self.rules.params, str_keys=True),
+            "seed": self.seed,
+        }
+        self.journal = Journal(self.output, append=self._as_lines, identity=same)
+        self.journal.check(self.overwrite)
+        self._begun: dict[str, Begun] = {}
+        self._finished: dict[int, Finished] = {}
+        self._cached_tokens = 0
+        self._read = self._written = self._place = 0
+
+    def run(self, llm: LLM) -> BatchResult:
+        """Run what is not done yet. Ctrl-C ends it early, with everything that can be written written."""
+        self.journal.open(self.overwrite)
+        try:
+            return self._run(llm)
+        finally:
+            self.journal.close()
+
+    def _run(self, llm: LLM) -> BatchResult:
+        before = self.journal.record.done
+        started = time.perf_counter()
+        interrupted = False
+        if not self.journal.record.finished:
+            try:
+                with generation_progress(self.reader.count(), before.rows) as report:
+                    self._answer_all(llm, report)
+                if not self._as_lines:
+                    self.journal.commit(sync=True)
+                    write_table(self.reader, self.journal.answers_path, self.journal.table_path, self.output)
+                self.journal.finish()
+            except KeyboardInterrupt:
+                interrupted = True
+                self._write_in_order()
+                self._commit()
+        done = self.journal.record.done
+        return BatchResult(
+            totals=done,
+            rows=done.rows - before.rows,
+            prompt_tokens=done.prompt_tokens - before.prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=done.generated_tokens - before.generated_tokens,
+            seconds=time.perf_counter() - started,
+            interrupted=interrupted,
+            errors_path=self.journal.errors_path,
+        )
+
+    def _answer_all(self, llm: LLM, report: Callable[[int, int], None]) -> None:
+        before = self.journal.record.done
+        self._place = self._written = before.rows
+        rows = iter(self.reader)
+        for _ in range(before.rows):
+            next(rows)
+        exhausted = False
+
+        def inputs() -> Iterator[tuple[str, str | list[int], SamplingParams]]:
+            """The next rows as the engine takes them; ends early while too many finished rows wait for an older one."""
+            nonlocal exhausted
+            while self._place - self._written < WINDOW:
+                row = next(rows, None)
+                if row is None:
+                    exhausted = True
+                    return
+                place = self._place
+                self._place += 1
+                try:
+                    request = self._request(row)
+                    prompt = prompt_of(request, llm)
+                except KvernError as error:
+                    self._finished[place] = failure(row, error)
+                    if len(self._finished) % FAILED_BEFORE_WRITING == 0:
+                        self._write_in_order()
+                    continue
+                self._begun[str(place)] = Begun(place, row, request)
+                yield str(place), prompt, self._seeded(request.params, place)
+
+        while not exhausted:
+            for output in llm.as_completed(inputs()):
+                self._finish(output)
+                self._write_in_order()
+                done = self.journal.record.done
+                report(done.rows, done.generated_tokens - before.generated_tokens)
+            self._write_in_order()
+            self._commit()
+
+    def _request(self, row: Row) -> BatchRequest:
+        if row.error is not None:
+            raise InvalidRequest(row.error)
+        if self.reader.columns is None and is_openai_row(row.values):
+            if not self._as_lines:
+                raise InvalidRequest(
+                    "a row in OpenAI's batch format is answered in JSONL: let the output end in .jsonl"
+                )
+            model = str(self.identity.get("model"))
+            return read_openai_row(row.values, self.rules.params, model, self.journal.record.started)
+        return self.rules.read(row.values)
+
+    def _seeded(self, params: SamplingParams, place: int) -> SamplingParams:
+        if params.seed is not None:
+            return params
+        digest = hashlib.blake2b(f"{self.seed}/{place}".encode(), digest_size=8).digest()
+        return params.replace(seed=int.from_bytes(digest) >> 1)
+
+    def _finish(self, output: RequestOutput | FailedRequest) -> None:
+        begun = self._begun.pop(output.request_id)
+        error = getattr(output, "error", None)
+        if error is not None:
+            self._finished[begun.place] = failure(begun.row, error)
+        else:
+            self._finished[begun.place] = self._success(begun, output)  # type: ignore[arg-type]
+
+    def _success(self, begun: Begun, output: RequestOutput) -> Finished:
+        self._cached_tokens += output.cached_tokens
+        answer = begun.request.answer(output)
+        if not self._as_lines:
+            answer = {"row": begun.row.number, **answer}
+        elif not is_openai_row(begun.row.values) or self.reader.columns is not None:
+            answer = merged(begun.row.values, answer)
+        generated = sum(len(completion.token_ids) for completion in output.outputs)
+        return Finished(encode(answer), False, len(output.prompt_token_ids), generated)
+
+    def _write_in_order(self) -> None:
+        """Hand every finished row that no unfinished one precedes to the journal."""
+        with interrupts_deferred():
+            while (finished := self._finished.pop(self._written, None)) is not None:
+                if finished.failed:
+                    self.journal.add_error(finished.line)
+                else:
+                    self.journal.add(finished.line, finished.prompt_tokens, finished.generated_tokens)
+                self._written += 1
+            self.journal.commit_when_due()
+
+    def _commit(self) -> None:
+        with interrupts_deferred():
+            self.journal.commit()
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, so that files and counts always agree."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = []
+    previous = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if received:
+        raise KeyboardInterrupt
+
+
+def prompt_of(request: BatchRequest, llm: LLM) -> str | list[int]:
+    if request.messages is not None:
+        return llm.chat_prompt(request.messages, request.tools)
+    assert request.prompt is not None
+    return request.prompt
+
+
+def failure(row: Row, error: KvernError) -> Finished:
+    """The line of the errors file: which row, why, and the row's own key where it has one."""
+    fields: dict[str, Any] = {"row": row.number, "error": str(error)}
+    if "custom_id" in row.values:
+        fields["custom_id"] = row.values["custom_id"]
+    return Finished(encode(fields), failed=True)
+
+
+def encode(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=str)

@@ -1,0 +1,166 @@
+"""Rows in the format of OpenAI's batch API, for /v1/chat/completions and /v1/completions.
+
+    in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
+    out  {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
+
+Beside OpenAI's own parameters a body may hold every field of ``SamplingParams``. What would change the answer and is
+not understood is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvern.batch.requests import BatchRequest, sampling_params, split_prompt
+from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvern.llm import CompletionOutput, RequestOutput
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+OWN_FIELDS = {"messages", "prompt", "tools", "max_completion_tokens", "top_logprobs", "logprobs"}
+# Fields that are accepted with the value that asks for nothing special.
+ONLY_VALUES: dict[str, tuple[object, ...]] = {
+    "stream": (None, False),
+    "stream_options": (None,),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "reasoning_effort": (None,),
+    "modalities": (None, ["text"]),
+}
+
+
+def is_openai_row(values: Mapping[str, Any]) -> bool:
+    return "custom_id" in values and "url" in values and "body" in values
+
+
+def read_openai_row(values: Mapping[str, Any], defaults: SamplingParams, model: str, created: int) -> BatchRequest:
+    """Return the request of a row in OpenAI's format.
+
+    ``model`` and ``created`` (seconds since 1970) appear in the answer.
+
+    Raises:
+        InvalidRequest, InvalidParameter: the row is malformed or asks for what kvern does not do.
+    """
+    url, body, custom_id = values["url"], values["body"], values["custom_id"]
+    if not isinstance(custom_id, str):
+        raise InvalidRequest(f"custom_id is {custom_id!r:.40}: it must be a text")
+    if values.get("method", "POST") != "POST":
+        raise InvalidRequest(f"method is {values['method']!r:.20}: it must be POST")
+    if url not in (CHAT, COMPLETIONS):
+        raise InvalidRequest(f"url is {url!r:.60}: it must be {CHAT} or {COMPLETIONS}")
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"body must be an object, got {type(body).__name__}")
+    check_fields(body)
+    name = "messages" if url == CHAT else "prompt"
+    if body.get(name) is None:
+        raise InvalidRequest(f"body has no {name}, which {url} needs")
+    prompt, messages = split_prompt(body[name], name)
+    if (messages is None) == (url == CHAT):
+        raise InvalidRequest(f"body has a {name} that {url} does not take: {body[name]!r:.60}")
+    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    params = sampling_params(defaults, parameters(body, url))
+    answer = functools.partial(openai_answer, custom_id=custom_id, url=url, model=model, created=created)
+    return BatchRequest(prompt, messages, tools, params, answer)
+
+
+def check_fields(body: Mapping[str, Any]) -> None:
+    for name, value in body.items():
+        if name in ONLY_VALUES:
+            if value not in ONLY_VALUES[name]:
+                raise InvalidParameter(f"{name} is {value!r:.60}: a batch does not support that; leave it out")
+        elif name not in WITHOUT_EFFECT | OWN_FIELDS and name not in SamplingParams.__struct_fields__:
+            raise InvalidParameter(f"unknown field {name!r} in body: leave it out")
+
+
+def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the body's sampling parameters under kvern's names."""
+    found = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
+    if body.get("max_completion_tokens") is not None:
+        found["max_tokens"] = body["max_completion_tokens"]
+    if url == CHAT:
+        wanted = found.pop("logprobs", False)
+        if not isinstance(wanted, bool):
+            raise InvalidParameter(f"logprobs is {wanted!r:.20}: {CHAT} takes true or false, and top_logprobs a number")
+        if wanted:
+            found["logprobs"] = body.get("top_logprobs") or 0
+    return found
+
+
+def openai_answer(output: RequestOutput, *, custom_id: str, url: str, model: str, created: int) -> dict[str, Any]:
+    """Return the output row. Its ids derive from the row, so that a resumed job writes the same ones."""
+    key = hashlib.sha256(f"{custom_id}/{output.request_id}".encode()).hexdigest()[:24]
+    choices = [chat_choice(item) if url == CHAT else text_choice(item) for item in output.outputs]
+    generated = sum(len(item.token_ids) for item in output.outputs)
+    prompt = len(output.prompt_token_ids)
+    body = {
+        "id": f"{'chatcmpl' if url == CHAT else 'cmpl'}-{key}",
+        "object": "chat.completion" if url == CHAT else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
+    }
+    response = {"status_code": 200, "request_id": key, "body": body}
+    return {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def chat_choice(completion: CompletionOutput) -> dict[str, Any]:
+    return {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text},
+        "logprobs": chat_logprobs(completion),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def text_choice(completion: CompletionOutput) -> dict[str, Any]:
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "logprobs": text_logprobs(completion),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def chat_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
+    if completion.logprobs is None:
+        return None
+    content = []
+    for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
+        entries = {
+            candidate: {
+                "token": entry.token or "",
+                "logprob": finite(entry.logprob),
+                "bytes": None if "\ufffd" in (entry.token or "") else list((entry.token or "").encode()),
+            }
+            for candidate, entry in table.items()
+        }
+        content.append({**entries[token_id], "top_logprobs": list(entries.values())})
+    return {"content": content}
+
+
+def text_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
+    if completion.logprobs is None:
+        return None
+    pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
+    return {
+        "tokens": [table[token_id].token or "" for token_id, table in pairs],
+        "token_logprobs": [finite(table[token_id].logprob) for token_id, table in pairs],
+        "top_logprobs": [{entry.token or "": finite(entry.logprob) for entry in table.values()} for _, table in pairs],
+    }
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for a token that could not be sampled."""
+    return logprob if math.isfinite(logprob) else -9999.0

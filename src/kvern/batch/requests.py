@@ -1,0 +1,156 @@
+"""What a row asks for, and how its answer is written.
+
+A plain row is ``{"prompt": text or token ids}`` or ``{"messages": [...], "tools": [...]}`` with, in JSONL, any fields
+of ``SamplingParams`` beside it; all its columns come back with the answer. A row with ``custom_id``, ``url`` and
+``body`` is in OpenAI's batch format (see ``openai_format``) and is answered in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest
+from kvern.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvern.llm import RequestOutput
+
+ANSWER_COLUMNS = ("answer", "finish_reason", "prompt_tokens", "completion_tokens")
+PROMPT_COLUMNS = ("prompt", "messages")
+
+Answer = Callable[["RequestOutput"], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What one row asks for: a prompt (text or token ids) or messages, and ``answer``, which turns the engine's output
+    into the fields that are written."""
+
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None
+    params: SamplingParams
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """How plain rows are read: the column with the prompt (``None``: prompt or messages), whether a text is sent as a
+    user's message, after which system message, and the sampling parameters where a row names none."""
+
+    params: SamplingParams
+    column: str | None = None
+    chat: bool = False
+    system: str | None = None
+    fields_are_parameters: bool = True
+
+    def check_columns(self, columns: Sequence[str], name: str) -> None:
+        """Refuse a table without the column that holds the prompts."""
+        wanted = [self.column] if self.column else list(PROMPT_COLUMNS)
+        if not set(wanted) & set(columns):
+            raise BatchFileError(
+                f"{name} has no column {' or '.join(map(repr, wanted))} (it has {', '.join(columns)}): "
+                "name the column of the prompts with --column"
+            )
+
+    def read(self, values: Mapping[str, Any]) -> BatchRequest:
+        """Return the request of a plain row.
+
+        Raises:
+            InvalidRequest: there is no prompt, two of them, or not one that can be sent.
+            InvalidParameter: a sampling parameter of the row is wrong.
+        """
+        names = [self.column] if self.column else list(PROMPT_COLUMNS)
+        found = [name for name in names if values.get(name) is not None]
+        if len(found) != 1:
+            problem = "both prompt and messages" if found else f"no {' or '.join(names)}"
+            raise InvalidRequest(f"the row has {problem}: it needs exactly one of them")
+        prompt, messages = split_prompt(values[found[0]], found[0])
+        if isinstance(prompt, str) and (self.chat or self.system is not None):
+            prompt, messages = None, [{"role": "user", "content": prompt}]
+        if messages is not None and self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        params = sampling_params(self.params, values) if self.fields_are_parameters else self.params
+        if params.n > 1:
+            raise InvalidParameter(
+                f"n is {params.n}: a plain row has one answer; use OpenAI's batch format for several"
+            )
+        return BatchRequest(prompt, messages, values.get("tools") if messages else None, params, plain_answer)
+
+    def for_tables(self) -> RowRules:
+        """The rules for CSV and Parquet, whose other columns are the user's own data and never parameters."""
+        return replace(self, fields_are_parameters=False)
+
+
+def split_prompt(value: object, name: str) -> tuple[str | list[int] | None, list[dict[str, Any]] | None]:
+    """Tell a text, token ids and messages apart; messages may also be JSON text, as CSV has no lists."""
+    if isinstance(value, str) and name == "messages":
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"messages is text but not valid JSON: {error}") from error
+    if isinstance(value, str):
+        return value, None
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return value, None
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return None, [{key: item for key, item in message.items() if item is not None} for message in value]
+    raise InvalidRequest(f"{name} is {value!r:.60}: it must be a text, a list of token ids or a list of messages")
+
+
+def sampling_params(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
+    """Return ``defaults`` with the parameters that a row names, their types and ranges checked."""
+    named = {name: values[name] for name in SamplingParams.__struct_fields__ if values.get(name) is not None}
+    if not named:
+        return defaults
+    try:
+        everything = {**msgspec.to_builtins(defaults, str_keys=True), **named}
+        return msgspec.convert(everything, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(readable_type_error(str(error))) from error
+
+
+def readable_type_error(message: str) -> str:
+    """``Expected `float`, got `str` - at `$.top_p` `` -> ``top_p: expected float, got str``."""
+    match = re.fullmatch(r"(Expected .*) - at `\$\.?(.*)`", message.replace(" | null", ""))
+    if match is None:
+        return re.sub(r" - at `\$.*`$", "", message)
+    expected = match[1].replace("`", "")
+    return f"{match[2]}: {expected[0].lower()}{expected[1:]}"
+
+
+def plain_answer(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    values = (
+        completion.text,
+        completion.finish_reason,
+        len(output.prompt_token_ids),
+        len(completion.token_ids),
+    )
+    return dict(zip(ANSWER_COLUMNS, values, strict=True))
+
+
+def merged(values: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with its answer; a column of the input that has an answer's name is kept as ``input_<name>``."""
+    renamed = input_names(list(values), list(answer))
+    return {**{renamed[name]: value for name, value in values.items()}, **answer}
+
+
+def input_names(columns: Sequence[str], answer_columns: Sequence[str]) -> dict[str, str]:
+    """Return under which name each column of the input is written."""
+    taken = {*columns, *answer_columns}
+    names: dict[str, str] = {}
+    for column in columns:
+        name = column
+        if column in answer_columns:
+            name = f"input_{column}"
+            while name in taken:
+                name = f"input_{name}"
+            taken.add(name)
+        names[column] = name
+    return names

@@ -1,0 +1,62 @@
+"""The command ``kvern``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+import kvern
+from kvern.cli.chat import Chat
+from kvern.cli.models import Models
+from kvern.cli.options import Defaults, read_defaults
+from kvern.cli.run import INTERRUPTED, Run
+from kvern.errors import KvernError
+
+BAD_INPUT = 2
+DESCRIPTION = "An inference engine for large language models, with a small model inside."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for anything wrong with the input, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments in (["--version"], ["-V"]):
+        sys.stdout.write(f"kvern {kvern.__version__}\n")
+        return 0
+    try:
+        defaults = read_defaults(arguments, os.environ)
+        command = tyro.cli(
+            commands(defaults),
+            args=arguments or ["--help"],
+            prog="kvern",
+            description=DESCRIPTION,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+        return int(command.execute())
+    except KvernError as error:
+        sys.stderr.write(f"kvern: error: {error}\n")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def commands(defaults: Defaults) -> Any:
+    """Return the union of the commands, with the values of environment and configuration file as defaults."""
+    missing: Any = tyro.MISSING
+    run = Run(missing, missing, sampling=defaults.sampling, engine=defaults.engine)
+    chat = Chat(sampling=defaults.sampling, engine=defaults.engine)
+    return (
+        Annotated[Run, tyro.conf.subcommand("run", default=run)]
+        | Annotated[Chat, tyro.conf.subcommand("chat", default=chat)]
+        | Annotated[Models, tyro.conf.subcommand("models", default=Models())]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

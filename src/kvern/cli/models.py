@@ -1,0 +1,61 @@
+"""``kvern models``: what can be run without a download, and which families are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Models:
+    """List the models on this machine: those inside kvern and those downloaded from the Hugging Face hub."""
+
+    families: bool = False
+    """List the model families that kvern can run instead."""
+
+    def execute(self) -> int:
+        """Print the list and return the exit code."""
+        from rich.console import Console
+
+        console = Console()
+        if self.families:
+            for name in known_families():
+                console.print(name, highlight=False)
+            return 0
+        from rich.table import Table
+
+        table = Table("model", "where", "size", "folder")
+        for name, where, size, folder in [*embedded(), *downloaded()]:
+            table.add_row(name, where, f"{size / 1e6:,.0f} MB", str(folder))
+        console.print(table)
+        return 0
+
+
+def embedded() -> Iterator[tuple[str, str, int, Path]]:
+    """Yield name, origin, size in bytes and folder of the models inside kvern."""
+    from kvern.models.hub import embedded_models
+
+    for folder in embedded_models():
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        yield folder.name, "embedded", size, folder
+
+
+def downloaded() -> Iterator[tuple[str, str, int, Path]]:
+    """Yield the same for the hub's cache, as far as it holds safetensors checkpoints."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return
+    for repository in sorted(cache.repos, key=lambda item: item.repo_id):
+        names = {Path(file.file_name) for revision in repository.revisions for file in revision.files}
+        if repository.repo_type == "model" and any(path.suffix == ".safetensors" for path in names):
+            yield repository.repo_id, "downloaded", repository.size_on_disk, repository.repo_path
+
+
+def known_families() -> list[str]:
+    from kvern.models import registry
+
+    return registry.known_families()

@@ -1,0 +1,127 @@
+"""Where options come from: flag > environment variable > configuration file > default.
+
+The fields of ``EngineConfig`` and ``SamplingOptions`` have one name everywhere: ``--max-tokens``, ``KVERN_MAX_TOKENS``,
+``max_tokens = 64`` in a TOML file given with ``--config`` (or ``KVERN_CONFIG``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.sampling_params import SamplingParams
+
+PREFIX = "KVERN_"
+CONFIG_VARIABLE = "KVERN_CONFIG"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How answers are sampled where a request does not say it itself."""
+
+    max_tokens: int | None = None
+    """Tokens of one answer at most. None: to the end of the context."""
+    temperature: float | None = None
+    """0 takes the most probable token each time. None: what the model's authors chose, else 1."""
+    top_k: int | None = None
+    """Sample from the k most probable tokens; 0 keeps all."""
+    top_p: float | None = None
+    """Sample from the smallest set of tokens with this probability in all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this probable, relative to the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that are already there."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens already generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted from them once for each time."""
+    min_tokens: int = 0
+    """No answer ends before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts at which an answer ends."""
+    ignore_eos: bool = False
+    """Go on after the model's end of an answer."""
+
+    def params(self) -> SamplingParams:
+        """Return the options as sampling parameters. Raises InvalidParameter."""
+        values = dataclasses.asdict(self)
+        return SamplingParams(**{**values, "stop": list(self.stop) or None})
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What environment and configuration file say: the values that flags then override."""
+
+    engine: EngineConfig
+    sampling: SamplingOptions
+
+
+def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> Defaults:
+    """Return the defaults for this command line.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type, or the file cannot be read.
+    """
+    types = {**option_types(EngineConfig), **option_types(SamplingOptions)}
+    values: dict[str, Any] = {}
+    path = config_file(arguments, environment)
+    if path is not None:
+        for name, value in read_file(path).items():
+            values[name] = converted(name, value, types, f"{path}: {name}", strict=True)
+    for variable, text in environment.items():
+        if variable.startswith(PREFIX) and variable != CONFIG_VARIABLE:
+            name = variable.removeprefix(PREFIX).lower()
+            values[name] = converted(name, text, types, variable, strict=False)
+    engine, sampling = (
+        {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
+        for kind in (EngineConfig, SamplingOptions)
+    )
+    return Defaults(EngineConfig(**engine), SamplingOptions(**sampling))
+
+
+def option_types(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
+    """Return the file named by ``--config FILE``, ``--config=FILE`` or the environment."""
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            return Path(arguments[index + 1])
+        if argument.startswith("--config="):
+            return Path(argument.removeprefix("--config="))
+    return Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from error
+
+
+def converted(name: str, value: Any, types: Mapping[str, Any], source: str, strict: bool) -> Any:
+    if name not in types:
+        near = difflib.get_close_matches(name, types, n=1)
+        hint = f"did you mean {near[0]}?" if near else "kvern run --help lists the options"
+        raise ConfigError(f"{source} is no option: {hint}")
+    if not strict and types[name] == tuple[str, ...]:
+        return (value,)
+    try:
+        return msgspec.convert(value, types[name], strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{source} is {value!r}: {str(error)[:1].lower()}{str(error)[1:].replace('`', '')}"
+        ) from error

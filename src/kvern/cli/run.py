@@ -1,0 +1,106 @@
+"""``kvern run IN OUT``: answer a file of requests."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from kvern.cli.options import SamplingOptions
+from kvern.config import EngineConfig
+
+if TYPE_CHECKING:
+    from kvern.batch.job import BatchResult
+    from kvern.llm import LLM
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Run:
+    """Answer a file of requests: JSONL, CSV or Parquet in and out, told by the endings.
+
+    A JSONL row holds a prompt or messages, and any sampling parameter beside it; OpenAI's batch format is understood,
+    too. Answers keep the order of the input. Rows that cannot be answered go to OUT's .errors.jsonl. Stopped at any
+    moment, the same command goes on where it stopped.
+    """
+
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="IN")]
+    """File with the requests: .jsonl, .csv or .parquet."""
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """File for the answers: .jsonl, .csv or .parquet."""
+    column: str | None = None
+    """Column that holds the prompts. None: prompt or messages."""
+    chat: bool = False
+    """Send each prompt as a user's message through the model's chat template."""
+    system: str | None = None
+    """System message before each conversation; implies --chat."""
+    overwrite: bool = False
+    """Begin again, although OUT exists."""
+    config: Path | None = None
+    """TOML file with options, named as the flags are: max_tokens = 64."""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def execute(self) -> int:
+        """Run the job and return the exit code. Raises KvernError."""
+        from kvern.batch.job import BatchJob
+        from kvern.batch.requests import RowRules
+
+        engine = self.engine
+        job = BatchJob(
+            self.source,
+            self.output,
+            RowRules(self.sampling.params(), self.column, self.chat or self.system is not None, self.system),
+            identity={"model": model_name(engine), "revision": engine.revision, "dtype": engine.dtype},
+            seed=engine.seed,
+            overwrite=self.overwrite,
+        )
+        result = job.run(load(engine))
+        print_table(result)
+        if result.interrupted:
+            sys.stderr.write(
+                f"kvern: interrupted: {result.totals.rows} rows are done; the same command goes on from there\n"
+            )
+            return INTERRUPTED
+        if result.totals.failed:
+            sys.stderr.write(f"kvern: {result.totals.failed} rows failed: see {result.errors_path}\n")
+        return 0
+
+
+def model_name(engine: EngineConfig) -> str:
+    """Return what stands for the model in answers and in a job's identity; a folder by its whole path."""
+    from kvern.models.hub import DEFAULT_MODEL
+
+    if engine.model is None:
+        return DEFAULT_MODEL
+    return str(Path(engine.model).resolve()) if Path(engine.model).is_dir() else engine.model
+
+
+def load(engine: EngineConfig) -> LLM:
+    import dataclasses
+
+    from kvern.llm import LLM
+
+    return LLM(**{item.name: getattr(engine, item.name) for item in dataclasses.fields(engine)})
+
+
+def print_table(result: BatchResult) -> None:
+    """Print the closing table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "this run", title="kvern run", title_justify="left")
+    table.columns[1].justify = "right"
+    resumed = result.totals.rows - result.rows
+    table.add_row("requests", f"{result.rows:,}" + (f" (+ {resumed:,} before)" if resumed else ""))
+    table.add_row("prompt tokens", f"{result.prompt_tokens:,}")
+    table.add_row("generated tokens", f"{result.generated_tokens:,}")
+    table.add_row("seconds", f"{result.seconds:.1f}")
+    table.add_row("tokens/s", f"{result.tokens_per_second:,.0f}")
+    table.add_row("prefix-cache hit rate", f"{result.prefix_cache_hit_rate:.1%}")
+    table.add_row("failed rows", f"{result.totals.failed:,}")
+    Console().print(table)

@@ -1,0 +1,33 @@
+"""What all tests share: a deterministic hypothesis, and the tiny model of `tests.tiny_model` as an engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kvern import LLM
+from tests.tiny_model import make_tiny_model
+
+settings.register_profile(
+    "kvern",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+settings.load_profile("kvern")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Llama with a tokenizer and a chat template; not to be changed."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_model: Path) -> Iterator[LLM]:
+    """An engine of the tiny model that tests share: leave nothing running behind."""
+    with LLM(str(tiny_model), max_model_len=256, max_batch_requests=16, kv_cache_tokens=4096, threads=1) as llm:
+        yield llm
