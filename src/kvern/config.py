@@ -1,6 +1,6 @@
 """Every option of the engine, with the decisions that follow from them when nothing is given."""
 
-import dataclasses
+import typing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +66,7 @@ class EngineConfig:
 
 
 _CHOICES = {
-    field.name: field.type.__args__
-    for field in dataclasses.fields(EngineConfig)
-    if getattr(field.type, "__origin__", None) is Literal
+    name: typing.get_args(kind)
+    for name, kind in typing.get_type_hints(EngineConfig).items()
+    if typing.get_origin(kind) is Literal
 }

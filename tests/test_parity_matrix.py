@@ -1,0 +1,103 @@
+"""Every family through the whole engine, in every configuration of cache and scheduler, against transformers."""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvern import LLM, RequestOutput, SamplingParams
+from tests.families import FAMILIES, WINDOW, make_checkpoint, reference_logits
+
+BLOCK = 4
+CHUNK = 7
+OUTPUT = 8
+TOLERANCE = 1e-4
+SHARED = 2 * BLOCK + 1
+LENGTHS = (1, BLOCK, SHARED + BLOCK, SHARED + WINDOW, SHARED + 2 * CHUNK + 2)
+"""Prompts within a block, at its end, over several, over the window, and over several chunks."""
+
+SWITCHES = list(itertools.product(("paged", "contiguous"), (True, False), (True, False), ("continuous", "static")))
+
+
+class Reference:
+    """What transformers says about the prompts of one family."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        rng = random.Random(3)
+        head = [rng.randrange(3, 131) for _ in range(SHARED)]
+        self.prompts = [
+            [rng.randrange(3, 131) for _ in range(length)]
+            if length < SHARED
+            else head + [rng.randrange(3, 131) for _ in range(length - SHARED)]
+            for length in LENGTHS
+        ]
+        self.outputs, self.logprobs = [], []
+        for prompt in self.prompts:
+            tokens = list(prompt)
+            for _ in range(OUTPUT):
+                logits = reference_logits(folder, tokens)
+                tokens.append(int(logits[-1].argmax()))
+            self.outputs.append(tokens[len(prompt) :])
+            self.logprobs.append(logits.log_softmax(-1))  # row i predicts token i + 1
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    return Reference(folder)
+
+
+def engine(reference: Reference, kv_cache: str, prefix_cache: bool, chunked_prefill: bool, batching: str) -> LLM:
+    return LLM(
+        str(reference.folder),
+        kv_cache=kv_cache,
+        prefix_cache=prefix_cache,
+        chunked_prefill=chunked_prefill,
+        batching=batching,
+        block_size=BLOCK,
+        max_model_len=64,
+        kv_cache_tokens=8 * 64,
+        max_batch_tokens=CHUNK,
+        max_batch_requests=4,
+        threads=1,
+    )
+
+
+def check(outputs: list[RequestOutput], reference: Reference) -> None:
+    """Same tokens, and log-probabilities (logits up to a constant for each row) within the tolerance."""
+    for output, tokens, logprobs in zip(outputs, reference.outputs, reference.logprobs, strict=True):
+        [answer] = output.outputs
+        assert answer.token_ids == tokens
+        assert answer.logprobs is not None
+        for position, entry in enumerate(answer.logprobs):
+            expected = logprobs[len(output.prompt_token_ids) - 1 + position]
+            ids = torch.tensor(list(entry))
+            actual = torch.tensor([value.logprob for value in entry.values()])
+            torch.testing.assert_close(actual, expected[ids], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("kv_cache", "prefix_cache", "chunked_prefill", "batching"), SWITCHES)
+def test_tokens_and_logits_equal_transformers(
+    reference: Reference, kv_cache: str, prefix_cache: bool, chunked_prefill: bool, batching: str
+) -> None:
+    llm = engine(reference, kv_cache, prefix_cache, chunked_prefill, batching)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=100)
+    for _ in range(2):  # the second time, prompts and answers are in the prefix cache
+        check(llm.generate(reference.prompts, params), reference)
+    assert (llm.statistics().cached_tokens > 0) == prefix_cache
+
+
+@pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])
+def test_prompt_logprobs_equal_transformers(reference: Reference, kv_cache: str) -> None:
+    llm = engine(reference, kv_cache, True, True, "continuous")
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
+    for output, expected in zip(llm.generate(reference.prompts, params), reference.logprobs, strict=True):
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None and output.prompt_token_ids[position + 1] in entry
+            for token, value in entry.items():
+                assert value.logprob == pytest.approx(float(expected[position, token]), abs=TOLERANCE)
