@@ -1,0 +1,1 @@
+"""The embedded model's training: text generator, tokenizer, trainer and evaluation."""

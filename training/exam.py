@@ -1,0 +1,46 @@
+"""Held-out questions for each task, and what counts as a right answer."""
+
+import json
+from collections.abc import Iterator
+
+from training.draw import Draw, Example
+from training.text import TASKS, stream
+from training.tokenizer import render_calls
+
+SEED = 20_000
+
+
+def questions(task: str, count: int, seed: int = SEED) -> list[Example]:
+    """`count` distinct held-out examples of one task; the last message of each is the answer wanted.
+
+    Facts and greetings are the same everywhere: held out there is the wording of a fact's question, and of greetings nothing.
+    """
+    draw = Draw(f"{seed}/{task}", held_out=True)
+    distinct: dict[str, Example] = {}
+    for _ in range(20 * count):
+        example = TASKS[task](draw)
+        distinct.setdefault(json.dumps([example.messages, example.tools]), example)
+        if len(distinct) == count:
+            break
+    return list(distinct.values())
+
+
+def conversations(count: int, seed: int = SEED) -> Iterator[Example]:
+    """Held-out conversations of the training mix, for perplexity."""
+    for _, example in zip(range(count), stream(Draw(f"{seed}/mix", held_out=True)), strict=False):
+        yield example
+
+
+def wanted(example: Example) -> str:
+    """The text that the model must answer with, to the letter."""
+    answer = example.messages[-1]
+    return str(answer["content"]) + render_calls(answer)
+
+
+def is_right(example: Example, text: str) -> bool:
+    """Exact match; a story, which is free, must be of more than five sentences and hold every name that was asked for."""
+    if example.task != "story" or len(example.messages) > 2:
+        return text == wanted(example)
+    asked, told = example.messages[0]["content"], wanted(example)
+    names = {word.strip(",.?") for word in asked.split()[1:] if word[0].isupper() and word.strip(",.?") in told}
+    return text.count(".") > 5 and all(name in text for name in names) and text[-1] in '."!'
