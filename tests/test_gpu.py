@@ -52,6 +52,10 @@ def test_embedded_model_answers_as_on_the_cpu(
 
 @pytest.mark.parametrize("family", list(FAMILIES), ids=str)
 def test_family_logprobs_match_the_cpu(family: str, tmp_path: Path) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if FAMILIES[family][0] not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {FAMILIES[family][0]} to make a checkpoint with")
     folder = tmp_path / "model"
     make_checkpoint(family, folder)
     rng = random.Random(1)

@@ -14,7 +14,7 @@ BLOCK = 4
 CHUNK = 7
 OUTPUT = 8
 TOLERANCE = 1e-4
-SHARED = 2 * BLOCK + 1
+SHARED = 5 * BLOCK + 1
 LENGTHS = (1, BLOCK, SHARED + BLOCK, SHARED + WINDOW, SHARED + 2 * CHUNK + 2)
 """Prompts within a block, at its end, over several, over the window, and over several chunks."""
 

@@ -1,6 +1,7 @@
 """AsyncLLM: the verbs of LLM for asyncio programs. The engine runs in a thread of its own."""
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import threading
@@ -30,7 +31,7 @@ class _Waiter:
 
     def tell(self) -> None:
         """Wake the waiter, from any thread; a loop that is gone needs no news."""
-        if not self.loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.news.set)
 
 
@@ -41,7 +42,7 @@ class AsyncLLM:
             async for output in llm.stream("Once upon a time"):
                 print(output.outputs[0].text)
 
-    If the engine fails, every waiting call raises its error.
+    If the engine fails, every waiting call raises its error, and so does every later one.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -49,6 +50,7 @@ class AsyncLLM:
         self._ids = (f"request-{number}" for number in itertools.count())
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiters: dict[str, _Waiter] = {}
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvern-engine", daemon=True)
         self._thread.start()
 
@@ -100,6 +102,8 @@ class AsyncLLM:
         request_id, waiter = next(self._ids), _Waiter()
         self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, waiter))
         try:
+            if self._failure is not None:  # then nobody may be left to carry the command out
+                raise self._failure
             while True:
                 await waiter.news.wait()
                 waiter.news.clear()
@@ -153,9 +157,11 @@ class AsyncLLM:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, waiter: _Waiter
     ) -> None:
         try:
+            if self._failure is not None:
+                raise self._failure
             self._engine.add(request_id, prompt, params, priority=priority)
             self._waiters[request_id] = waiter
-        except Exception as error:
+        except BaseException as error:
             waiter.error = error
             waiter.tell()
 
@@ -175,9 +181,16 @@ class AsyncLLM:
                         waiter.tell()
         except BaseException as error:
             failure = error
+        self._failure = failure
         for waiter in self._waiters.values():
-            waiter.error = failure
-            waiter.tell()
+            if waiter.output is None or not waiter.output.finished:
+                waiter.error = failure
+                waiter.tell()
+        self._engine.abort(self._engine.request_ids)
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
 
     def _obey(self) -> bool:
         """Carry out what was asked since the last step, waiting if there is nothing else to do; False: stop."""

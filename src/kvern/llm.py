@@ -104,10 +104,11 @@ class LLM:
                 if not output.finished:
                     self._engine.step()
                 size = sum(len(answer.token_ids) for answer in output.outputs)
-                if size != seen or output.finished:
+                finished = output.finished
+                if size != seen or finished:
                     seen = size
-                    yield output
-                if output.finished:
+                    yield output  # others may drive the engine meanwhile, and the output grow
+                if finished:
                     return
         finally:
             self._engine.abort([request_id])
@@ -138,8 +139,6 @@ class LLM:
                         exhausted = True
                         break
                     try:
-                        if request_id in alive:
-                            raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
                         alive[request_id] = self._engine.add(request_id, prompt, params)
                     except KvernError as error:
                         yield FailedRequest(request_id, error)
@@ -195,7 +194,7 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as several."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
     items = list(prompts)
     if not items:

@@ -70,25 +70,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0, None)
-        _check_range("top_k", self.top_k, -1, None)
+        _check_integer("top_k", self.top_k, -1, None)
         _check_range("top_p", self.top_p, 0, 1, exclusive_low=True)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("typical_p", self.typical_p, 0, 1, exclusive_low=True)
         _check_range("repetition_penalty", self.repetition_penalty, 0, None, exclusive_low=True)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_range("min_tokens", self.min_tokens, 0, None)
-        _check_range("max_tokens", self.max_tokens, 1, None)
-        _check_range("seed", self.seed, -(2**63), 2**63 - 1)
-        _check_range("n", self.n, 1, MAX_SAMPLES)
-        _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_integer("min_tokens", self.min_tokens, 0, None)
+        _check_integer("max_tokens", self.max_tokens, 1, None)
+        _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_integer("n", self.n, 1, MAX_SAMPLES)
+        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it or raise max_tokens"
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
+        _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
+        for name in ("bad_words", "allowed_token_ids", "stop_token_ids"):
+            _check_list(name, getattr(self, name))
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                _check_integer(f"a token id of {name}", token, 0, None)
         for word in (*self.stop_strings, *(self.bad_words or ())):
             if not isinstance(word, str) or not word:
                 raise InvalidParameter(
@@ -96,6 +102,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
         for token, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias of token {token}", bias, -1e9, 1e9)
+
+
+def _check_list(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise InvalidParameter(f"{name} is {value!r}: it must be a list")
+
+
+def _check_integer(name: str, value: float | None, low: int, high: int | None) -> None:
+    _check_range(name, value, low, high)
+    if value is not None and not isinstance(value, int):
+        raise InvalidParameter(f"{name} is {value}: it must be a whole number")
 
 
 def _check_range(

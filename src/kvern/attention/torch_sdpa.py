@@ -1,7 +1,8 @@
 """Attention through PyTorch: the backend of CPUs, and the last resort of everything else.
 
 The keys and values of a request are gathered from its blocks, then handed to scaled_dot_product_attention. Requests
-that decode are gathered together, in groups of similar length, so that a batch costs few calls and little padding.
+that decode are gathered together, in groups of similar length, so that a batch costs few calls and little padding; a
+prefix whose blocks they share is read once for all of them.
 """
 
 import math
@@ -20,13 +21,20 @@ from kvern.worker.input_batch import InputBatch
 PADDING_LIMIT = 0.7
 """A request joins a group of decodes if it is at least this share of the group's longest."""
 
+SHARED_BLOCKS = 4
+"""Blocks that decodes must have in common for attending to them together to pay."""
+
+Decode = tuple[int, int, int]
+"""(position, row, index in the batch) of a request with one token."""
+
 
 @dataclass
 class Gather:
     """B requests with `queries` tokens each, over the same number of gathered keys.
 
     tokens  index of their tokens in the batch: a slice, or [B * queries] int64
-    blocks  [B * blocks per request] int64
+    blocks  [B * blocks per request] int64; a lone one is also `first_block`, on the host
+    shared  [S] int64, blocks before those that all B requests have in common; None: none
     mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
     """
 
@@ -34,9 +42,11 @@ class Gather:
     queries: int
     tokens: slice | torch.Tensor
     blocks: torch.Tensor
+    first_block: int
     keys: int
     mask: torch.Tensor | None
     causal: bool
+    shared: torch.Tensor | None = None
 
 
 class TorchAttention:
@@ -56,6 +66,7 @@ class TorchAttention:
         self._layers = list(layers)
         self._block_size = block_size
         self._dtype = dtype
+        self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
         self._caches = [
             _zeros((2, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device) for layer in self._layers
         ]
@@ -89,23 +100,29 @@ class TorchAttention:
 
     def _attend(self, layer: int, spec: AttentionSpec, query: torch.Tensor, part: Gather) -> torch.Tensor:
         """[B * queries, heads, dim] over the gathered keys -> the same shape."""
-        size, count = self._block_size, part.requests
-        cache = self._caches[layer]
-        if part.keys < size:  # a part of one block each: the contiguous cache
-            cache = cache[:, :, : part.keys]
-        if part.blocks.numel() == 1:
-            gathered = cache.narrow(1, int(part.blocks), 1)
-        else:
-            gathered = cache.index_select(1, part.blocks)
-        gathered = gathered.reshape(2, count, -1, spec.kv_heads, spec.head_dim)[:, :, : part.keys]
-        key, value = gathered.transpose(2, 3).unbind(0)
+        key, value = (self._gathered(cache, spec, part) for cache in self._caches[layer])
         if part.queries == 1:  # the heads of a group stand where query tokens do: no key is repeated
-            grouped = query.view(count, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
-            output = _scaled_attention(grouped, key, value, part, spec)
-            return output.reshape(count, spec.heads, spec.head_dim)
-        heads = query.view(count, part.queries, spec.heads, spec.head_dim).transpose(1, 2)
+            grouped = query.view(part.requests, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+            if part.shared is not None:
+                prefix = [cache.flatten(1).index_select(0, part.shared) for cache in self._caches[layer]]
+                output = _prefix_attention(grouped, prefix, key, value, part.mask, spec)
+            else:
+                output = _scaled_attention(grouped, key, value, part, spec)
+            return output.reshape(part.requests, spec.heads, spec.head_dim)
+        heads = query.view(part.requests, part.queries, spec.heads, spec.head_dim).transpose(1, 2)
         output = _scaled_attention(heads, key, value, part, spec)
-        return output.transpose(1, 2).reshape(count * part.queries, spec.heads, spec.head_dim)
+        return output.transpose(1, 2).reshape(part.requests * part.queries, spec.heads, spec.head_dim)
+
+    def _gathered(self, cache: torch.Tensor, spec: AttentionSpec, part: Gather) -> torch.Tensor:
+        """Keys or values [blocks, block_size, kv_heads, dim] of a layer -> [B, kv_heads, keys, dim]."""
+        if part.blocks.numel() == 1:
+            gathered = cache[part.first_block : part.first_block + 1, : part.keys]
+        elif part.keys < self._block_size:  # one block each, and most of it empty: the contiguous cache
+            gathered = cache[:, : part.keys].index_select(0, part.blocks)
+        else:  # whole rows: PyTorch copies those fastest
+            gathered = cache.flatten(1).index_select(0, part.blocks)
+        gathered = gathered.reshape(part.requests, -1, spec.kv_heads, spec.head_dim)[:, : part.keys]
+        return gathered.transpose(1, 2)
 
     def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
         """One group for each set of similar decodes and one for each longer run of tokens."""
@@ -116,15 +133,45 @@ class TorchAttention:
             else:
                 yield self._gather(batch, window, [slot], [start], count, slice(token, token + count))
             token += count
+        for members, shared in self._prefix_sharers(batch, decodes, window):
+            yield from self._decode_gathers(batch, window, members, shared)
+
+    def _prefix_sharers(
+        self, batch: InputBatch, decodes: list[Decode], window: int | None
+    ) -> Iterator[tuple[list[Decode], torch.Tensor | None]]:
+        """Decodes whose block tables begin alike, with those blocks; then all the others, with None."""
+        others = []
+        first_blocks = batch.block_table[:, 0].tolist() if len(decodes) > 1 else [0] * len(batch.block_table)
+        by_first_block: dict[int, list[Decode]] = {}
+        for decode in decodes:
+            by_first_block.setdefault(first_blocks[decode[1]], []).append(decode)
+        for members in by_first_block.values():
+            limit = min(start for start, _, _ in members) // self._block_size  # the newest key is never shared
+            if len(members) < 2 or window is not None or limit < SHARED_BLOCKS or not self._reads_prefix_once:
+                others += members
+                continue
+            tables = batch.block_table[torch.tensor([slot for _, slot, _ in members]), :limit]
+            count = int((tables == tables[0]).all(0).long().cumprod(0).sum())
+            if count < SHARED_BLOCKS:
+                others += members
+            else:
+                yield members, tables[0, :count].long()
+        if others:
+            yield others, None
+
+    def _decode_gathers(
+        self, batch: InputBatch, window: int | None, decodes: list[Decode], shared: torch.Tensor | None
+    ) -> Iterator[Gather]:
+        skipped = 0 if shared is None else len(shared)
         decodes.sort(reverse=True)
         while decodes:
-            longest = _visible(decodes[0][0] + 1, window)
-            size = sum(_visible(start + 1, window) >= longest * PADDING_LIMIT for start, _, _ in decodes)
+            lengths = [_visible(start + 1 - skipped * self._block_size, window) for start, _, _ in decodes]
+            size = sum(length >= lengths[0] * PADDING_LIMIT for length in lengths)
             group, decodes = decodes[:size], decodes[size:]
             group.sort(key=lambda decode: decode[2])  # a group of the whole batch needs no reordering
             starts, slots, tokens = zip(*group, strict=True)
             index = slice(0, 1) if len(batch.slots) == 1 else torch.tensor(tokens, device=batch.positions.device)
-            yield self._gather(batch, window, list(slots), list(starts), 1, index)
+            yield self._gather(batch, window, list(slots), list(starts), 1, index, shared)
 
     def _gather(
         self,
@@ -134,15 +181,18 @@ class TorchAttention:
         starts: list[int],
         queries: int,
         tokens: slice | torch.Tensor,
+        shared: torch.Tensor | None = None,
     ) -> Gather:
         size, device = self._block_size, batch.positions.device
-        first = [0 if window is None else max(0, start + 1 - window) // size for start in starts]
+        skipped = 0 if shared is None else len(shared)
+        first = [skipped if window is None else max(0, start + 1 - window) // size for start in starts]
         ends = [start + queries for start in starts]
         keys = max(end - block * size for end, block in zip(ends, first, strict=True))
         first_blocks = torch.tensor(first, device=device)
         columns = first_blocks[:, None] + torch.arange(-(-keys // size), device=device)
         rows = torch.tensor(slots, device=device)
         blocks = batch.block_table[rows[:, None], columns.clamp(max=batch.block_table.shape[1] - 1)].long().flatten()
+        first_block = int(blocks[0]) if blocks.numel() == 1 else -1
         key_positions = (first_blocks * size)[:, None, None] + torch.arange(keys, device=device)
         query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[
             ..., None
@@ -155,12 +205,35 @@ class TorchAttention:
             and keys == ends[0]
             and (window is None or ends[0] <= window)
         ):
-            return Gather(len(slots), queries, tokens, blocks, keys, None, causal)
+            return Gather(len(slots), queries, tokens, blocks, first_block, keys, None, causal)
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
-        return Gather(len(slots), queries, tokens, blocks, keys, mask[:, None], False)
+        return Gather(len(slots), queries, tokens, blocks, first_block, keys, mask[:, None], False, shared)
+
+
+def _prefix_attention(
+    query: torch.Tensor,
+    prefix: Sequence[torch.Tensor],
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """Attention of [B, kv_heads, group, dim] over keys that all B share, read once, and over each one's own.
+
+    Both results are weighted by their share of the softmax's sum (Juravsky et al. 2024, Hydragen).
+    """
+    requests, kv_heads, group, dim = query.shape
+    shared_key, shared_value = (blocks.reshape(-1, kv_heads, dim).transpose(0, 1)[None] for blocks in prefix)
+    together = query.transpose(0, 1).reshape(1, kv_heads, requests * group, dim)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    first, first_sum = flash(together, shared_key, shared_value, scale=spec.scale)
+    own, own_sum = flash(query, key, value, attn_mask=mask, scale=spec.scale)
+    first = first.view(kv_heads, requests, group, dim).transpose(0, 1)
+    first_sum = first_sum.view(kv_heads, requests, group).transpose(0, 1)
+    return torch.lerp(first, own, torch.sigmoid(own_sum - first_sum)[..., None].to(own.dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -84,7 +84,10 @@ class EngineCore:
                 self.scheduler.finish(request, reason, stop_reason)
 
     def step(self) -> list[TokenEvent]:
-        """Submit and collect once; events of the step that came back, none if it is still on its way."""
+        """Submit and collect once; events of the step that came back, none if it is still on its way.
+
+        Raises what the executor raised; all requests are then ended.
+        """
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
             output = self.scheduler.schedule()
             if output.scheduled:
@@ -97,7 +100,19 @@ class EngineCore:
         if not self._in_flight:
             return []
         output, requests, future = self._in_flight.popleft()
-        return self._collect(output, requests, future.result())
+        try:
+            result = future.result()
+        except BaseException:
+            self._abandon()
+            raise
+        return self._collect(output, requests, result)
+
+    def _abandon(self) -> None:
+        """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
+        self._in_flight.clear()
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            self.scheduler.finish(request, "abort")
+        self.scheduler.cache.tree.clear()
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""

@@ -8,6 +8,7 @@ from kvern.engine.core import EngineStatistics
 from kvern.engine.factory import build_core
 from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.engine.output import OutputProcessor, RequestOutput
+from kvern.errors import InvalidRequest
 from kvern.models.hub import resolve_model
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
@@ -41,6 +42,8 @@ class Engine:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> RequestOutput:
         """Queue a prompt; the returned output grows with each `step`. Raises InvalidRequest or InvalidParameter."""
+        if request_id in self._members:
+            raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
         requests, params = self.inputs.requests(request_id, prompt, params, priority=priority)
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, params)
@@ -50,8 +53,12 @@ class Engine:
         return output
 
     def step(self) -> list[RequestOutput]:
-        """Run or collect one step; the outputs that changed."""
-        changed, stopped = self._outputs.process(self.core.step())
+        """Run or collect one step; the outputs that changed. If the step fails, every request is aborted."""
+        try:
+            changed, stopped = self._outputs.process(self.core.step())
+        except BaseException:
+            self.abort(self.request_ids)
+            raise
         for request_id, stop in stopped:
             self.core.finish([request_id], "stop", stop)
         for output in changed:

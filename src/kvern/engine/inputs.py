@@ -3,8 +3,7 @@
 Everything that can be wrong with a request is found here, before it reaches the engine.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.spec import ModelSpec
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
-from kvern.tokenizer import Tokenizer
+from kvern.tokenizer import Tokenizer, read_json
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -45,18 +44,20 @@ class InputProcessor:
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         self._count += 1
         seed = params.seed if params.seed is not None else hash((self._seed, self._count))
+        bad_word_ids = self._bad_word_ids(params)
+        _check_that_something_can_be_sampled(params, stop, bad_word_ids)
         group = request_id if params.n > 1 else None
         requests: list[Request] = []
         for index in range(params.n):
             requests.append(
                 Request(
-                    request_id=f"{request_id}#{index}" if group else request_id,
+                    request_id=f"{request_id}#{index}",
                     token_ids=list(token_ids),
                     params=params if index == 0 else params.replace(prompt_logprobs=None),
                     max_tokens=max_tokens,
                     seed=(seed + index) % MAX_SEED,
                     stop_token_ids=stop,
-                    bad_word_ids=self._bad_word_ids(params),
+                    bad_word_ids=bad_word_ids,
                     priority=priority,
                     group=group,
                     leader=requests[0] if requests else None,
@@ -71,7 +72,7 @@ class InputProcessor:
         return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_list(prompt)
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         for position, token in enumerate(token_ids):
@@ -105,10 +106,26 @@ class InputProcessor:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
 
+def _check_that_something_can_be_sampled(
+    params: SamplingParams, stop: frozenset[int], bad_word_ids: tuple[tuple[int, ...], ...]
+) -> None:
+    banned = {word[0] for word in bad_word_ids if len(word) == 1} | (stop if params.min_tokens else set())
+    if params.allowed_token_ids is not None and banned.issuperset(params.allowed_token_ids):
+        raise InvalidParameter(
+            f"allowed_token_ids holds {len(params.allowed_token_ids)} tokens, and bad_words or min_tokens ban all of "
+            "them: allow another one"
+        )
+
+
+def _as_list(prompt: Any) -> list[int]:
+    if not isinstance(prompt, Iterable):
+        raise InvalidRequest(f"the prompt is {prompt!r}: it must be a text or a list of token ids")
+    return list(prompt)
+
+
 def _generation_defaults(folder: Path) -> dict[str, float]:
     """Temperature, top_k and top_p that the checkpoint recommends; without do_sample the most probable token."""
-    path = folder / "generation_config.json"
-    stored = json.loads(path.read_text()) if path.is_file() else {}
+    stored = read_json(folder / "generation_config.json")
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     defaults |= {name: stored[name] for name in defaults if isinstance(stored.get(name), (int, float))}
     if stored.get("do_sample") is False:

@@ -58,7 +58,7 @@ class Answer:
         assert token_id is not None
         output.token_ids.append(token_id)
         if output.logprobs is not None and event.logprobs is not None:
-            output.logprobs.append(self._with_text(event.logprobs))
+            output.logprobs.append(self.with_text(event.logprobs))
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs[token_id].logprob
         if event.finish_reason != "stop" or self._params.include_stop_str_in_output:
             start = len(self._text)
@@ -109,7 +109,8 @@ class Answer:
                 return length
         return 0
 
-    def _with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+    def with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        """The entries with the texts of their tokens."""
         return {token: replace(entry, token=self._tokenizer.id_to_token(token)) for token, entry in logprobs.items()}
 
 
@@ -140,7 +141,7 @@ class OutputProcessor:
                 continue
             output, answer = self._answers[event.request_id]
             if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
-                output.prompt_logprobs += event.prompt_logprobs
+                output.prompt_logprobs += map(answer.with_text, event.prompt_logprobs)
             if event.token_id is None:
                 continue
             output.cached_tokens = max(output.cached_tokens, event.cached_tokens)

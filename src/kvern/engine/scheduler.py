@@ -90,10 +90,7 @@ class Scheduler:
         """Plan the next step; empty when nothing can run before a step in flight returns."""
         self.step += 1
         output = SchedulerOutput(self.step)
-        order = self._ordered(self.running)
-        behind_by_one = [request for request in order if request.remaining_tokens == 1]
-        further_behind = [request for request in order if request.remaining_tokens > 1]
-        preempted = self._schedule_running(behind_by_one + further_behind, output)
+        preempted = self._schedule_running(output)
         if not preempted:
             self._admit(output)
         return output
@@ -106,28 +103,28 @@ class Scheduler:
             self.cache.publish(request, self.step)
         return request.output_length >= request.max_tokens
 
-    def _schedule_running(self, order: list[Request], output: SchedulerOutput) -> bool:
+    def _schedule_running(self, output: SchedulerOutput) -> bool:
         preempted = False
         budget = self.limits.max_batch_tokens
+        order = self._ordered(self.running)
         pending = dict.fromkeys(order)  # not yet scheduled in this step, best first: those that may be preempted
-        for request in order:
+        for request in sorted(order, key=lambda request: request.remaining_tokens > 1):
             if request not in pending or request.output_length + request.in_flight >= request.max_tokens:
                 continue
-            del pending[request]
             count = self._chunk(request, budget)
             if count == 0:
                 continue
             known = len(request.block_ids)
             blocks = self.cache.extend(request, request.computed_tokens + count)
-            while blocks is None and pending:
+            while blocks is None and request in pending:
                 victim, _ = pending.popitem()
                 self._preempt(victim)
                 preempted = True
-                blocks = self.cache.extend(request, request.computed_tokens + count)
+                if victim is not request:
+                    blocks = self.cache.extend(request, request.computed_tokens + count)
             if blocks is None:
-                self._preempt(request)
-                preempted = True
                 continue
+            del pending[request]
             if blocks:
                 output.grown.append((request.slot, known, blocks))
             self._take(request, count, output)

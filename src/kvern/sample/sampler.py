@@ -2,9 +2,11 @@
 
     logits -> constraints and penalties -> temperature -> top_k -> top_p -> min_p -> typical_p -> one token
 
-The order of the filters is the one of Hugging Face transformers. A token is drawn by inverting the cumulative
-distribution at a random number that depends on the request's seed and the token's position alone, and a row's
-candidates never depend on the other rows, so a seeded request gives the same tokens in any batch.
+The order of the filters is the one of Hugging Face transformers. Each token draws a time from the exponential
+distribution with its probability as the rate, and the earliest wins. The random numbers depend on the request's seed,
+the position and the token alone, so a seeded request gives the same tokens in any batch. Rounding differs between
+batches, and this way of drawing is the least sensitive to it: the token changes about as seldom as the distribution
+does, while inverting the cumulative distribution would let it change at each of the vocabulary's boundaries.
 """
 
 from collections.abc import Sequence
@@ -52,7 +54,8 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
         elif ordered:
             scores, ids = scores.sort(dim=-1, descending=True, stable=True)
         probabilities = _filter(scores, rows, slot, ordered)
-        column = _draw(probabilities, uniform(rows.seeds[slot], positions[index]))
+        candidates = torch.arange(scores.shape[-1], device=logits.device)[None] if ids is None else ids
+        column = _draw(probabilities, uniform(rows.seeds[slot], positions[index], candidates))
         tokens[index] = column if ids is None else ids.gather(1, column[:, None])[:, 0]
     return tokens
 
@@ -101,12 +104,9 @@ def _typical(probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The first column where the cumulative probability passes number * total."""
-    cumulative = probabilities.double().cumsum(-1)
-    target = numbers * cumulative[:, -1]
-    column = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).to(torch.int8).argmax(-1)
-    return torch.minimum(column, last)
+    """The column whose exponential time, made from its number, is the earliest: [N, candidates] both -> [N]."""
+    times = numbers.neg_().log1p_().neg_()
+    return (probabilities / times).argmax(-1)
 
 
 def top_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:

@@ -1,0 +1,345 @@
+"""The real core, scheduler and cache around a device that only remembers what was written where.
+
+In place of keys and values each cell of a block holds a number that stands for the token and everything before it, so
+a request that reads a cell of another prefix, or one that was never written, is caught at the step that reads it.
+"""
+
+import random
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvern.cache.manager import KVCacheManager
+from kvern.engine.core import EngineCore, TokenEvent
+from kvern.engine.policy import POLICIES
+from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.request import FinishReason, Request, State
+from kvern.sampling_params import SamplingParams
+from kvern.step import Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput
+
+VOCABULARY = 4
+STOP_TOKEN = 3
+LONG_ENOUGH = 3000
+"""Steps after which anything that these tests start must have ended."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine: every switch of the scheduler and the cache, and sizes small enough to run out of."""
+
+    paged: bool = True
+    prefix_cache: bool = True
+    chunked: bool = True
+    continuous: bool = True
+    policy: str = "fcfs"
+    depth: int = 1
+    block_size: int = 4
+    max_model_len: int = 24
+    spare_blocks: int = 3
+    slots: int = 4
+    spare_budget: int = 3
+    aging_steps: int = 30
+
+    @property
+    def size(self) -> int:
+        return self.block_size if self.paged else self.max_model_len
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.max_model_len // self.size) + self.spare_blocks
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        slots = self.slots if self.paged else min(self.slots, self.blocks)
+        budget = slots + self.spare_budget
+        if not self.chunked:
+            budget = max(budget, self.max_model_len)
+        return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous)
+
+
+def extend_key(key: int, token: int) -> int:
+    """The number that stands for a token after everything that `key` stands for."""
+    return hash((key, token))
+
+
+def sampled_token(seed: int, key: int) -> int:
+    """What the simulated model answers after `key`; seeds tell the samples of one prompt apart."""
+    return random.Random(hash((seed, key))).choice((0, 0, 1, 1, 2, 2, STOP_TOKEN))
+
+
+@dataclass
+class Row:
+    """The device's view of a running request."""
+
+    request: NewRequest
+    tokens: list[int]
+    table: list[int]
+    namespace: int
+
+
+class PendingResult(Future[ModelRunnerOutput]):
+    """The result of a step that runs when somebody asks for it, or for a later one."""
+
+    def __init__(self, device: "SimulatedDevice") -> None:
+        super().__init__()
+        self._device = device
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        while not self.done():
+            self._device.run_next()
+        return super().result(timeout)
+
+
+class SimulatedDevice:
+    """An Executor that runs late, so that a step that shares lists with the scheduler is caught too."""
+
+    def __init__(self, setup: Setup, requests: dict[str, Request]) -> None:
+        self.setup = setup
+        self.requests = requests
+        self.memory: list[list[int | None]] = [[None] * setup.size for _ in range(setup.blocks)]
+        self.rows: dict[int, Row] = {}
+        self.queue: deque[tuple[SchedulerOutput, PendingResult]] = deque()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        future = PendingResult(self)
+        self.queue.append((output, future))
+        return future
+
+    def run_next(self) -> None:
+        output, future = self.queue.popleft()
+        future.set_result(self.execute(output))
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Copy, join, grow, write all tokens, then check what each token would attend to and sample."""
+        for copy in output.copies:
+            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+        for request, name in zip(output.joined, self._joined_names(output), strict=True):
+            namespace = int.from_bytes(self.requests[name].namespace, "big")
+            self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
+        for slot, first, blocks in output.grown:
+            assert len(self.rows[slot].table) == first, "a block table has a gap"
+            self.rows[slot].table += blocks
+        keys = []
+        written: set[tuple[int, int]] = set()
+        for item in output.scheduled:
+            row, key, prefix = self.rows[item.slot], self.rows[item.slot].namespace, []
+            for token in row.tokens[: item.start + item.count]:
+                key = extend_key(key, token)
+                prefix.append(key)
+            assert len(prefix) == item.start + item.count, "a token is computed before it is known"
+            keys.append(prefix)
+            for position in range(item.start, item.start + item.count):
+                block, offset = row.table[position // self.setup.size], position % self.setup.size
+                assert (block, offset) not in written, "two requests write one place"
+                written.add((block, offset))
+                self.memory[block][offset] = prefix[position]
+        result = ModelRunnerOutput([], [], [])
+        for item, prefix in zip(output.scheduled, keys, strict=True):
+            row = self.rows[item.slot]
+            read = [self.memory[row.table[at // self.setup.size]][at % self.setup.size] for at in range(len(prefix))]
+            assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
+            token = sampled_token(row.request.seed, prefix[-1]) if item.sample else None
+            if token is not None:
+                row.tokens.append(token)
+            result.token_ids.append(token)
+            result.logprobs.append(None)
+            last = min(item.start + item.count, row.request.prompt_length - 1)
+            wanted = row.request.params.prompt_logprobs is not None and last > item.start
+            marks = [{position: Logprob(0.0, 1)} for position in range(item.start + 1, last + 1)]
+            result.prompt_logprobs.append(marks if wanted else None)
+        return result
+
+    def _joined_names(self, output: SchedulerOutput) -> list[str]:
+        names = dict(zip((item.slot for item in output.scheduled), output.request_ids, strict=True))
+        return [names[request.slot] for request in output.joined]
+
+
+@dataclass
+class Heard:
+    """What the events said about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    prompt_positions: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+
+
+class SimulatedEngine:
+    """Runs requests and checks, at every step, what must always hold."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.requests: dict[str, Request] = {}
+        self.heard: dict[str, Heard] = {}
+        self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache)
+        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy])
+        self.device = SimulatedDevice(setup, self.requests)
+        self.core = EngineCore(self.scheduler, self, setup.depth)
+        self._waiting_before: dict[Request, bool] = {}
+        self._waiting_since: dict[Request, int] = {}
+        self._aged: set[Request] = set()
+        self._ended_outside: set[Request] = set()
+
+    # Requests
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        *,
+        n: int = 1,
+        namespace: int = 0,
+        priority: int = 0,
+        stop: bool = False,
+        prompt_logprobs: bool = False,
+    ) -> list[Request]:
+        """Queue `n` samples of a prompt."""
+        number = len(self.requests)
+        params = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=0 if prompt_logprobs else None)
+        added: list[Request] = []
+        for index in range(n):
+            request = Request(
+                request_id=f"{number}#{index}",
+                token_ids=list(prompt),
+                params=params if index == 0 else params.replace(prompt_logprobs=None),
+                max_tokens=min(max_tokens, self.setup.max_model_len - len(prompt)),
+                seed=number + index,
+                stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
+                priority=priority,
+                namespace=namespace.to_bytes(1, "big"),
+                group=str(number) if n > 1 else None,
+                leader=added[0] if added else None,
+            )
+            added.append(request)
+            self.requests[request.request_id] = request
+            self.heard[request.request_id] = Heard()
+            self._waiting_since[request] = self.scheduler.step
+            self.core.add(request)
+        self.check()
+        return added
+
+    @property
+    def alive(self) -> list[Request]:
+        return [request for request in self.requests.values() if request.state is not State.FINISHED]
+
+    def finish(self, request: Request, reason: FinishReason = "abort") -> None:
+        """End a request from outside, as a client that leaves or a stop string does."""
+        self.core.finish([request.request_id], reason)
+        self._ended_outside.add(request)
+        self.check()
+
+    # Steps
+
+    def step(self) -> None:
+        """One call of the core, with all checks."""
+        self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
+        running_before = set(self.scheduler.running)
+        step_before = self.scheduler.step
+        events = self.core.step()
+        if self.scheduler.step > step_before:
+            self._check_waiting(running_before)
+        for event in events:
+            self._hear(event)
+        self.check()
+
+    def run(self) -> None:
+        """Until nothing is left to do; then nothing may be left behind."""
+        for _ in range(LONG_ENOUGH):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, "the engine does not come to an end"
+        self.check_idle()
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        """The executor's side: what was scheduled obeys every limit."""
+        limits = self.setup.limits
+        assert 0 < output.token_count <= limits.max_batch_tokens, "the token budget is exceeded"
+        slots = [item.slot for item in output.scheduled]
+        assert len(set(slots)) == len(slots) and set(slots) <= set(range(limits.max_batch_requests))
+        assert all(item.count > 0 for item in output.scheduled)
+        if not limits.chunked_prefill:
+            assert all(item.sample for item in output.scheduled), "a whole prefill was split"
+        return self.device.submit(output)
+
+    # Checks
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        assert len(self.scheduler.running) <= self.setup.limits.max_batch_requests
+        for request in self.alive:
+            assert request.output_length + request.in_flight <= request.max_tokens
+            assert 0 <= request.in_flight <= self.setup.depth
+
+    def check_idle(self) -> None:
+        """Every block is in the tree or free, and free when the tree is cleared."""
+        assert not self.scheduler.running and not self.scheduler.waiting
+        pool, tree = self.cache.pool, self.cache.tree
+        assert pool.free_count + tree.size == pool.capacity and tree.evictable_count == tree.size
+        if not self.setup.prefix_cache:
+            assert tree.size == 0, "a group left blocks behind"
+        tree.clear()
+        tree.check_integrity()
+        assert tree.size == 0 and pool.free_count == pool.capacity
+        for name, request in self.requests.items():
+            self._check_answer(request, self.heard[name])
+
+    def _check_answer(self, request: Request, heard: Heard) -> None:
+        """The tokens are those the request gets alone, however it was scheduled."""
+        expected, reason = self.expected_answer(request)
+        assert heard.tokens == request.token_ids[request.prompt_length :]
+        assert heard.cached_tokens < request.prompt_length or not heard.cached_tokens
+        if request in self._ended_outside:
+            assert heard.tokens == expected[: len(heard.tokens)]
+        else:
+            assert (heard.tokens, heard.finish_reason) == (expected, reason)
+            if request.params.prompt_logprobs is not None:
+                assert heard.prompt_positions == list(range(1, request.prompt_length))
+        if not self.setup.prefix_cache and request.group is None:
+            assert heard.cached_tokens == 0
+
+    def expected_answer(self, request: Request) -> tuple[list[int], str]:
+        """The answer straight from the simulated model."""
+        key = int.from_bytes(request.namespace, "big")
+        for token in request.token_ids[: request.prompt_length]:
+            key = extend_key(key, token)
+        tokens: list[int] = []
+        while len(tokens) < request.max_tokens:
+            tokens.append(sampled_token(request.seed, key))
+            if tokens[-1] in request.stop_token_ids:
+                return tokens, "stop"
+            key = extend_key(key, tokens[-1])
+        return tokens, "length"
+
+    def _hear(self, event: TokenEvent) -> None:
+        heard = self.heard[event.request_id]
+        assert heard.finish_reason is None, "news of a request that has ended"
+        if event.token_id is not None:
+            heard.tokens.append(event.token_id)
+        for entry in event.prompt_logprobs or ():
+            heard.prompt_positions += entry
+        heard.cached_tokens = max(heard.cached_tokens, event.cached_tokens)
+        heard.finish_reason = event.finish_reason
+
+    def _is_ready(self, request: Request) -> bool:
+        """Could run now, if it were its turn."""
+        return not request.in_flight and (request.leader is None or request.leader.prompt_scheduled)
+
+    def _check_waiting(self, running_before: set[Request]) -> None:
+        """No request that has waited for `aging_steps` was overtaken in the step that was just planned."""
+        step = self.scheduler.step
+        admitted = [request for request in self.scheduler.running if request not in running_before]
+        for request in self.scheduler.waiting:
+            if request in running_before:
+                self._waiting_since[request] = step
+        old = {item for item, since in self._waiting_since.items() if step - since >= self.setup.aging_steps}
+        self._aged |= old & {*self.scheduler.waiting, *admitted}
+        passed_over = [
+            request
+            for request in self.scheduler.waiting
+            if request in self._aged and self._waiting_before.get(request) and self._is_ready(request)
+        ]
+        for newcomer in admitted:
+            for request in passed_over:
+                assert newcomer in self._aged, "a request that has aged was overtaken by one that has not"
+                assert newcomer.arrival < request.arrival, "aged requests go in the order of their arrival"

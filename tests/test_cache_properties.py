@@ -1,0 +1,287 @@
+"""Block pool, prefix tree and cache manager under random use, beside models that are too simple to be wrong."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvern.cache.block_pool import BlockPool
+from kvern.cache.manager import KVCacheManager
+from kvern.cache.radix import Node, RadixCache
+from kvern.request import Request, State
+from kvern.sampling_params import SamplingParams
+
+LIMIT = 20
+"""Tokens of the longest sequence."""
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool beside a counter of owners."""
+
+    CAPACITY = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.CAPACITY)
+        self.owners: Counter[int] = Counter()
+
+    @rule(count=st.integers(0, 4))
+    def allocate(self, count: int) -> None:
+        free = self.CAPACITY - len(self.owners)
+        if count > free:
+            with pytest.raises(IndexError, match=f"{count} blocks were asked for and {free} of 6 are free"):
+                self.pool.allocate(count)
+        else:
+            blocks = self.pool.allocate(count)
+            assert len(set(blocks)) == count and not self.owners.keys() & set(blocks)
+            self.owners.update(blocks)
+
+    @rule(block=st.integers(0, CAPACITY - 1))
+    def share(self, block: int) -> None:
+        if block in self.owners:
+            self.pool.share([block])
+            self.owners[block] += 1
+        else:
+            with pytest.raises(ValueError, match="cannot be shared"):
+                self.pool.share([block])
+
+    @rule(block=st.integers(0, CAPACITY - 1))
+    def release(self, block: int) -> None:
+        if block in self.owners:
+            self.pool.release([block])
+            self.owners -= Counter([block])
+        else:
+            with pytest.raises(ValueError, match="released more often"):
+                self.pool.release([block])
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.free_count == self.CAPACITY - len(self.owners)
+        assert [self.pool.references(block) for block in range(self.CAPACITY)] == [
+            self.owners[block] for block in range(self.CAPACITY)
+        ]
+
+
+def nodes_of(tree: RadixCache, namespace: bytes) -> Iterator[tuple[tuple[int, ...], Node]]:
+    """Every node with the tokens from the root to its end."""
+    root = tree._roots.get(namespace)
+    pending = [((), root)] if root is not None else []
+    while pending:
+        tokens, node = pending.pop()
+        for child in node.children.values():
+            yield tokens + child.tokens, child
+            pending.append((tokens + child.tokens, child))
+
+
+def shared_length(first: list[int], second: tuple[int, ...]) -> int:
+    length = 0
+    for ours, theirs in zip(first, second, strict=False):
+        if ours != theirs:
+            break
+        length += 1
+    return length
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests that are admitted, computed and freed in any order, with what is written in each block remembered."""
+
+    @initialize(block_size=st.integers(1, 5), spare=st.integers(0, 8), prefix_cache=st.booleans())
+    def start(self, block_size: int, spare: int, prefix_cache: bool) -> None:
+        blocks = -(-LIMIT // block_size) + spare
+        self.cache = KVCacheManager(blocks, block_size, prefix_cache)
+        self.memory: list[list[object]] = [[None] * block_size for _ in range(blocks)]
+        self.running: list[Request] = []
+        self.steps = 0
+        self.groups: dict[str, list[int]] = {}
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=LIMIT - 1),
+        namespace=st.sampled_from((b"", b"", b"other")),
+        group=st.sampled_from((None, None, "a", "b")),
+        skip=st.sampled_from((False, False, True)),
+        reserve=st.integers(0, 2),
+    )
+    def admit(self, tokens: list[int], namespace: bytes, group: str | None, skip: bool, reserve: int) -> None:
+        if group is not None:
+            tokens = list(self.groups.setdefault(group, tokens))
+            namespace = b""
+        params = SamplingParams(prompt_logprobs=0 if skip else None)
+        request = Request("", tokens, params, LIMIT, namespace=namespace, group=group)
+        self.steps += 1
+        self.cache.register(request)
+        expected = self.longest_cached(request)
+        available, predicted = self.cache.available_count, self.cache.cached_tokens(request)
+        assert predicted == expected
+        copies = self.cache.admit(request, self.steps, reserve)
+        if copies is None:
+            assert not request.block_ids and self.cache.available_count == available
+            new = self.cache.blocks_for(len(tokens)) - expected // self.cache.block_size
+            unused = sum(node.users == 0 for node in self.path_of(request))
+            assert new + unused + reserve > available, "the request would have fitted"
+            self.cache.forget(request)
+            return
+        assert self.cache.available_count >= reserve
+        assert request.computed_tokens == request.cached_tokens == expected < len(tokens)
+        assert len(request.block_ids) == self.cache.blocks_for(len(tokens))
+        for copy in copies:
+            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+        request.state = State.RUNNING
+        self.running.append(request)
+        self.read(request)
+
+    @precondition(lambda self: self.running)
+    @rule(place=st.integers(0, 99), count=st.integers(1, 6), next_token=st.integers(0, 1))
+    def compute(self, place: int, count: int, next_token: int) -> None:
+        """Some more tokens of one request; after the last one comes another, as far as blocks reach."""
+        request = self.running[place % len(self.running)]
+        if request.remaining_tokens == 0:
+            if len(request.token_ids) == LIMIT or self.cache.extend(request, len(request.token_ids) + 1) is None:
+                return
+            request.token_ids.append(next_token)
+        self.steps += 1
+        for position in range(request.computed_tokens, min(request.computed_tokens + count, len(request.token_ids))):
+            block, offset = divmod(position, self.cache.block_size)
+            self.memory[request.block_ids[block]][offset] = self.key(request, position)
+            request.computed_tokens = position + 1
+        self.read(request)
+        self.cache.publish(request, self.steps)
+
+    @precondition(lambda self: self.running)
+    @rule(place=st.integers(0, 99))
+    def free(self, place: int) -> None:
+        request = self.running.pop(place % len(self.running))
+        known = request.token_ids[: request.computed_tokens]
+        self.cache.free(request, self.steps)
+        if self.cache.prefix_cache:
+            path, _, partial = self.cache.tree.match(request.namespace, known, len(known))
+            assert len(path) * self.cache.block_size + partial == len(known), "what was computed is not cached"
+        request.state = State.FINISHED
+        self.cache.forget(request)
+        if not any(other.group == request.group for other in self.running):
+            self.groups.pop(request.group or "", None)
+
+    @rule(count=st.integers(1, 5))
+    def evict(self, count: int) -> None:
+        tree = self.cache.tree
+        oldest = list(tree._unused)[:count]
+        size, available = tree.size, self.cache.available_count
+        tree.evict(count)
+        assert size - tree.size == len(oldest) and self.cache.available_count == available
+        assert not set(oldest) & set(tree._unused), "not the least recently used went"
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_integrity(self.running)
+        for namespace in self.cache.tree._roots:
+            for tokens, node in nodes_of(self.cache.tree, namespace):
+                start = len(tokens) - len(node.tokens)
+                held = self.memory[node.block][: len(node.tokens)]
+                assert held == [(namespace, tokens[: start + offset + 1]) for offset in range(len(node.tokens))]
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            while self.running:
+                self.free(0)
+                self.agrees()
+            assert self.cache.prefix_cache or self.cache.tree.size == 0
+            self.cache.tree.clear()
+            assert self.cache.pool.free_count == self.cache.pool.capacity and self.cache.tree.size == 0
+
+    def namespace(self, request: Request) -> bytes:
+        """Groups share among themselves alone when there is no prefix cache."""
+        namespace = self.cache._namespace(request)
+        return b"alone" if namespace is None else namespace
+
+    def key(self, request: Request, position: int) -> object:
+        return self.namespace(request), tuple(request.token_ids[: position + 1])
+
+    def read(self, request: Request) -> None:
+        for position in range(request.computed_tokens):
+            block, offset = divmod(position, self.cache.block_size)
+            held = self.memory[request.block_ids[block]][offset]
+            assert held == self.key(request, position), "the request would read what is not its own"
+
+    def path_of(self, request: Request) -> list[Node]:
+        if request.skip_prefix_cache or self.cache._namespace(request) is None:
+            return []
+        tokens = request.token_ids
+        return self.cache.tree.match(self.namespace(request), tokens, len(tokens) - 1)[0]
+
+    def longest_cached(self, request: Request) -> int:
+        """The longest head that any path of the tree begins with, found by looking at all of them."""
+        if request.skip_prefix_cache:
+            return 0
+        limit = len(request.token_ids) - 1
+        paths = (tokens for tokens, _ in nodes_of(self.cache.tree, self.namespace(request)))
+        return max((shared_length(request.token_ids[:limit], tokens) for tokens in paths), default=0)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=40)
+
+
+def finished_request(cache: KVCacheManager, tokens: list[int], step: int) -> None:
+    """A request that computed all its tokens and left."""
+    request = Request("", tokens, SamplingParams(), 1)
+    assert cache.admit(request, step) is not None
+    request.computed_tokens = len(tokens)
+    cache.free(request, step)
+
+
+def cached(cache: KVCacheManager, tokens: list[int]) -> int:
+    return cache.cached_tokens(Request("", [*tokens, 9], SamplingParams(), 1))
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    cache = KVCacheManager(6, 2)
+    for step, tokens in enumerate(([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3])):
+        finished_request(cache, tokens, step)
+    finished_request(cache, [1, 1, 1, 1, 4], 9)  # evicts the end of the second, uses the first
+    assert [cached(cache, [token] * 4) for token in (1, 2, 3)] == [4, 2, 4]
+    cache.tree.evict(1)
+    assert [cached(cache, [token] * 4) for token in (1, 2, 3)] == [4, 0, 4]
+    cache.tree.evict(3)
+    assert [cached(cache, [token] * 4) for token in (1, 2, 3)] == [4, 0, 0]
+
+
+def test_the_head_of_a_block_is_copied_and_the_rest_computed() -> None:
+    cache = KVCacheManager(8, 4)
+    finished_request(cache, [1, 2, 3, 4, 5, 6, 7, 8], 1)
+    request = Request("", [1, 2, 3, 4, 5, 6, 0, 0, 0], SamplingParams(), 1)
+    copies = cache.admit(request, 2)
+    assert copies is not None and [copy.tokens for copy in copies] == [2]
+    assert request.computed_tokens == 6 and copies[0].target == request.block_ids[1] != copies[0].source
+
+
+def test_a_copy_never_reads_what_its_own_step_writes() -> None:
+    cache = KVCacheManager(8, 4)
+    leader = Request("", [1, 2, 3, 4, 5], SamplingParams(), 1)
+    assert cache.admit(leader, 7) is not None
+    leader.computed_tokens = 5
+    cache.publish(leader, 7)
+    whole = Request("", [1, 2, 3, 4, 6], SamplingParams(), 1)
+    assert cache.admit(whole, 7) == [] and whole.computed_tokens == 4  # blocks are written before they are read
+    head = Request("", [1, 2, 3, 0], SamplingParams(), 1)
+    assert cache.admit(head, 7) == [] and head.computed_tokens == 0
+    later = Request("", [1, 2, 3, 0], SamplingParams(), 1)
+    copies = cache.admit(later, 8)
+    assert copies is not None and later.computed_tokens == 3
+
+
+def test_hits_are_counted_once_a_request() -> None:
+    cache = KVCacheManager(8, 4)
+    finished_request(cache, [1] * 8, 1)
+    request = Request("", [1] * 12, SamplingParams(), 1)
+    assert cache.admit(request, 2) is not None
+    cache.free(request, 2)
+    request.preemptions += 1
+    assert cache.admit(request, 3) is not None
+    assert (cache.statistics.hit_tokens, cache.statistics.queried_tokens) == (8, 20)
