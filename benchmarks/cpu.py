@@ -209,7 +209,7 @@ def llama_cpp_engine(folder: Path, threads: int) -> Callable[[Work], list[list[i
             tokens.append(int(token))
             if len(tokens) == length:
                 break
-        return tokens
+        return [tokens]
 
     return run
 

@@ -33,7 +33,8 @@ class Gather:
     """B requests with `queries` tokens each, over the same number of gathered keys.
 
     tokens  index of their tokens in the batch: a slice, or [B * queries] int64
-    blocks  [B * blocks per request] int64; a lone one is also `first_block`, on the host
+    blocks  [B * blocks per request] int64
+    run     the same where one request's blocks follow each other: they are read in place
     shared  [S] int64, blocks before those that all B requests have in common; None: none
     mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
     """
@@ -42,7 +43,7 @@ class Gather:
     queries: int
     tokens: slice | torch.Tensor
     blocks: torch.Tensor
-    first_block: int
+    run: slice | None
     keys: int
     mask: torch.Tensor | None
     causal: bool
@@ -115,8 +116,8 @@ class TorchAttention:
 
     def _gathered(self, cache: torch.Tensor, spec: AttentionSpec, part: Gather) -> torch.Tensor:
         """Keys or values [blocks, block_size, kv_heads, dim] of a layer -> [B, kv_heads, keys, dim]."""
-        if part.blocks.numel() == 1:
-            gathered = cache[part.first_block : part.first_block + 1, : part.keys]
+        if part.run is not None:
+            gathered = cache[part.run, : part.keys]
         elif part.keys < self._block_size:  # one block each, and most of it empty: the contiguous cache
             gathered = cache[:, : part.keys].index_select(0, part.blocks)
         else:  # whole rows: PyTorch copies those fastest
@@ -192,7 +193,7 @@ class TorchAttention:
         columns = first_blocks[:, None] + torch.arange(-(-keys // size), device=device)
         rows = torch.tensor(slots, device=device)
         blocks = batch.block_table[rows[:, None], columns.clamp(max=batch.block_table.shape[1] - 1)].long().flatten()
-        first_block = int(blocks[0]) if blocks.numel() == 1 else -1
+        run = _run(blocks.tolist()) if len(slots) == 1 and device.type == "cpu" else None
         key_positions = (first_blocks * size)[:, None, None] + torch.arange(keys, device=device)
         query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[
             ..., None
@@ -205,12 +206,12 @@ class TorchAttention:
             and keys == ends[0]
             and (window is None or ends[0] <= window)
         ):
-            return Gather(len(slots), queries, tokens, blocks, first_block, keys, None, causal)
+            return Gather(len(slots), queries, tokens, blocks, run, keys, None, causal)
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
-        return Gather(len(slots), queries, tokens, blocks, first_block, keys, mask[:, None], False, shared)
+        return Gather(len(slots), queries, tokens, blocks, run, keys, mask[:, None], False, shared)
 
 
 def _prefix_attention(
@@ -244,6 +245,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _run(blocks: list[int]) -> slice | None:
+    """Blocks that follow each other, as a slice."""
+    first = blocks[0]
+    return slice(first, first + len(blocks)) if blocks == list(range(first, first + len(blocks))) else None
 
 
 def _visible(length: int, window: int | None) -> int:
