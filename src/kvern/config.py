@@ -28,7 +28,7 @@ class EngineConfig:
     kv_cache: Literal["paged", "contiguous"] = "paged"
     """paged allocates blocks as sequences grow; contiguous reserves max_model_len for each running request."""
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of keys and values; auto takes float32 on a CPU, where it is fastest, and the model's elsewhere."""
+    """Number format of keys and values; auto takes the model's, but float32 for float16 on a CPU."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. None: from the free memory and the batch that is possible."""
     block_size: int = 16

@@ -6,6 +6,7 @@ prefix whose blocks they share is read once for all of them.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from kvern.worker.input_batch import InputBatch
 PADDING_LIMIT = 0.7
 """A request joins a group of decodes if it is at least this share of the group's longest."""
 
+GROUP_BYTES = 3 << 20
+"""Keys and values that a group of decodes may gather in one layer: they should be read again while still in L2."""
+
 SHARED_BLOCKS = 4
 """Blocks that decodes must have in common for attending to them together to pay."""
 
@@ -34,7 +38,7 @@ class Gather:
 
     tokens  index of their tokens in the batch: a slice, or [B * queries] int64
     blocks  [B * blocks per request] int64
-    run     the same where one request's blocks follow each other: they are read in place
+    run     the first key's slot where one request's blocks follow each other: they are read in place
     shared  [S] int64, blocks before those that all B requests have in common; None: none
     mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
     """
@@ -43,11 +47,32 @@ class Gather:
     queries: int
     tokens: slice | torch.Tensor
     blocks: torch.Tensor
-    run: slice | None
+    run: int | None
     keys: int
     mask: torch.Tensor | None
     causal: bool
     shared: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Store:
+    """The keys, or the values, of one layer: one tensor, seen in four ways.
+
+    cache   [blocks, block_size, kv_heads, dim]
+    rows    [blocks, block_size * kv_heads * dim]       to gather: PyTorch copies whole rows fastest
+    slots   [blocks * block_size, kv_heads, dim]        to write
+    heads   [1, kv_heads, blocks * block_size, dim]     to read in place
+    """
+
+    cache: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    heads: torch.Tensor
+
+    @classmethod
+    def of(cls, cache: torch.Tensor) -> "Store":
+        slots = cache.flatten(0, 1)
+        return cls(cache, cache.flatten(1), slots, slots.transpose(0, 1)[None])
 
 
 class TorchAttention:
@@ -67,11 +92,13 @@ class TorchAttention:
         self._layers = list(layers)
         self._block_size = block_size
         self._dtype = dtype
+        token_bytes = max(2 * layer.kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+        self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
         self._caches = [
             _zeros((2, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device) for layer in self._layers
         ]
-        self._flat = [cache.view(2, blocks * block_size, *cache.shape[3:]) for cache in self._caches]
+        self._stores = [(Store.of(cache[0]), Store.of(cache[1])) for cache in self._caches]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
@@ -84,46 +111,23 @@ class TorchAttention:
         cache_slots = batch.cache_slots
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            flat = self._flat[layer]
-            flat[0].index_copy_(0, cache_slots, key.to(self._dtype))
-            flat[1].index_copy_(0, cache_slots, value.to(self._dtype))
-            spec = self._layers[layer]
+            stores, spec = self._stores[layer], self._layers[layer]
+            for store, new in zip(stores, (key, value), strict=True):
+                store.slots.index_copy_(0, cache_slots, new.to(self._dtype))
             parts = gathers[spec.window]
             stored = query.to(self._dtype)
             if len(parts) == 1:
-                return self._attend(layer, spec, stored, parts[0]).to(query.dtype)
+                return _attend(stored, stores, parts[0], spec).to(query.dtype)
             output = torch.empty_like(query)
             for part in parts:
-                output[part.tokens] = self._attend(layer, spec, stored[part.tokens], part).to(query.dtype)
+                if isinstance(part.tokens, slice):
+                    output[part.tokens] = _attend(stored[part.tokens], stores, part, spec)
+                else:
+                    attended = _attend(stored.index_select(0, part.tokens), stores, part, spec)
+                    output.index_copy_(0, part.tokens, attended.to(query.dtype))
             return output
 
         return attend
-
-    def _attend(self, layer: int, spec: AttentionSpec, query: torch.Tensor, part: Gather) -> torch.Tensor:
-        """[B * queries, heads, dim] over the gathered keys -> the same shape."""
-        key, value = (self._gathered(cache, spec, part) for cache in self._caches[layer])
-        if part.queries == 1:  # the heads of a group stand where query tokens do: no key is repeated
-            grouped = query.view(part.requests, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
-            if part.shared is not None:
-                prefix = [cache.flatten(1).index_select(0, part.shared) for cache in self._caches[layer]]
-                output = _prefix_attention(grouped, prefix, key, value, part.mask, spec)
-            else:
-                output = _scaled_attention(grouped, key, value, part, spec)
-            return output.reshape(part.requests, spec.heads, spec.head_dim)
-        heads = query.view(part.requests, part.queries, spec.heads, spec.head_dim).transpose(1, 2)
-        output = _scaled_attention(heads, key, value, part, spec)
-        return output.transpose(1, 2).reshape(part.requests * part.queries, spec.heads, spec.head_dim)
-
-    def _gathered(self, cache: torch.Tensor, spec: AttentionSpec, part: Gather) -> torch.Tensor:
-        """Keys or values [blocks, block_size, kv_heads, dim] of a layer -> [B, kv_heads, keys, dim]."""
-        if part.run is not None:
-            gathered = cache[part.run, : part.keys]
-        elif part.keys < self._block_size:  # one block each, and most of it empty: the contiguous cache
-            gathered = cache[:, : part.keys].index_select(0, part.blocks)
-        else:  # whole rows: PyTorch copies those fastest
-            gathered = cache.flatten(1).index_select(0, part.blocks)
-        gathered = gathered.reshape(part.requests, -1, spec.kv_heads, spec.head_dim)[:, : part.keys]
-        return gathered.transpose(1, 2)
 
     def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
         """One group for each set of similar decodes and one for each longer run of tokens."""
@@ -168,6 +172,7 @@ class TorchAttention:
         while decodes:
             lengths = [_visible(start + 1 - skipped * self._block_size, window) for start, _, _ in decodes]
             size = sum(length >= lengths[0] * PADDING_LIMIT for length in lengths)
+            size = min(size, max(1, self._group_tokens // lengths[0]))
             group, decodes = decodes[:size], decodes[size:]
             group.sort(key=lambda decode: decode[2])  # a group of the whole batch needs no reordering
             starts, slots, tokens = zip(*group, strict=True)
@@ -193,7 +198,7 @@ class TorchAttention:
         columns = first_blocks[:, None] + torch.arange(-(-keys // size), device=device)
         rows = torch.tensor(slots, device=device)
         blocks = batch.block_table[rows[:, None], columns.clamp(max=batch.block_table.shape[1] - 1)].long().flatten()
-        run = _run(blocks.tolist()) if len(slots) == 1 and device.type == "cpu" else None
+        run = _run(blocks.tolist(), size) if len(slots) == 1 and device.type == "cpu" else None
         key_positions = (first_blocks * size)[:, None, None] + torch.arange(keys, device=device)
         query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[
             ..., None
@@ -212,6 +217,33 @@ class TorchAttention:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
         return Gather(len(slots), queries, tokens, blocks, run, keys, mask[:, None], False, shared)
+
+
+def _attend(query: torch.Tensor, stores: tuple[Store, Store], part: Gather, spec: AttentionSpec) -> torch.Tensor:
+    """[B * queries, heads, dim] over the part's keys -> the same shape."""
+    key, value = (_read(store, spec, part) for store in stores)
+    if part.queries == 1:  # the heads of a group stand where query tokens do: no key is repeated
+        grouped = query.view(part.requests, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+        if part.shared is None:
+            output = _scaled_attention(grouped, key, value, part, spec)
+        else:
+            prefix = [store.rows.index_select(0, part.shared) for store in stores]
+            output = _prefix_attention(grouped, prefix, key, value, part.mask, spec)
+        return output.reshape(part.requests, spec.heads, spec.head_dim)
+    heads = query.view(part.requests, part.queries, spec.heads, spec.head_dim).transpose(1, 2)
+    output = _scaled_attention(heads, key, value, part, spec)
+    return output.transpose(1, 2).reshape(part.requests * part.queries, spec.heads, spec.head_dim)
+
+
+def _read(store: Store, spec: AttentionSpec, part: Gather) -> torch.Tensor:
+    """The keys or values of a part, [B, kv_heads, keys, dim]."""
+    if part.run is not None:
+        return store.heads.narrow(2, part.run, part.keys)
+    if part.keys < store.cache.shape[1]:  # one block each, and most of it empty: the contiguous cache
+        gathered = store.cache[:, : part.keys].index_select(0, part.blocks)
+    else:
+        gathered = store.rows.index_select(0, part.blocks)
+    return gathered.view(part.requests, -1, spec.kv_heads, spec.head_dim)[:, : part.keys].transpose(1, 2)
 
 
 def _prefix_attention(
@@ -247,10 +279,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _run(blocks: list[int]) -> slice | None:
-    """Blocks that follow each other, as a slice."""
+def _run(blocks: list[int], block_size: int) -> int | None:
+    """The first slot of blocks that follow each other."""
     first = blocks[0]
-    return slice(first, first + len(blocks)) if blocks == list(range(first, first + len(blocks))) else None
+    return first * block_size if blocks == list(range(first, first + len(blocks))) else None
 
 
 def _visible(length: int, window: int | None) -> int:

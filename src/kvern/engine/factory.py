@@ -102,7 +102,7 @@ def plan_cache(
 
     Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
     """
-    dtype = torch.float32 if device.type == "cpu" else model_dtype
+    dtype = torch.float32 if device.type == "cpu" and model_dtype == torch.float16 else model_dtype
     if config.kv_cache_dtype != "auto":
         dtype = getattr(torch, config.kv_cache_dtype)
     token_bytes = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * dtype.itemsize
