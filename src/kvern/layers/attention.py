@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from kvern.layers.module import Module
+from kvern.layers.module import Identity, Module
 from kvern.layers.norm import make_query_key_norm
 from kvern.layers.rope import Rotation, make_rotate
 from kvern.models.build import Build
@@ -34,8 +34,8 @@ class Attention(Module):
         self.qkv_proj = build.column(model.hidden_size, parts, bias=model.qkv_bias, fused="qkv_proj")
         self.o_proj = build.row(spec.heads * spec.head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
         self.rotate = make_rotate(layer.rope, spec.head_dim)
-        self.norm_before: nn.Module = nn.Identity()
-        self.norm_after: nn.Module = nn.Identity()
+        self.norm_before: nn.Module = Identity()
+        self.norm_after: nn.Module = Identity()
         if model.query_key_norm is not None:
             norm = make_query_key_norm(model.query_key_norm, spec, build)
             if model.query_key_norm.after_rope:

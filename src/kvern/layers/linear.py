@@ -11,11 +11,14 @@ from kvern.layers.loadable import Loadable, copy_rows
 
 
 def _multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One row as a matrix-vector product, which reads bfloat16 weights half as fast again as a product of matrices."""
-    if x.shape[0] != 1:
+    """Few rows with the weight as the left factor: oneDNN reorders the right one of bfloat16 factors at every call."""
+    if x.shape[0] == 1:
+        row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+        return row.unsqueeze(0)
+    if x.dtype != torch.bfloat16 or x.shape[0] > weight.shape[0]:
         return F.linear(x, weight, bias)
-    row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-    return row.unsqueeze(0)
+    product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
+    return product.t()
 
 
 class Linear(Loadable):

@@ -2,12 +2,26 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Module(nn.Module):
-    """A module whose call is its `forward`, without hooks: they cost a step of a small model some 2 % of its time."""
+    """A module whose call is its `forward`, without hooks, and whose parts are ordinary attributes besides.
+
+    Hooks and PyTorch's own search for parts and parameters cost a step of a small model some 5 % of its time.
+    """
 
     def __init_subclass__(cls, **fields: Any) -> None:
         super().__init_subclass__(**fields)
         cls.__call__ = cls.forward  # type: ignore[method-assign]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__[name] = value
+
+
+class Identity(Module):
+    """What stands where a model has no norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x

@@ -13,7 +13,7 @@ from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
 from kvern.layers.loadable import Loadable
 from kvern.layers.mlp import make_mlp
-from kvern.layers.module import Module
+from kvern.layers.module import Identity, Module
 from kvern.layers.moe import make_moe
 from kvern.layers.norm import make_norm
 from kvern.layers.rope import RopeTable, Rotation
@@ -35,7 +35,7 @@ class SequentialLayer(Module):
 
         def norm(placement: Placement) -> nn.Module:
             name = model.block_norms.get(placement)
-            return make_norm(model.norm, model.hidden_size, name, build) if name else nn.Identity()
+            return make_norm(model.norm, model.hidden_size, name, build) if name else Identity()
 
         self.add = torch.add if model.residual_scale == 1.0 else partial(_add_scaled, model.residual_scale)
         self.attention_in, self.attention_out = norm("attention_in"), norm("attention_out")
