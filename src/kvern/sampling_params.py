@@ -9,6 +9,9 @@ from kvern.errors import InvalidParameter
 
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 1024
+MAX_TOP_K = 2**31 - 1
+MAX_FACTOR = 1_000_000
+"""Of temperature and repetition_penalty (there also its inverse): products with logits stay finite in float32."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,12 +72,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return msgspec.structs.replace(self, **changes)
 
     def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, 0, None)
-        _check_integer("top_k", self.top_k, -1, None)
+        _check_range("temperature", self.temperature, 0, MAX_FACTOR)
+        _check_integer("top_k", self.top_k, -1, MAX_TOP_K)
         _check_range("top_p", self.top_p, 0, 1, exclusive_low=True)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("typical_p", self.typical_p, 0, 1, exclusive_low=True)
-        _check_range("repetition_penalty", self.repetition_penalty, 0, None, exclusive_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_integer("min_tokens", self.min_tokens, 0, None)
@@ -123,7 +126,7 @@ def _check_range(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidParameter(f"{name} is {value!r}: it must be a number")
     too_low = low is not None and (value <= low if exclusive_low else value < low)
-    if too_low or (high is not None and value > high) or not math.isfinite(value):
+    if too_low or (high is not None and value > high) or (isinstance(value, float) and not math.isfinite(value)):
         limit = f"above {low}" if exclusive_low else f"at least {low}"
         if high is not None:
             limit += f" and at most {high}"
