@@ -47,6 +47,18 @@ class EngineConfig:
     """Tokens computed in one step at most. None: 1024 on a CPU, 8192 on a GPU."""
     max_batch_requests: int = 256
     """Requests that run at the same time at most."""
+    attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn", "torch_sdpa"] = "auto"
+    """Who computes attention on a GPU; auto times those that are installed and remembers which was fastest."""
+    linear_backend: Literal["auto", "cublas", "triton"] = "auto"
+    """Who multiplies on a GPU; auto times both for each shape and batch size and remembers which was faster."""
+    triton_kernels: bool = True
+    """Use kvern's own kernels on a GPU; without them PyTorch does everything, slowly."""
+    cuda_graphs: bool = True
+    """Launch a whole decode step at once on a GPU."""
+    overlap: bool = True
+    """Prepare the next step while a GPU computes the present one."""
+    deterministic: bool = False
+    """On a GPU, make a request's logits the same to the last bit whatever shares its batch; costs speed."""
     seed: int = 0
     """Requests without a seed of their own draw theirs from this one."""
 

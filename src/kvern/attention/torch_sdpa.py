@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvern.attention.base import Attend
+from kvern.attention.base import copy_cache_blocks
 from kvern.cache.manager import BlockCopy
 from kvern.models.spec import AttentionSpec
 from kvern.worker.input_batch import InputBatch
@@ -81,6 +81,8 @@ class TorchAttention:
     `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `dtype`.
     """
 
+    captures = False
+
     def __init__(
         self,
         layers: Sequence[AttentionSpec],
@@ -101,33 +103,11 @@ class TorchAttention:
         self._stores = [(Store.of(cache[0]), Store.of(cache[1])) for cache in self._caches]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        for copy in copies:
-            for cache in self._caches:
-                cache[:, copy.target, : copy.tokens] = cache[:, copy.source, : copy.tokens]
+        copy_cache_blocks(self._caches, copies)
 
-    def plan(self, batch: InputBatch) -> Attend:
+    def plan(self, batch: InputBatch) -> "TorchAttend":
         windows = {layer.window for layer in self._layers}
-        gathers = {window: list(self._gathers(batch, window)) for window in windows}
-        cache_slots = batch.cache_slots
-
-        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            stores, spec = self._stores[layer], self._layers[layer]
-            for store, new in zip(stores, (key, value), strict=True):
-                store.slots.index_copy_(0, cache_slots, new.to(self._dtype))
-            parts = gathers[spec.window]
-            stored = query.to(self._dtype)
-            if len(parts) == 1:
-                return _attend(stored, stores, parts[0], spec).to(query.dtype)
-            output = torch.empty_like(query)
-            for part in parts:
-                if isinstance(part.tokens, slice):
-                    output[part.tokens] = _attend(stored[part.tokens], stores, part, spec)
-                else:
-                    attended = _attend(stored.index_select(0, part.tokens), stores, part, spec)
-                    output.index_copy_(0, part.tokens, attended.to(query.dtype))
-            return output
-
-        return attend
+        return TorchAttend(self, batch.cache_slots, {window: list(self._gathers(batch, window)) for window in windows})
 
     def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
         """One group for each set of similar decodes and one for each longer run of tokens."""
@@ -217,6 +197,40 @@ class TorchAttention:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
         return Gather(len(slots), queries, tokens, blocks, run, keys, mask[:, None], False, shared)
+
+
+class TorchAttend:
+    """One step over the cache of `backend`: for each window size, the keys of each group of requests."""
+
+    def __init__(
+        self, backend: TorchAttention, cache_slots: torch.Tensor, gathers: dict[int | None, list[Gather]]
+    ) -> None:
+        self._backend = backend
+        self._gathers = gathers
+        self.cache_slots = cache_slots
+
+    def cache(self, layer: int) -> torch.Tensor:
+        return self._backend._caches[layer]
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        for store, new in zip(self._backend._stores[layer], (key, value), strict=True):
+            store.slots.index_copy_(0, self.cache_slots, new.to(self._backend._dtype))
+        return self.over_cache(layer, query)
+
+    def over_cache(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        stores, spec = self._backend._stores[layer], self._backend._layers[layer]
+        parts = self._gathers[spec.window]
+        stored = query.to(self._backend._dtype)
+        if len(parts) == 1:
+            return _attend(stored, stores, parts[0], spec).to(query.dtype)
+        output = torch.empty_like(query)
+        for part in parts:
+            if isinstance(part.tokens, slice):
+                output[part.tokens] = _attend(stored[part.tokens], stores, part, spec)
+            else:
+                attended = _attend(stored.index_select(0, part.tokens), stores, part, spec)
+                output.index_copy_(0, part.tokens, attended.to(query.dtype))
+        return output
 
 
 def _attend(query: torch.Tensor, stores: tuple[Store, Store], part: Gather, spec: AttentionSpec) -> torch.Tensor:

@@ -9,7 +9,6 @@ The number of steps in flight is bounded by `depth`: 1 is synchronous, 2 overlap
 
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from kvern.request import FinishReason, Request, State
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from kvern.worker.executor import Executor
+    from kvern.worker.executor import Executor, StepResult
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class EngineCore:
         self.scheduler = scheduler
         self._executor = executor
         self._depth = depth
-        self._in_flight: deque[tuple[SchedulerOutput, list[Request], Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics()
 
     @property

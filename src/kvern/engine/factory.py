@@ -47,6 +47,12 @@ class CachePlan:
 def build_core(config: EngineConfig, folder: Path) -> tuple[EngineCore, ModelSpec, CachePlan]:
     """Load the model in `folder` and wire the engine around it. Raises KvernError subclasses."""
     device = resolve_device(config)
+    if device.type == "cuda" and config.triton_kernels:
+        from kvern.engine.device_factory import build_device_core
+
+        built = build_device_core(config, folder, device)
+        if built is not None:
+            return built
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_cores())
     spec = spec_from_config(read_config(folder))
@@ -63,16 +69,22 @@ def build_core(config: EngineConfig, folder: Path) -> tuple[EngineCore, ModelSpe
     )
     rows = BatchRows(slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device)
     default = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
-    batch_tokens = max(config.max_batch_tokens or default, slots)
-    if not config.chunked_prefill:
-        batch_tokens = max(batch_tokens, plan.max_model_len)
-    limits = SchedulerLimits(
-        batch_tokens, slots, config.aging_steps, config.chunked_prefill, config.batching == "continuous"
-    )
-    cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache)
-    scheduler = Scheduler(limits, cache, POLICIES[config.policy])
+    scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
     runner = ModelRunner(decoder, attention, rows, plan.block_size)
     return EngineCore(scheduler, InProcessExecutor(runner)), spec, plan
+
+
+def batch_tokens(config: EngineConfig, max_model_len: int, slots: int, default: int) -> int:
+    """Tokens of one step at most: a token of each request must fit, and a whole prompt if it cannot be split."""
+    tokens = max(config.max_batch_tokens or default, slots)
+    return tokens if config.chunked_prefill else max(tokens, max_model_len)
+
+
+def make_scheduler(config: EngineConfig, plan: CachePlan, tokens: int, slots: int) -> Scheduler:
+    """The scheduler over a KV cache of this plan."""
+    limits = SchedulerLimits(tokens, slots, config.aging_steps, config.chunked_prefill, config.batching == "continuous")
+    cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache)
+    return Scheduler(limits, cache, POLICIES[config.policy])
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -96,9 +108,14 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def plan_cache(
-    config: EngineConfig, spec: ModelSpec, longest: int, model_dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    spec: ModelSpec,
+    longest: int,
+    model_dtype: torch.dtype,
+    device: torch.device,
+    reserve: int = 0,
 ) -> CachePlan:
-    """Size the KV cache: what the batch can use, as far as the free memory goes.
+    """Size the KV cache: what the batch can use, as far as the free memory, less `reserve` bytes, goes.
 
     Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
     """
@@ -108,7 +125,7 @@ def plan_cache(
     token_bytes = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * dtype.itemsize
     tokens = config.kv_cache_tokens
     if tokens is None:
-        tokens = min(longest * config.max_batch_requests, free_cache_tokens(device, token_bytes))
+        tokens = min(longest * config.max_batch_requests, free_cache_tokens(device, token_bytes, reserve))
     if 0 < tokens < longest and config.max_model_len is None:
         logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", tokens, longest)
         longest = tokens
@@ -122,11 +139,11 @@ def plan_cache(
     return CachePlan(longest, blocks, block_size, token_bytes, dtype)
 
 
-def free_cache_tokens(device: torch.device, token_bytes: int) -> int:
-    """Tokens that the KV cache may hold in the memory that is free."""
+def free_cache_tokens(device: torch.device, token_bytes: int, reserve: int = 0) -> int:
+    """Tokens that the KV cache may hold in the memory that is free, `reserve` bytes of which a GPU keeps."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_MEMORY_SHARE) // token_bytes
+        return max(0, free - (reserve or int(free * (1 - GPU_MEMORY_SHARE)))) // token_bytes
     return min(
         int(available_memory() * CPU_MEMORY_SHARE) // token_bytes, max(CPU_CACHE_BYTES // token_bytes, CPU_CACHE_TOKENS)
     )

@@ -21,6 +21,19 @@ class Attend(Protocol):
         """
 
 
+class PagedAttend(Attend, Protocol):
+    """An `Attend` whose cache others write to: queries then attend to what is stored."""
+
+    cache_slots: Tensor
+    """`[T] int64`, where each token's key and value go: block * block_size + offset."""
+
+    def cache(self, layer: int) -> Tensor:
+        """`[2, blocks, block_size, kv_heads, head_dim]`."""
+
+    def over_cache(self, layer: int, query: Tensor) -> Tensor:
+        """`query [T, heads, head_dim]` over the stored keys and values -> `[T, heads, head_dim]`."""
+
+
 class Attention(Module):
     """`hidden [T, hidden] -> [T, hidden]`. Queries and keys stay side by side through norm and rotation."""
 
@@ -51,3 +64,14 @@ class Attention(Module):
         attended = attend(self.index, query, key, qkv[:, self.rotated :])
         out: Tensor = self.o_proj(attended.reshape(tokens, -1))
         return out
+
+
+def make_attention(index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> Attention:
+    """The attention of a layer, out of kernels where they can do what it needs."""
+    if "rotary" in build.kernels:
+        from kvern.layers.fused import FusedAttention, TableAttention, fuses_norm
+
+        norm = model.query_key_norm
+        make = FusedAttention if norm is None or fuses_norm(norm) else TableAttention
+        return make(index, model, layer, build)
+    return Attention(index, model, layer, build)

@@ -1,6 +1,6 @@
 """A linear layer made of one or more checkpoint tensors, stacked along its outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 import torch
@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvern.layers.loadable import Loadable, copy_rows
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`(x [T, inputs], weight [outputs, inputs], bias [outputs] | None) -> [T, outputs]`."""
 
 
 def _multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -35,11 +38,12 @@ class Linear(Loadable):
         dtype: torch.dtype,
         device: torch.device,
         fused: str | None = None,
+        multiply: Multiply | None = None,
     ) -> None:
         super().__init__()
         self.inputs, self.outputs, self.fused = inputs, dict(outputs), fused
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
-        self._multiply = _multiply_on_cpu if device.type == "cpu" else F.linear
+        self._multiply = multiply or (_multiply_on_cpu if device.type == "cpu" else F.linear)
         total = sum(outputs.values())
         self.weight = nn.Parameter(torch.empty(total, inputs, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(total, dtype=dtype, device=device), requires_grad=False) if bias else None

@@ -58,4 +58,9 @@ class PlainMLP(Module):
 
 
 def make_mlp(hidden_size: int, spec: MlpSpec, build: Build) -> nn.Module:
+    """The MLP of a specification."""
+    if spec.gated and "activation" in build.kernels and spec.activation != "relu2":
+        from kvern.layers.fused import FusedGatedMLP
+
+        return FusedGatedMLP(hidden_size, spec, build)
     return (GatedMLP if spec.gated else PlainMLP)(hidden_size, spec, build)

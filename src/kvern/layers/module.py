@@ -25,3 +25,9 @@ class Identity(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual with `update` added, twice: there is no norm."""
+        if update is not None:
+            hidden = hidden + update
+        return hidden, hidden

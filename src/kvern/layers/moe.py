@@ -17,7 +17,13 @@ _EXPERT_PART = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class Experts(Loadable):
-    """The weights of all experts: `gate_up_proj [experts, 2 * width, hidden]`, `down_proj [experts, hidden, width]`."""
+    """The weights of all experts: `gate_up_proj [experts, 2 * width, hidden]`, `down_proj [experts, hidden, width]`.
+
+    `expert_counts [experts]` int64, on the device, holds how many tokens each expert has had since the model was built,
+    those that pad a batch included. Routers made of kernels keep it; beside PyTorch's it stays zero.
+    """
+
+    expert_counts: Tensor
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__()
@@ -25,10 +31,15 @@ class Experts(Loadable):
         self.gate_up_proj = build.empty(spec.experts, 2 * spec.width, hidden_size)
         self.down_proj = build.empty(spec.experts, hidden_size, spec.width)
         self.activation = ACTIVATIONS[spec.activation]
+        counts = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
+        self.register_buffer("expert_counts", counts, persistent=False)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Sum `x [T, hidden]` through the experts `chosen [T, top_k]`, times `weights [T, top_k]`."""
-        out = torch.zeros_like(x)
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
+        """Sum `x [T, hidden]` through the experts `chosen [T, top_k]`, times `weights [T, top_k]`.
+
+        `add [T, hidden]`, if given, is added to the sum.
+        """
+        out, weights = torch.zeros_like(x), weights.to(x.dtype)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.spec.experts).tolist()
         start = 0
@@ -40,7 +51,7 @@ class Experts(Loadable):
                 gate, up = F.linear(x[tokens], self.gate_up_proj[expert]).chunk(2, -1)
                 part = F.linear(self.activation(gate).mul_(up), self.down_proj[expert])
                 out.index_add_(0, tokens, part * weights.view(-1, 1)[picked])
-        return out
+        return out if add is None else out + add
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         width, hidden = self.spec.width, self.hidden_size
@@ -64,17 +75,27 @@ class Experts(Loadable):
         copy_rows(target, tensor, first_row + (self.spec.width if kind == "up" else 0))
 
 
+def make_experts(hidden_size: int, spec: MoeSpec, build: Build) -> Experts:
+    """The experts of a specification, of kernels if the build has them and they know the activation."""
+    if "moe" in build.kernels and spec.activation in ("silu", "gelu", "gelu_tanh"):
+        from kvern.layers.fused_moe import FusedExperts
+
+        return FusedExperts(hidden_size, spec, build)
+    return Experts(hidden_size, spec, build)
+
+
 class MoE(Module):
     """Router and experts: `x [T, hidden] -> [T, hidden]`."""
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__()
-        self.gate = make_router(hidden_size, spec, build)
-        self.experts = Experts(hidden_size, spec, build)
+        experts = make_experts(hidden_size, spec, build)
+        self.gate = make_router(hidden_size, spec, build, experts.expert_counts)
+        self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x)
-        out: Tensor = self.experts(x, weights.to(x.dtype), chosen)
+        out: Tensor = self.experts(x, weights, chosen)
         return out
 
 
@@ -90,7 +111,9 @@ class SharedMoE(MoE):
         shared: Tensor = self.shared_expert(x)
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(x).sigmoid()
-        return super().forward(x) + shared
+        weights, chosen = self.gate(x)
+        out: Tensor = self.experts(x, weights, chosen, shared)
+        return out
 
 
 def make_moe(hidden_size: int, spec: MoeSpec, build: Build) -> nn.Module:

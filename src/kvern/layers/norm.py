@@ -33,6 +33,13 @@ class Norm(Loadable):
         self.weight = build.empty(width, dtype=dtype) if spec.weight else None
         self.bias = build.empty(width) if spec.bias else None
 
+    def after(self, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add `update` to the residual: the new residual and its norm, both `[T, width]`. The old one may be gone."""
+        if update is not None:
+            hidden = hidden + update
+        normal: Tensor = self(hidden)
+        return hidden, normal
+
     def parts(self) -> dict[str, tuple[int, ...]]:
         return {f"{self.name}.{kind}": self.shape for kind, _ in self.named_parameters()}
 
@@ -91,6 +98,10 @@ class CpuRMSNorm(Norm):
 def make_norm(spec: NormSpec, width: int, name: str, build: Build) -> Norm:
     if spec.kind == "layer":
         return LayerNorm(spec, width, name, build)
+    if spec.weight and "norm" in build.kernels:
+        from kvern.layers.fused import FusedRMSNorm
+
+        return FusedRMSNorm(spec, width, name, build)
     if spec.weight and _is_on_cpu(build):
         return CpuRMSNorm(spec, width, name, build)
     return (OffsetRMSNorm if spec.offset else RMSNorm)(spec, width, name, build)
@@ -108,7 +119,7 @@ class HeadNorm(Loadable):
         self.weight = build.empty(heads, attention.head_dim, dtype=torch.float32)
         self.bias = build.empty(heads, attention.head_dim, dtype=torch.float32) if spec.norm.bias else None
         self.floor = torch.tensor(math.sqrt(attention.head_dim * spec.norm.epsilon))
-        divides = spec.norm.kind == "rms" and _is_on_cpu(build)
+        divides = spec.norm.kind == "rms" and _is_on_cpu(build) and not build.kernels
         self.gain = math.sqrt(attention.head_dim) if divides else 1.0
         self.normalize = self._divide if divides else self._rms if spec.norm.kind == "rms" else self._layer
 

@@ -10,7 +10,7 @@ from kvern.models.build import Build
 from kvern.models.spec import RopeSpec
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of a run of tokens, each `[T, 1, dim]`."""
+"""Cosines and signed sines of a run of tokens, each `[T, 1, dim]`; for kernels the whole table and the positions."""
 
 
 class RopeTable(Module):
@@ -28,10 +28,12 @@ class RopeTable(Module):
             rows = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
         self.table: Tensor
         self.register_buffer("table", torch.stack(rows, 1).unsqueeze(2).to(build.dtype), persistent=False)
+        self.whole = "rotary" in build.kernels
 
     def forward(self, positions: Tensor) -> Rotation:
-        cosine, sine = self.table.index_select(0, positions).unbind(1)
-        return cosine, sine
+        if self.whole:
+            return self.table, positions
+        return rows_of_table((self.table, positions))
 
 
 def _rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
@@ -46,6 +48,13 @@ def _rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
 
 def _no_rotation(x: Tensor, rotation: Rotation) -> Tensor:
     return x
+
+
+def rows_of_table(rotation: Rotation) -> Rotation:
+    """From the whole table and the positions to the cosines and sines of each token."""
+    table, positions = rotation
+    cosine, sine = table.index_select(0, positions).unbind(1)
+    return cosine, sine
 
 
 def make_rotate(spec: RopeSpec | None, head_dim: int) -> Callable[[Tensor, Rotation], Tensor]:

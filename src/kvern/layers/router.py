@@ -50,5 +50,11 @@ class SigmoidRouter(SoftmaxRouter):
         return super().parts() | {"gate.e_score_correction_bias": (self.spec.experts,)}
 
 
-def make_router(hidden_size: int, spec: MoeSpec, build: Build) -> SoftmaxRouter:
-    return (SigmoidRouter if spec.scoring == "sigmoid" else SoftmaxRouter)(hidden_size, spec, build)
+def make_router(hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> SoftmaxRouter:
+    """The router of a specification; one of kernels adds each expert's tokens to `counts [experts]` int64."""
+    sigmoid = spec.scoring == "sigmoid"
+    if "moe" in build.kernels:
+        from kvern.layers.fused_moe import CountingSigmoidRouter, FusedSoftmaxRouter
+
+        return (CountingSigmoidRouter if sigmoid else FusedSoftmaxRouter)(hidden_size, spec, build, counts)
+    return (SigmoidRouter if sigmoid else SoftmaxRouter)(hidden_size, spec, build)

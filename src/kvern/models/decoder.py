@@ -4,73 +4,84 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.attention import Attend, Attention
+from kvern.layers.attention import Attend, make_attention
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
 from kvern.layers.loadable import Loadable
 from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Identity, Module
 from kvern.layers.moe import make_moe
-from kvern.layers.norm import make_norm
+from kvern.layers.norm import Norm, make_norm
 from kvern.layers.rope import RopeTable, Rotation
 from kvern.models.build import Build
 from kvern.models.spec import LayerSpec, MlpSpec, ModelSpec, Placement
 
 __all__ = ["Attend", "Build", "Decoder", "Slot"]
 
-
-def _add_scaled(scale: float, hidden: Tensor, update: Tensor) -> Tensor:
-    return hidden + update * scale
+Residual = tuple[Tensor, Tensor | None]
+"""The residual stream `[T, hidden]`, and what is still to be added to it."""
 
 
 class SequentialLayer(Module):
-    """Attention, then the MLP, each added to the residual `[T, hidden]`."""
+    """Attention, then the MLP, each added to the residual `[T, hidden]`.
+
+    What a layer has to add last is handed to the next one, which adds it and takes its norm in one go.
+    """
 
     def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__()
 
-        def norm(placement: Placement) -> nn.Module:
+        def norm(placement: Placement) -> Norm | Identity:
             name = model.block_norms.get(placement)
             return make_norm(model.norm, model.hidden_size, name, build) if name else Identity()
 
-        self.add = torch.add if model.residual_scale == 1.0 else partial(_add_scaled, model.residual_scale)
+        self.scale = model.residual_scale
         self.attention_in, self.attention_out = norm("attention_in"), norm("attention_out")
         self.mlp_in, self.mlp_out = norm("mlp_in"), norm("mlp_out")
-        self.self_attn = Attention(index, model, layer, build)
+        self.self_attn = make_attention(index, model, layer, build)
         if isinstance(layer.mlp, MlpSpec):
             self.mlp = make_mlp(model.hidden_size, layer.mlp, build)
         else:
             self.mlp = make_moe(model.hidden_size, layer.mlp, build)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        attended = self.attention_out(self.self_attn(self.attention_in(hidden), rotation, attend))
-        hidden = self.add(hidden, attended)
-        return self.add(hidden, self.mlp_out(self.mlp(self.mlp_in(hidden))))
+    def forward(self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend) -> Residual:
+        hidden, normal = self.attention_in.after(hidden, update)
+        attended: Tensor = self.attention_out(self.self_attn(normal, rotation, attend))
+        hidden, normal = self.mlp_in.after(hidden, self._scaled(attended))
+        return hidden, self._scaled(self.mlp_out(self.mlp(normal)))
+
+    def _scaled(self, update: Tensor) -> Tensor:
+        return update if self.scale == 1.0 else update * self.scale
 
 
 class ParallelLayer(SequentialLayer):
     """Attention and MLP read the same residual, through norms of their own."""
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        attended: Tensor = self.self_attn(self.attention_in(hidden), rotation, attend)
-        return hidden + attended.add_(self.mlp(self.mlp_in(hidden)))
+    def forward(self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend) -> Residual:
+        hidden, normal = self.attention_in.after(hidden, update)
+        attended: Tensor = self.self_attn(normal, rotation, attend)
+        return hidden, attended.add_(self.mlp(self.mlp_in(hidden)))
 
 
 class SharedNormLayer(SequentialLayer):
     """Attention and MLP read the same residual through one norm."""
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        normal = self.attention_in(hidden)
+    def forward(self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend) -> Residual:
+        hidden, normal = self.attention_in.after(hidden, update)
         attended: Tensor = self.self_attn(normal, rotation, attend)
-        return hidden + attended.add_(self.mlp(normal))
+        return hidden, attended.add_(self.mlp(normal))
 
 
-def _layer_class(spec: ModelSpec) -> type[SequentialLayer]:
+def _layer_class(spec: ModelSpec, build: Build) -> type[SequentialLayer]:
     if not spec.parallel:
+        if "few_rows" in build.kernels and not build.deterministic:
+            from kvern.layers.fused import FusedLayer, can_fuse
+
+            if can_fuse(spec):
+                return FusedLayer
         return SequentialLayer
     if spec.residual_scale != 1.0 or {"attention_out", "mlp_out"} & set(spec.block_norms):
         raise UnsupportedModel(f"{spec.model_type}: parallel blocks with norms after their parts or a residual scale")
@@ -95,7 +106,7 @@ class Decoder(nn.Module):
         self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
-        make = _layer_class(spec)
+        make = _layer_class(spec, build)
         self.layers = nn.ModuleList(make(index, spec, layer, build) for index, layer in enumerate(spec.layers))
         self.norm = make_norm(spec.norm, spec.hidden_size, "norm", build)
         self.lm_head = self._make_head()
@@ -113,15 +124,22 @@ class Decoder(nn.Module):
         The tokens may belong to any number of requests: all that ties a token to its request is what `attend` does.
         """
         rotations: list[Rotation] = [table(positions) for table in self.rope_tables] or [(positions, positions)]
-        hidden = self.embed_tokens(token_ids)
+        hidden: Tensor = self.embed_tokens(token_ids)
+        update: Tensor | None = None
         for layer, rope in zip(self.layers, self._rope_index, strict=True):
-            hidden = layer(hidden, rotations[rope], attend)
-        out: Tensor = self.norm(hidden)
-        return out
+            hidden, update = layer(hidden, update, rotations[rope], attend)
+        _, normal = self.norm.after(hidden, update)
+        return normal
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Score the vocabulary: `hidden [N, hidden]` -> float32 `[N, vocab]`."""
-        logits: Tensor = self.lm_head(hidden).float()
+    def logits(self, hidden: Tensor, *, upcast: bool = True) -> Tensor:
+        """Score the vocabulary: `hidden [N, hidden]` -> float32 `[N, vocab]`.
+
+        Without `upcast` they keep the model's dtype where nothing is computed with them.
+        """
+        logits: Tensor = self.lm_head(hidden)
+        if not upcast and self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
+            return logits
+        logits = logits.float()
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         if (cap := self.spec.logit_softcap) is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from kvern.layers.linear import Multiply
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.packed_linear import pack_linears
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
@@ -58,11 +59,15 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
+    kernels: frozenset[str] = frozenset(),
+    multiply: Multiply | None = None,
+    deterministic: bool = False,
 ) -> Decoder:
     """Build the model of a folder and load its weights.
 
     `dtype` "auto" is the checkpoint's. `max_model_len` is the longest sequence in tokens (None: all the model has
-    positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file.
+    positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file. `kernels`, `multiply`
+    and `deterministic` are those of `Build`.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
@@ -75,12 +80,21 @@ def load_model(
     spec = spec_from_config(config)
     stored = [] if load_format == "dummy" else read_headers(folder)
     length = max_model_len or spec.max_position_embeddings
-    decoder = Decoder(spec, Build(_choose_dtype(dtype, spec, stored), torch.device(device), length))
+    build = Build(
+        choose_dtype(dtype, spec, None if load_format == "dummy" else folder),
+        torch.device(device),
+        length,
+        kernels,
+        multiply,
+        deterministic,
+    )
+    decoder = Decoder(spec, build)
     if load_format == "dummy":
         fill_random(decoder)
     else:
         _load(decoder, folder, stored)
-    pack_linears(decoder.layers)
+    if multiply is None:
+        pack_linears(decoder.layers)
     return decoder.eval()
 
 
@@ -99,11 +113,13 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name.removeprefix("torch.")]
 
 
-def _choose_dtype(name: str, spec: ModelSpec, stored: list[StoredTensor]) -> torch.dtype:
+def choose_dtype(name: str, spec: ModelSpec, folder: Path | None = None) -> torch.dtype:
+    """The dtype of a name; for "auto" the configuration's, else that of the weights in `folder`, else bfloat16."""
     if name != "auto":
         return parse_dtype(name)
     if spec.dtype is not None:
         return parse_dtype(spec.dtype)
+    stored = [] if folder is None else read_headers(folder)
     return next((tensor.dtype for tensor in stored if tensor.dtype in DTYPES.values()), torch.bfloat16)
 
 

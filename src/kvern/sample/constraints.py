@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvern.step import NewRequest
-from kvern.worker.rows import BatchRows
+from kvern.worker.rows import BatchRows, upload
 
 BANNED = float("-inf")
 
@@ -38,27 +38,31 @@ def _penalize(logits: torch.Tensor, rows: BatchRows, slot: int, position: int) -
     output = tokens[rows.request(slot).prompt_length :]
     counts = torch.zeros_like(logits).scatter_add_(0, output, torch.ones_like(output, dtype=logits.dtype))
     seen = torch.zeros_like(logits, dtype=torch.bool)
-    seen[tokens] = True
+    seen.index_fill_(0, tokens, True)
     penalty = rows.repetition[slot]
     logits.copy_(torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
     logits -= rows.frequency[slot] * counts + rows.presence[slot] * (counts > 0)
 
 
 def _constrain_row(logits: torch.Tensor, request: NewRequest, tokens: torch.Tensor, position: int) -> None:
-    params = request.params
+    params, device = request.params, logits.device
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        ids = upload(list(params.logit_bias), torch.int64, device)
+        logits[ids] += upload(list(params.logit_bias.values()), logits.dtype, device)
     if params.allowed_token_ids:
-        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
+        allowed = upload(params.allowed_token_ids, torch.int64, device)
         kept = logits[allowed]
         logits.fill_(BANNED)
         logits[allowed] = kept
     if position - request.prompt_length < params.min_tokens and request.stop_token_ids:
-        logits[torch.tensor(list(request.stop_token_ids), device=logits.device)] = BANNED
+        logits.index_fill_(0, upload(list(request.stop_token_ids), torch.int64, device), BANNED)
     for word in request.bad_word_ids:
         head = word[:-1]
-        if len(head) <= len(tokens) - request.prompt_length and tokens[len(tokens) - len(head) :].tolist() == list(
-            head
-        ):
-            logits[word[-1]] = BANNED
+        if len(head) > position - request.prompt_length:
+            continue
+        last = logits[word[-1] : word[-1] + 1]
+        if head:
+            said = (tokens[position - len(head) :] == upload(head, torch.int32, device)).all()
+            last.masked_fill_(said, BANNED)
+        else:
+            last.fill_(BANNED)

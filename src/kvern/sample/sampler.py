@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.random import uniform
-from kvern.step import Logprob, TokenLogprobs
 from kvern.worker.rows import BatchRows
 
 GREEDY_BELOW = 1e-5
@@ -25,13 +23,11 @@ GREEDY_BELOW = 1e-5
 def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
     """Choose one token for each row.
 
-    logits     [N, vocabulary] float32, changed in place by constraints
+    logits     [N, vocabulary] float32, after `constrain`
     slots      N rows of the batch that the logits belong to
     positions  [N] int64, positions of the tokens that are chosen
     returns    [N] int64 token ids
     """
-    if any(is_constrained(rows.request(slot)) or is_penalized(rows.request(slot)) for slot in slots):
-        constrain(logits, rows, slots, positions.tolist())
     greedy = [_temperature(rows, slot) < GREEDY_BELOW for slot in slots]
     if all(greedy):
         return logits.argmax(-1)
@@ -83,7 +79,8 @@ def _filter(scores: torch.Tensor, rows: BatchRows, slot: torch.Tensor, ordered: 
     probabilities = scores.softmax(-1)
     if ordered:
         before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= rows.top_p[slot, None], 0)
+        last = (before < rows.top_p[slot, None]).sum(-1, keepdim=True) - 1
+        probabilities = probabilities.masked_fill(scores < scores.gather(1, last), 0)  # ties of the last are kept
     floor = rows.min_p[slot, None] * probabilities.amax(-1, keepdim=True)
     probabilities = probabilities.masked_fill(probabilities < floor, 0)
     typical = rows.typical_p[slot, None]
@@ -107,20 +104,3 @@ def _draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The column whose exponential time, made from its number, is the earliest: [N, candidates] both -> [N]."""
     times = numbers.neg_().log1p_().neg_()
     return (probabilities / times).argmax(-1)
-
-
-def top_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of `tokens` and of the `count` most probable ones under logits [N, vocabulary]."""
-    logprobs = logits.log_softmax(-1)
-    index = torch.tensor(tokens, device=logits.device)[:, None]
-    chosen = logprobs.gather(1, index)
-    ranks = (logprobs > chosen).sum(-1) + 1
-    best = logprobs.topk(min(count, logits.shape[-1]), -1)
-    rows = zip(tokens, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    result = []
-    for token, logprob, rank, best_ids, best_values in rows:
-        entry = {token: Logprob(logprob, rank)}
-        for position, (other, value) in enumerate(zip(best_ids, best_values, strict=True)):
-            entry.setdefault(other, Logprob(value, position + 1))
-        result.append(entry)
-    return result

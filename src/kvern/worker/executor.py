@@ -4,27 +4,42 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from kvern.step import ModelRunnerOutput, SchedulerOutput
-from kvern.worker.runner import ModelRunner
+
+
+class StepResult(Protocol):
+    """What a step will have computed; a Future is one."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Raises what the step raised."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs steps on a device; the result may still be on its way."""
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Start one step."""
+        ...
 
 
 class Executor(Protocol):
     """Runs steps in the order of their submission."""
 
-    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        """Start a step; the result may arrive later, an exception is the future's."""
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        """Start a step; the result may arrive later, an exception is the result's."""
         ...
 
 
 class InProcessExecutor:
-    """Runs each step at once, in the calling thread."""
+    """Starts each step at once, in the calling thread."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        future: Future[ModelRunnerOutput] = Future()
+    def submit(self, output: SchedulerOutput) -> StepResult:
         try:
-            future.set_result(self._runner.execute(output))
+            return self._runner.execute(output)
         except BaseException as error:
-            future.set_exception(error)
-        return future
+            failed: Future[ModelRunnerOutput] = Future()
+            failed.set_exception(error)
+            return failed

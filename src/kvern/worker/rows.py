@@ -1,10 +1,18 @@
 """The batch as it lives on the device: one row a running request."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 
 from kvern.step import NewRequest
+
+
+def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host as a tensor [N] on the device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class BatchRows:
@@ -13,7 +21,8 @@ class BatchRows:
     tokens       [slots, max_model_len + 1] int32   prompt, output, and the token sampled last
     block_table  [slots, max_blocks] int32          the KV blocks of the sequence in order
     seeds        [slots] int64                      key of the request's random numbers
-    temperature, top_k, top_p, min_p, typical_p, repetition, presence, frequency   [slots]
+    top_k        [slots] int64                      0: all
+    temperature, top_p, min_p, typical_p, repetition, presence, frequency   [slots] float32
 
     What few requests use (bias, bans, allowed tokens, log-probabilities) stays in `requests`, on the host.
     """
@@ -22,34 +31,57 @@ class BatchRows:
         self.device = device
         self.tokens = torch.zeros(slots, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(slots, max_blocks, dtype=torch.int32, device=device)
-        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.top_k = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.temperature, self.top_p, self.min_p, self.typical_p, self.repetition, self.presence, self.frequency = (
-            torch.zeros(slots, dtype=torch.float32, device=device) for _ in range(7)
-        )
+        self._integers = torch.zeros(2, slots, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(7, slots, dtype=torch.float32, device=device)
+        self.seeds, self.top_k = self._integers
+        (
+            self.temperature,
+            self.top_p,
+            self.min_p,
+            self.typical_p,
+            self.repetition,
+            self.presence,
+            self.frequency,
+        ) = self._numbers
         self.requests: list[NewRequest | None] = [None] * slots
 
-    def join(self, joined: Iterable[NewRequest]) -> None:
+    def join(self, joined: Sequence[NewRequest]) -> None:
         """Let requests take their rows."""
+        if not joined:
+            return
+        integers: list[list[int]] = [[], []]
+        numbers: list[list[float]] = [[] for _ in range(7)]
         for request in joined:
-            slot, params = request.slot, request.params
-            self.requests[slot] = request
-            self.tokens[slot, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int32)
-            self.grow([(slot, 0, request.block_ids)])
-            self.seeds[slot] = request.seed
-            self.temperature[slot] = params.temperature if params.temperature is not None else 1.0
-            self.top_k[slot] = max(params.top_k or 0, 0)
-            self.top_p[slot] = params.top_p if params.top_p is not None else 1.0
-            self.min_p[slot] = params.min_p
-            self.typical_p[slot] = params.typical_p
-            self.repetition[slot] = params.repetition_penalty
-            self.presence[slot] = params.presence_penalty
-            self.frequency[slot] = params.frequency_penalty
+            params = request.params
+            self.requests[request.slot] = request
+            for column, integer in zip(integers, (request.seed, max(params.top_k or 0, 0)), strict=True):
+                column.append(integer)
+            values = (
+                params.temperature if params.temperature is not None else 1.0,
+                params.top_p if params.top_p is not None else 1.0,
+                params.min_p,
+                params.typical_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            )
+            for row, value in zip(numbers, values, strict=True):
+                row.append(value)
+        slots = upload([request.slot for request in joined], torch.int64, self.device)
+        self._integers.index_copy_(1, slots, upload(list(chain(*integers)), torch.int64, self.device).view(2, -1))
+        self._numbers.index_copy_(1, slots, upload(list(chain(*numbers)), torch.float32, self.device).view(7, -1))
+        self._write(self.tokens, [(request.slot, 0, request.token_ids) for request in joined])
+        self.grow([(request.slot, 0, request.block_ids) for request in joined])
 
-    def grow(self, grown: Iterable[tuple[int, int, list[int]]]) -> None:
+    def grow(self, grown: Sequence[tuple[int, int, list[int]]]) -> None:
         """Append blocks to block tables: (slot, index of the first new entry, block ids)."""
-        for slot, first, blocks in grown:
-            self.block_table[slot, first : first + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        if grown:
+            self._write(self.block_table, grown)
+
+    def _write(self, target: torch.Tensor, runs: Iterable[tuple[int, int, list[int]]]) -> None:
+        """Write runs of values to rows of `target`: (row, first column, values)."""
+        for slot, first, values in runs:
+            target[slot, first : first + len(values)] = torch.tensor(values, dtype=torch.int32)
 
     def request(self, slot: int) -> NewRequest:
         """The request in a row that is taken."""

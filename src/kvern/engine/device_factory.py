@@ -1,0 +1,144 @@
+"""Makes an engine whose batch lives on a GPU: weights, kernels, then all memory that is left becomes KV cache."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.attention.triton_paged import TritonAttention
+from kvern.config import EngineConfig
+from kvern.engine.core import EngineCore
+from kvern.engine.factory import (
+    GPU_BATCH_TOKENS,
+    CachePlan,
+    batch_tokens,
+    make_scheduler,
+    plan_cache,
+    resolve_max_model_len,
+)
+from kvern.engine.kernel_check import REQUIRED, working_kernels
+from kvern.layers.linear import Multiply
+from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
+from kvern.models.decoder import Decoder
+from kvern.models.loader import choose_dtype, load_model, read_config
+from kvern.models.registry import spec_from_config
+from kvern.models.spec import ModelSpec
+from kvern.sampling_params import SamplingParams
+from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.worker.device_batch import DeviceBatch, DeviceRows
+from kvern.worker.device_runner import DeviceRunner
+from kvern.worker.executor import InProcessExecutor
+from kvern.worker.timing import time_calls
+
+logger = logging.getLogger("kvern")
+
+KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe"})
+"""What the parts of a model may be made of."""
+MARGIN_BYTES = 512 << 20
+MARGIN_SHARE = 0.02
+"""Of the card's memory: kept free beside weights, activations and KV cache, for CUDA graphs and fragments."""
+
+
+def build_device_core(
+    config: EngineConfig, folder: Path, device: torch.device
+) -> tuple[EngineCore, ModelSpec, CachePlan] | None:
+    """Load the model in `folder` and wire the engine around it; None if this device cannot run the kernels it needs.
+
+    Raises KvernError subclasses.
+    """
+    spec = spec_from_config(read_config(folder))
+    longest = resolve_max_model_len(config, spec)
+    dtype = choose_dtype(config.dtype, spec, None if config.load_format == "dummy" else folder)
+    kernels = (
+        working_kernels(spec, dtype, config.block_size, device)
+        if device.type == "cuda"
+        else KERNELS | REQUIRED | {"attention", "linear"}
+    )
+    if not kernels >= REQUIRED:
+        return None
+    linear = TunedLinear() if config.linear_backend != "cublas" and "linear" in kernels else None
+    multiply: Multiply = deterministic_linear if config.deterministic else linear or torch.nn.functional.linear
+    decoder = load_model(
+        folder,
+        dtype=config.dtype,
+        device=device,
+        max_model_len=longest,
+        load_format=config.load_format,
+        kernels=kernels & KERNELS,
+        multiply=multiply,
+        deterministic=config.deterministic,
+    )
+    if linear is not None and not config.deterministic and device.type == "cuda":
+        with torch.inference_mode():
+            linear.tune(decoder, time_calls)
+    if "attention" not in kernels and config.attention_backend in ("auto", "triton"):
+        config = dataclasses.replace(config, attention_backend="torch_sdpa")
+    slots = config.max_batch_requests
+    tokens = batch_tokens(config, longest, slots, GPU_BATCH_TOKENS)
+    reserve = activation_bytes(config, decoder, slots, min(tokens, longest * slots), longest) + margin_bytes(device)
+    plan = plan_cache(config, spec, longest, decoder.build.dtype, device, reserve)
+    if config.kv_cache == "contiguous":
+        slots = min(slots, plan.blocks)
+    attention = make_attention(config, spec, plan.blocks + 1, plan.block_size, plan.dtype, device, slots)
+    rows = DeviceRows(
+        slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device, scratch_block=plan.blocks
+    )
+    runner = DeviceRunner(decoder, attention, rows, plan.block_size, config.cuda_graphs)
+    scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
+    return EngineCore(scheduler, InProcessExecutor(runner), depth=2 if config.overlap else 1), spec, plan
+
+
+def make_attention(
+    config: EngineConfig,
+    spec: ModelSpec,
+    blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    slots: int,
+) -> AttentionBackend[DeviceBatch]:
+    """The attention backend with its KV cache."""
+    layers = [layer.attention for layer in spec.layers]
+    if config.attention_backend == "torch_sdpa":
+        from kvern.attention.torch_sdpa import TorchAttention
+
+        return TorchAttention(layers, blocks, block_size, dtype, device)
+    return TritonAttention(layers, blocks, block_size, dtype, device, slots + 1, config.deterministic)
+
+
+def margin_bytes(device: torch.device) -> int:
+    """Memory that stays free."""
+    if device.type != "cuda":
+        return MARGIN_BYTES
+    return MARGIN_BYTES + int(MARGIN_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def activation_bytes(config: EngineConfig, decoder: Decoder, slots: int, tokens: int, longest: int) -> int:
+    """What the largest steps take beside weights and cache: measured by running them, over a cache of one block.
+
+    It also compiles and loads the kernels that serving needs.
+    """
+    spec, device = decoder.spec, decoder.build.device
+    if device.type != "cuda":
+        return 0
+    length = min(longest - 1, tokens)
+    requests = min(slots, -(-tokens // length))
+    blocks = -(-longest // config.block_size)
+    rows = DeviceRows(slots, longest, blocks, device, scratch_block=0)
+    attention = make_attention(config, spec, 1, config.block_size, decoder.build.dtype, device, slots)
+    runner = DeviceRunner(decoder, attention, rows, config.block_size, cuda_graphs=False)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    joined = [NewRequest(slot, [0], 1, params, 0, frozenset(), (), []) for slot in range(slots)]
+    prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), True) for slot in range(requests)]
+    decodes = [ScheduledTokens(slot, 0, 1, True) for slot in range(slots)]
+    for step, scheduled in enumerate((prompts, decodes)):
+        runner.execute(SchedulerOutput(step, joined=joined if step == 0 else [], scheduled=scheduled)).result()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del runner, attention, rows
+    torch.cuda.empty_cache()
+    return peak

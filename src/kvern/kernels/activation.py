@@ -1,0 +1,49 @@
+"""The gated activation between the two products of an MLP."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.launch import overlaps, wait_for_previous
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""What `activate` knows; a gated MLP with another activation runs through PyTorch."""
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """An activation of float32 values."""
+    if KIND == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if KIND == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp(-2.0 * inner))
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def _gated_activation_kernel(
+    gate_up: tl.tensor, out: tl.tensor, width, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    if OVERLAP:
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activation(gate) * up` in float32: [T, 2 * width], gate first -> [T, width]. Moves both once."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(width))
+    overlap = overlaps(gate_up.device)
+    _gated_activation_kernel[(tokens, triton.cdiv(width, block))](
+        gate_up, out, width, activation, block, overlap, num_warps=4, launch_pdl=overlap
+    )
+    return out

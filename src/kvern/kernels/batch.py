@@ -1,0 +1,207 @@
+"""Reading a step's tokens from the batch on the device, and writing what was sampled back to it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.launch import overlaps, wait_for_previous
+
+
+@triton.jit
+def _read_tokens_kernel(
+    tokens: tl.tensor,
+    block_table: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    firsts: tl.tensor,
+    counts: tl.tensor,
+    token_ids: tl.tensor,
+    positions: tl.tensor,
+    cache_slots: tl.tensor,
+    token_stride: tl.int64,
+    table_stride: tl.int64,
+    block_size: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < tl.load(counts + request)
+    slot = tl.load(slots + request).to(tl.int64)
+    position = tl.load(starts + request) + offset
+    target = tl.load(firsts + request) + offset
+    token = tl.load(tokens + slot * token_stride + position, mask=inside, other=0)
+    block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
+    tl.store(token_ids + target, token.to(tl.int64), mask=inside)
+    tl.store(positions + target, position.to(tl.int64), mask=inside)
+    tl.store(cache_slots + target, block * block_size + position % block_size, mask=inside)
+
+
+def read_tokens(
+    tokens: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    firsts: torch.Tensor,
+    counts: torch.Tensor,
+    total: int,
+    longest: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, positions and cache slots of a step, each [total] int64.
+
+    tokens [slots, positions] and block_table [slots, blocks] int32 are the batch; slots, starts, firsts and counts, each
+    [R] int32, say which row, from which position, to which index of the step, and how many tokens (`longest` at most).
+    """
+    token_ids, positions, cache_slots = torch.empty(3, total, dtype=torch.int64, device=tokens.device)
+    block = 1024
+    _read_tokens_kernel[(slots.shape[0], triton.cdiv(longest, block))](
+        tokens,
+        block_table,
+        slots,
+        starts,
+        firsts,
+        counts,
+        token_ids,
+        positions,
+        cache_slots,
+        tokens.stride(0),
+        block_table.stride(0),
+        block_size,
+        block,
+        num_warps=4,
+    )
+    return token_ids, positions, cache_slots
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _read_decodes_kernel(
+    tokens: tl.tensor,
+    block_table: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    token_ids: tl.tensor,
+    positions: tl.tensor,
+    cache_slots: tl.tensor,
+    next_positions: tl.tensor,
+    requests,
+    token_stride: tl.int64,
+    table_stride: tl.int64,
+    block_size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        wait_for_previous()
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < requests
+    slot = tl.load(slots + request, mask=inside, other=0).to(tl.int64)
+    position = tl.load(starts + request, mask=inside, other=0)
+    token = tl.load(tokens + slot * token_stride + position, mask=inside, other=0)
+    block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
+    tl.store(token_ids + request, token.to(tl.int64), mask=inside)
+    tl.store(positions + request, position.to(tl.int64), mask=inside)
+    tl.store(cache_slots + request, block * block_size + position % block_size, mask=inside)
+    tl.store(next_positions + request, position.to(tl.int64) + 1, mask=inside)
+
+
+def read_decodes(
+    tokens: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`read_tokens` for one token of each request, and the positions that are sampled; each [R] int64."""
+    requests = slots.shape[0]
+    overlap = overlaps(tokens.device)
+    token_ids, positions, cache_slots, next_positions = torch.empty(
+        4, requests, dtype=torch.int64, device=tokens.device
+    )
+    _read_decodes_kernel[(triton.cdiv(requests, 64),)](
+        tokens,
+        block_table,
+        slots,
+        starts,
+        token_ids,
+        positions,
+        cache_slots,
+        next_positions,
+        requests,
+        tokens.stride(0),
+        block_table.stride(0),
+        block_size,
+        64,
+        overlap,
+        num_warps=2,
+        launch_pdl=overlap,
+    )
+    return token_ids, positions, cache_slots, next_positions
+
+
+@triton.jit(do_not_specialize=["requests", "scratch"])
+def _write_sampled_kernel(
+    tokens: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    sampled: tl.tensor,
+    starts: tl.tensor,
+    requests,
+    scratch,
+    token_stride: tl.int64,
+    ADVANCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < requests
+    slot = tl.load(slots + request, mask=inside, other=0).to(tl.int64)
+    position = tl.load(positions + request, mask=inside, other=0)
+    token = tl.load(sampled + request, mask=inside, other=0)
+    tl.store(tokens + slot * token_stride + position, token.to(tl.int32), mask=inside)
+    if ADVANCE:
+        start = tl.load(starts + request, mask=inside, other=0)
+        tl.store(starts + request, tl.where(slot == scratch, start, start + 1), mask=inside)
+
+
+def write_sampled(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    sampled: torch.Tensor,
+    starts: torch.Tensor | None = None,
+) -> None:
+    """Write `sampled [R] int64` to the batch's `tokens [slots, positions]` at its `positions [R] int64`.
+
+    `starts [R] int32`, if given, are advanced by one, but for the last row of the batch, which pads.
+    """
+    requests = slots.shape[0]
+    _write_sampled_kernel[(triton.cdiv(requests, 64),)](
+        tokens,
+        slots,
+        positions,
+        sampled,
+        slots if starts is None else starts,
+        requests,
+        tokens.shape[0] - 1,
+        tokens.stride(0),
+        starts is not None,
+        64,
+        num_warps=2,
+    )
+
+
+@triton.jit
+def _write_runs_kernel(target: tl.tensor, runs: tl.tensor, data: tl.tensor, stride: tl.int64, BLOCK: tl.constexpr):
+    run = runs + tl.program_id(0) * 4
+    slot = tl.load(run).to(tl.int64)
+    first = tl.load(run + 1)
+    source = tl.load(run + 2)
+    count = tl.load(run + 3)
+    for start in tl.range(0, count, BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        inside = offset < count
+        values = tl.load(data + source + offset, mask=inside, other=0)
+        tl.store(target + slot * stride + first + offset, values, mask=inside)
+
+
+def write_runs(target: torch.Tensor, runs: torch.Tensor, data: torch.Tensor) -> None:
+    """Write runs of `data` to rows of `target [slots, width]`, all int32.
+
+    `runs [R, 4]`: row, first column, first index in data, and length.
+    """
+    _write_runs_kernel[(runs.shape[0],)](target, runs, data, target.stride(0), 256, num_warps=2)

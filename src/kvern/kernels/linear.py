@@ -1,0 +1,240 @@
+"""Products of a few rows with a large weight matrix, bound by the bytes of the weights.
+
+`matvec` multiplies one row on the ordinary cores. It can take the norm of the row before the product, and the gated
+activation or the residual's addition after it, so that a layer of one token is six launches:
+
+    x -> [x / rms(x) * gain] -> x @ weight.T + bias -> [activation(gate) * up] -> [residual +]
+
+`small_matmul` multiplies up to 128 rows on the matrix units.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.activation import activate
+from kvern.kernels.launch import overlaps, wait_for_previous
+
+
+class MatvecShape(NamedTuple):
+    """How a matrix-vector launch is cut: outputs of one program, inputs of one step."""
+
+    outputs: int
+    inputs: int
+    warps: int
+
+
+class MatmulShape(NamedTuple):
+    """How a product is cut: rows, outputs and inputs of one tile; `stages` tiles are on their way at once."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+class Around(NamedTuple):
+    """What `matvec` does around the product.
+
+    gain        [inputs] of a root-mean-square norm of the row, and its `epsilon`; None: no norm
+    activation  gate and up are the two halves of the weight's rows, and the result is activation(gate) * up
+    residual    [1, outputs], to which the result is added in place; it is what the product returns
+    """
+
+    gain: torch.Tensor | None = None
+    epsilon: float = 0.0
+    activation: str | None = None
+    residual: torch.Tensor | None = None
+
+
+NOTHING = Around()
+
+
+@triton.jit
+def _multiply_tile(x, gain, weights, column, inside, squares, NORM: tl.constexpr):
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares += values * values
+        values *= tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    return weights.to(tl.float32) * values[None, :], values, squares
+
+
+@triton.jit
+def _matvec_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    gain: tl.tensor,
+    out: tl.tensor,
+    outputs,
+    inputs,
+    epsilon: tl.float32,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = output < outputs
+    column = tl.arange(0, INPUTS)
+    inside = column < inputs
+    tile = weight + output[:, None] * inputs + column[None, :]
+    mask = known[:, None] & inside[None, :]
+    weights = tl.load(tile, mask=mask, other=0.0)
+    if ACTIVATION != "":
+        up_tile = tile + outputs.to(tl.int64) * inputs
+        ups = tl.load(up_tile, mask=mask, other=0.0)
+    if OVERLAP:
+        wait_for_previous()
+    squares = tl.zeros([INPUTS], tl.float32)
+    total, values, squares = _multiply_tile(x, gain, weights, column, inside, squares, NORM)
+    if ACTIVATION != "":
+        other = ups.to(tl.float32) * values[None, :]
+    for start in tl.range(INPUTS, inputs, INPUTS):
+        inside = start + column < inputs
+        mask = known[:, None] & inside[None, :]
+        weights = tl.load(tile + start, mask=mask, other=0.0)
+        if ACTIVATION != "":
+            ups = tl.load(up_tile + start, mask=mask, other=0.0)
+        product, values, squares = _multiply_tile(x, gain, weights, start + column, inside, squares, NORM)
+        total += product
+        if ACTIVATION != "":
+            other += ups.to(tl.float32) * values[None, :]
+    result = tl.sum(total, axis=1)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / inputs + epsilon)
+        result *= inverse
+    if BIAS:
+        result += tl.load(bias + output, mask=known, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        up = tl.sum(other, axis=1)
+        if NORM:
+            up *= inverse
+        if BIAS:
+            up += tl.load(bias + outputs + output, mask=known, other=0.0).to(tl.float32)
+        result = activate(result, ACTIVATION) * up
+    if RESIDUAL:
+        result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + output, result.to(out.dtype.element_ty), mask=known)
+
+
+def matvec(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: MatvecShape,
+    around: Around = NOTHING,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` of one row, in float32: [1, inputs], [outputs, inputs] -> [1, outputs].
+
+    Moves the weights once: 2 * outputs * inputs bytes in bfloat16.
+    """
+    inputs = x.shape[1]
+    outputs = weight.shape[0] // (1 if around.activation is None else 2)
+    out = around.residual
+    if out is None:
+        out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
+    overlap = overlaps(x.device)
+    _matvec_kernel[(triton.cdiv(outputs, shape.outputs),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        x if around.gain is None else around.gain,
+        out,
+        outputs,
+        inputs,
+        around.epsilon,
+        bias is not None,
+        around.gain is not None,
+        around.activation or "",
+        around.residual is not None,
+        shape.outputs,
+        shape.inputs,
+        overlap,
+        num_warps=shape.warps,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _small_matmul_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    in_rows = row < rows
+    in_outputs = output < outputs
+    column = tl.arange(0, INPUTS)
+    x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
+    weight_tile = weight + output[None, :] * inputs + column[:, None]
+    inside = column < inputs
+    weights = tl.load(weight_tile, mask=in_outputs[None, :] & inside[:, None], other=0.0)
+    if OVERLAP:
+        wait_for_previous()
+    values = tl.load(x_tile, mask=in_rows[:, None] & inside[None, :], other=0.0)
+    total = tl.dot(values, weights, input_precision="ieee")
+    for start in tl.range(INPUTS, inputs, INPUTS):
+        if EVEN:
+            values = tl.load(x_tile + start, mask=in_rows[:, None], other=0.0)
+            weights = tl.load(weight_tile + start, mask=in_outputs[None, :], other=0.0)
+        else:
+            inside = start + column < inputs
+            values = tl.load(x_tile + start, mask=in_rows[:, None] & inside[None, :], other=0.0)
+            weights = tl.load(weight_tile + start, mask=in_outputs[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(values, weights, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
+    target = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
+
+
+def small_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: MatmulShape) -> torch.Tensor:
+    """`x @ weight.T + bias`: [rows, inputs], [outputs, inputs] -> [rows, outputs], sums in float32.
+
+    A row's result depends on the shape of the tiles alone, not on how many rows there are. Moves the weights once for
+    each `shape.rows` rows.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
+    overlap = overlaps(x.device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    _small_matmul_kernel[(triton.cdiv(outputs, shape.outputs), triton.cdiv(rows, shape.rows))](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        bias is not None,
+        inputs % shape.inputs == 0,
+        shape.rows,
+        shape.outputs,
+        shape.inputs,
+        overlap,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        launch_pdl=overlap,
+    )
+    return out

@@ -1,0 +1,282 @@
+"""The experts of a mixture, each token through its own few.
+
+    x [T, hidden] -> activation(gate) * up [T * top_k, width] -> down, times its weight -> sum [T, hidden]
+
+For one or a few tokens whose experts hardly meet, a program takes the outputs of one token and reads the expert from
+`chosen` (direct). Otherwise pairs of token and expert are sorted into blocks of rows of one expert, and each block's
+product runs on the matrix units (grouped), reading an expert's weights once for each of its blocks.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.activation import activate
+from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
+from kvern.kernels.moe_routing import Alignment, align, route
+
+__all__ = ["ACTIVATIONS", "fused_experts", "route"]
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""What `fused_experts` knows; experts with another activation run through PyTorch."""
+
+DETERMINISTIC_ROWS = 64
+
+
+class Tile(NamedTuple):
+    """How a grouped product is cut: outputs and inputs of one tile; `group` blocks of rows run side by side.
+
+    A product with gate and up computes half the outputs of each.
+    """
+
+    outputs: int
+    inputs: int
+    group: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    16: Tile(64, 128, 1, 4, 4),
+    32: Tile(64, 128, 1, 4, 4),
+    64: Tile(128, 64, 4, 4, 4),
+    128: Tile(256, 64, 8, 8, 4),
+}
+"""By the rows of a block."""
+FLOAT32_TILE = Tile(32, 32, 1, 4, 2)
+"""Float32 runs on the ordinary cores, in blocks of 16 rows."""
+
+
+def rows_of_block(pairs: int, experts: int) -> int:
+    """Twice what an expert gets on average, so that most experts' weights are read by one block."""
+    wanted: int = triton.next_power_of_2(2 * pairs // experts)
+    return min(128, max(16, wanted))
+
+
+@triton.jit
+def _grouped_gate_up_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    sorted_pairs: tl.tensor,
+    block_experts: tl.tensor,
+    out: tl.tensor,
+    pairs,
+    x_stride: tl.int64,
+    hidden: tl.constexpr,
+    width: tl.constexpr,
+    top_k: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    EVEN: tl.constexpr = hidden % INPUTS == 0
+    block = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(sorted_pairs + block * ROWS + tl.arange(0, ROWS))
+    live = pair < pairs
+    output = tl.program_id(0) // GROUP * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = output < width
+    column = tl.arange(0, INPUTS)
+    x_tile = x + (pair // top_k).to(tl.int64)[:, None] * x_stride + column[None, :]
+    gate_tile = weight + expert * (2 * width * hidden) + (output[None, :] * hidden + column[:, None])
+    up_tile = gate_tile + width * hidden
+    gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    up = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in tl.range(0, hidden, INPUTS):
+        inside = start + column < hidden
+        values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
+        gate_weights = load_tile(gate_tile + start, known[None, :], inside[:, None], EVEN)
+        up_weights = load_tile(up_tile + start, known[None, :], inside[:, None], EVEN)
+        gate = tl.dot(values, gate_weights, gate, input_precision="ieee")
+        up = tl.dot(values, up_weights, up, input_precision="ieee")
+    target = out + pair.to(tl.int64)[:, None] * width + output[None, :]
+    result = (activate(gate, KIND) * up).to(out.dtype.element_ty)
+    tl.store(target, result, mask=live[:, None] & known[None, :])
+
+
+@triton.jit
+def _grouped_down_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    weights: tl.tensor,
+    sorted_pairs: tl.tensor,
+    block_experts: tl.tensor,
+    out: tl.tensor,
+    pairs,
+    hidden: tl.constexpr,
+    width: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    EVEN: tl.constexpr = width % INPUTS == 0
+    block = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(sorted_pairs + block * ROWS + tl.arange(0, ROWS))
+    live = pair < pairs
+    output = tl.program_id(0) // GROUP * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = output < hidden
+    column = tl.arange(0, INPUTS)
+    x_tile = x + pair.to(tl.int64)[:, None] * width + column[None, :]
+    tile = weight + expert * (hidden * width) + (output[None, :] * width + column[:, None])
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in tl.range(0, width, INPUTS):
+        inside = start + column < width
+        values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
+        down = load_tile(tile + start, known[None, :], inside[:, None], EVEN)
+        total = tl.dot(values, down, total, input_precision="ieee")
+    total *= tl.load(weights + pair, mask=live, other=0.0)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * hidden + output[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & known[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    parts: tl.tensor,
+    add: tl.tensor,
+    out: tl.tensor,
+    add_stride: tl.int64,
+    hidden: tl.constexpr,
+    top_k: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(top_k):
+        total += tl.load(parts + (token * top_k + slot) * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total += tl.load(add + token * add_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def fused_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    activation: str,
+    *,
+    add: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Sum x through the experts chosen, times their weights.
+
+    x              [T, hidden], rows may have gaps
+    gate_up        [experts, 2 * width, hidden] in the dtype of x: rows of the gate, then rows of up
+    down           [experts, hidden, width]
+    weights        [T, top_k] float32
+    chosen         [T, top_k] int32 or int64
+    add            [T, hidden] that is added to the sum, or None; rows may have gaps
+    deterministic  a token's result depends on no other token, and on no number of tokens
+    returns        [T, hidden] in the dtype of x; sums in float32
+
+    Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits, if it gets no more rows
+    than a block has.
+    """
+    tokens, top_k = chosen.shape
+    experts, _, width = down.shape
+    chosen, weights = chosen.contiguous(), weights.contiguous()
+    expert_bytes = (gate_up[0].numel() + down[0].numel()) * x.element_size()
+    if not deterministic and runs_direct(tokens, top_k, experts, expert_bytes):
+        gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+        direct_gate_up(x, gate_up, chosen, gated, activation)
+        return direct_down(gated, down, weights, chosen, add)
+    rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, experts)
+    tile = TILES[rows]
+    if x.element_size() == 4:
+        rows, tile = 16, FLOAT32_TILE
+    blocks = align(chosen, experts, rows, tile.group)
+    gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, tile)
+    parts = _grouped_down(gated, down, weights, blocks, rows, tile)
+    return parts if top_k == 1 and add is None else _sum(parts, top_k, add)
+
+
+def _grouped_gate_up(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    blocks: Alignment,
+    out: torch.Tensor,
+    top_k: int,
+    activation: str,
+    rows: int,
+    tile: Tile,
+) -> None:
+    (pairs, width), hidden = out.shape, x.shape[1]
+    outputs = min(tile.outputs // 2, max(16, triton.next_power_of_2(width)))
+    _grouped_gate_up_kernel[(tile.group * triton.cdiv(width, outputs), blocks.experts.shape[0] // tile.group)](
+        x,
+        gate_up,
+        blocks.pairs,
+        blocks.experts,
+        out,
+        pairs,
+        x.stride(0),
+        hidden,
+        width,
+        top_k,
+        activation,
+        rows,
+        outputs,
+        inputs_of_step(hidden, tile.inputs),
+        tile.group,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _grouped_down(
+    gated: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, blocks: Alignment, rows: int, tile: Tile
+) -> torch.Tensor:
+    pairs, (_, hidden, width) = gated.shape[0], down.shape
+    out = torch.empty(pairs, hidden, dtype=gated.dtype, device=gated.device)
+    outputs = min(tile.outputs, max(16, triton.next_power_of_2(hidden)))
+    _grouped_down_kernel[(tile.group * triton.cdiv(hidden, outputs), blocks.experts.shape[0] // tile.group)](
+        gated,
+        down,
+        weights,
+        blocks.pairs,
+        blocks.experts,
+        out,
+        pairs,
+        hidden,
+        width,
+        rows,
+        outputs,
+        inputs_of_step(width, tile.inputs),
+        tile.group,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def _sum(parts: torch.Tensor, top_k: int, add: torch.Tensor | None) -> torch.Tensor:
+    pairs, hidden = parts.shape
+    out = torch.empty(pairs // top_k, hidden, dtype=parts.dtype, device=parts.device)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel[(pairs // top_k, triton.cdiv(hidden, block))](
+        parts,
+        out if add is None else add,
+        out,
+        0 if add is None else add.stride(0),
+        hidden,
+        top_k,
+        add is not None,
+        block,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,182 @@
+"""The experts of one or a few tokens: a program computes outputs of one token, and reads the expert from `chosen`.
+
+Nothing has to be sorted; an expert's weights are read once for each token that chose it.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.activation import activate
+
+SHARED_BYTES = 16 << 20
+"""Weights read twice that cost no more than sorting the pairs would."""
+
+
+class DirectTile(NamedTuple):
+    """How a direct product is cut: numbers of one tile of weights, and inputs of one step at most."""
+
+    size: int
+    inputs: int
+    warps: int
+
+
+DIRECT_GATE_UP = DirectTile(2048, 512, 4)
+DIRECT_DOWN = DirectTile(8192, 256, 4)
+
+
+def runs_direct(tokens: int, top_k: int, experts: int, expert_bytes: int) -> bool:
+    """Whether so few tokens are expected to choose the same expert that sorting them gains nothing."""
+    meetings = tokens * (tokens - 1) / 2 * top_k * top_k / experts
+    return meetings * expert_bytes <= SHARED_BYTES
+
+
+def inputs_of_step(inputs: int, most: int) -> int:
+    """A power of two that divides `inputs` if one of at least 32 does, so that no step is masked."""
+    divisor = inputs & -inputs
+    return min(most, divisor if divisor >= 32 else max(16, triton.next_power_of_2(inputs)))
+
+
+@triton.jit
+def load_tile(tile, rows, columns, EVEN: tl.constexpr):
+    """A tile of which only the rows have to be masked if the columns are even."""
+    if EVEN:
+        return tl.load(tile, mask=rows, other=0.0)
+    return tl.load(tile, mask=rows & columns, other=0.0)
+
+
+@triton.jit
+def _direct_gate_up_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    chosen: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.int64,
+    hidden: tl.constexpr,
+    width: tl.constexpr,
+    top_k: tl.constexpr,
+    KIND: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    EVEN: tl.constexpr = hidden % INPUTS == 0
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(chosen + pair).to(tl.int64)
+    row = x + pair // top_k * x_stride
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = output < width
+    column = tl.arange(0, INPUTS)
+    tile = weight + expert * (2 * width * hidden) + output[:, None] * hidden + column[None, :]
+    gate = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for start in tl.range(0, hidden, INPUTS):
+        inside = start + column < hidden
+        gate_weights = load_tile(tile + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
+        up_weights = load_tile(tile + width * hidden + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
+        values = tl.load(row + start + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gate += gate_weights * values
+        up += up_weights * values
+    result = activate(tl.sum(gate, axis=1), KIND) * tl.sum(up, axis=1)
+    tl.store(out + pair * width + output, result.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _direct_down_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    weights: tl.tensor,
+    chosen: tl.tensor,
+    add: tl.tensor,
+    out: tl.tensor,
+    add_stride: tl.int64,
+    hidden: tl.constexpr,
+    width: tl.constexpr,
+    top_k: tl.constexpr,
+    ADD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    EVEN: tl.constexpr = width % INPUTS == 0
+    token = tl.program_id(1).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    taken = slot < top_k
+    pair = token * top_k + slot
+    expert = tl.load(chosen + pair, mask=taken, other=0).to(tl.int64)
+    scale = tl.load(weights + pair, mask=taken, other=0.0)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = output < hidden
+    column = tl.arange(0, INPUTS)
+    inner = (output[:, None] * width + column[None, :])[None, :, :]
+    tile = weight + (expert * (hidden * width))[:, None, None] + inner
+    rows = taken[:, None, None] & known[None, :, None]
+    total = tl.zeros([SLOTS, OUTPUTS, INPUTS], tl.float32)
+    for start in tl.range(0, width, INPUTS):
+        inside = start + column < width
+        values = load_tile(x + pair[:, None] * width + start + column[None, :], taken[:, None], inside[None, :], EVEN)
+        down = load_tile(tile + start, rows, inside[None, None, :], EVEN).to(tl.float32)
+        total += down * values.to(tl.float32)[:, None, :]
+    result = tl.sum(tl.sum(total, axis=2) * scale[:, None], axis=0)
+    if ADD:
+        result += tl.load(add + token * add_stride + output, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + output, result.to(out.dtype.element_ty), mask=known)
+
+
+def direct_gate_up(
+    x: torch.Tensor, gate_up: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor, activation: str
+) -> None:
+    """`activation(gate) * up` of every pair: x [T, hidden], gate_up [experts, 2 * width, hidden] -> out [pairs, width].
+
+    Moves the gate and up weights of every pair's expert: 4 * width * hidden bytes in 16 bits.
+    """
+    (pairs, width), hidden = out.shape, x.shape[1]
+    inputs = inputs_of_step(hidden, DIRECT_GATE_UP.inputs)
+    outputs = min(DIRECT_GATE_UP.size // inputs, triton.next_power_of_2(width))
+    _direct_gate_up_kernel[(triton.cdiv(width, outputs), pairs)](
+        x,
+        gate_up,
+        chosen,
+        out,
+        x.stride(0),
+        hidden,
+        width,
+        chosen.shape[1],
+        activation,
+        outputs,
+        inputs,
+        num_warps=DIRECT_GATE_UP.warps,
+    )
+
+
+def direct_down(
+    gated: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, add: torch.Tensor | None
+) -> torch.Tensor:
+    """gated [T * top_k, width] times down [experts, hidden, width], summed with `weights [T, top_k]` -> [T, hidden].
+
+    Moves the down weights of every pair's expert: 2 * width * hidden bytes in 16 bits. The sum is never rounded.
+    """
+    (tokens, top_k), (_, hidden, width) = chosen.shape, down.shape
+    out = torch.empty(tokens, hidden, dtype=gated.dtype, device=gated.device)
+    slots = triton.next_power_of_2(top_k)
+    inputs = inputs_of_step(width, DIRECT_DOWN.inputs)
+    outputs = max(1, min(DIRECT_DOWN.size // (slots * inputs), triton.next_power_of_2(hidden)))
+    _direct_down_kernel[(triton.cdiv(hidden, outputs), tokens)](
+        gated,
+        down,
+        weights,
+        chosen,
+        out if add is None else add,
+        out,
+        0 if add is None else add.stride(0),
+        hidden,
+        width,
+        top_k,
+        add is not None,
+        slots,
+        outputs,
+        inputs,
+        num_warps=DIRECT_DOWN.warps,
+    )
+    return out

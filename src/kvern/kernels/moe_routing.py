@@ -1,0 +1,199 @@
+"""Routing of a mixture of experts: the experts of each token, and the blocks of rows that each expert computes."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 4096
+"""Token-expert pairs that one program sorts at a time."""
+
+
+@triton.jit
+def _route_kernel(
+    logits: tl.tensor,
+    weights: tl.tensor,
+    chosen: tl.tensor,
+    counts: tl.tensor,
+    stride: tl.int64,
+    routed_scale: tl.float32,
+    experts: tl.constexpr,
+    top_k: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    known = expert < experts
+    scores = tl.load(logits + token * stride + expert, mask=known, other=float("-inf")).to(tl.float32)
+    exponents = tl.exp(scores - tl.max(scores, axis=0))
+    left = tl.where(known, exponents / tl.sum(exponents, axis=0), -1.0)
+    slot = tl.arange(0, SLOTS)
+    kept = tl.zeros([SLOTS], tl.float32)
+    ids = tl.zeros([SLOTS], tl.int32)
+    for index in tl.static_range(top_k):
+        best = tl.max(left, axis=0)
+        # Scores that are no numbers equal nothing; the last expert stands in, so that no address is ever wild.
+        first = tl.min(tl.where(left == best, expert, experts - 1), axis=0)
+        kept = tl.where(slot == index, best, kept)
+        ids = tl.where(slot == index, first, ids)
+        left = tl.where(expert == first, -1.0, left)
+    if RENORMALIZE:
+        kept = kept / tl.sum(kept, axis=0)
+    taken = slot < top_k
+    tl.store(weights + token * top_k + slot, kept * routed_scale, mask=taken)
+    tl.store(chosen + token * top_k + slot, ids, mask=taken)
+    if COUNT:
+        tl.atomic_add(counts + ids, tl.full([SLOTS], 1, tl.int64), mask=taken, sem="relaxed")
+
+
+def route(
+    logits: torch.Tensor, top_k: int, renormalize: bool, routed_scale: float, counts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` of a softmax over all experts, largest first, of equal ones the lower expert first.
+
+    logits   [T, experts], any float dtype, rows may have gaps; the softmax is computed in float32
+    counts   [experts] int64 or None: each expert's number of tokens is added to it
+    returns  weights [T, top_k] float32, divided by their sum if `renormalize`, then times `routed_scale`, and the
+             experts chosen, [T, top_k] int32
+
+    Moves the logits once; one program a token.
+    """
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    _route_kernel[(tokens,)](
+        logits,
+        weights,
+        chosen,
+        chosen if counts is None else counts,
+        logits.stride(0),
+        routed_scale,
+        experts,
+        top_k,
+        renormalize,
+        counts is not None,
+        triton.next_power_of_2(experts),
+        triton.next_power_of_2(top_k),
+        num_warps=1,
+    )
+    return weights, chosen
+
+
+class Alignment(NamedTuple):
+    """Token-expert pairs in blocks of rows, each block of one expert.
+
+    pairs    [blocks * rows] int32: pair t * top_k + k of row r; the number of pairs where a row is empty
+    experts  [blocks] int32: the expert of a block, -1 for the blocks at the end that hold nothing
+    """
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+
+
+def most_blocks(pairs: int, experts: int, rows: int) -> int:
+    """The number of blocks that `pairs` need at most: every expert's last block may be all but empty."""
+    touched = min(pairs, experts)
+    return touched + (pairs - touched) // rows
+
+
+@triton.jit
+def _count_kernel(chosen: tl.tensor, partial: tl.tensor, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = pair < pairs
+    expert = tl.load(chosen + pair, mask=inside, other=0).to(tl.int32)
+    tl.store(partial + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=inside))
+
+
+@triton.jit
+def _align_kernel(
+    chosen: tl.tensor,
+    partial: tl.tensor,
+    sorted_pairs: tl.tensor,
+    block_experts: tl.tensor,
+    pairs,
+    blocks,
+    chunks,
+    experts: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    chunk = tl.program_id(1)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = pair < pairs
+    choice = tl.load(chosen + pair, mask=inside, other=-1).to(tl.int32)
+    other = tl.arange(0, EXPERTS)
+    before = 0  # this expert's pairs in the chunks before this one
+    if COUNTED:
+        row = tl.arange(0, CHUNKS)
+        counts = tl.load(partial + row[:, None] * EXPERTS + other[None, :], mask=(row < chunks)[:, None], other=0)
+        totals = tl.sum(counts, axis=0)
+        earlier = (row < chunk)[:, None] & (other == expert)[None, :]
+        before = tl.sum(tl.sum(tl.where(earlier, counts, 0), axis=1), axis=0)
+    else:
+        totals = tl.histogram(tl.where(inside, choice, 0), EXPERTS, mask=inside)
+    needed = (totals + ROWS - 1) // ROWS
+    total = tl.sum(tl.where(other == expert, totals, 0), axis=0)
+    first = tl.sum(tl.where(other < expert, needed, 0), axis=0)
+    used = (total + ROWS - 1) // ROWS
+    mine = choice == expert
+    rank = before + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    tl.store(sorted_pairs + first * ROWS + rank, pair, mask=mine)
+    if chunk == 0:
+        empty = total + tl.arange(0, ROWS)
+        tl.store(sorted_pairs + first * ROWS + empty, tl.zeros([ROWS], tl.int32) + pairs, mask=empty < used * ROWS)
+        step = tl.arange(0, 64)
+        for start in tl.range(0, used, 64):
+            tl.store(block_experts + first + start + step, tl.zeros([64], tl.int32) + expert, mask=start + step < used)
+        if expert == experts - 1:
+            for start in tl.range(first + used, blocks, 64):
+                tl.store(block_experts + start + step, tl.full([64], -1, tl.int32), mask=start + step < blocks)
+
+
+def align(chosen: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> Alignment:
+    """Sort token-expert pairs by expert, each expert's run padded to a multiple of `rows`; pairs keep their order.
+
+    chosen    [T, top_k], int32 or int64
+    multiple  the number of blocks is one of this
+
+    One launch up to `CHUNK` pairs, two beyond; reads `chosen` once for each expert, from the cache.
+    """
+    pairs = chosen.numel()
+    blocks = triton.cdiv(most_blocks(pairs, experts, rows), multiple) * multiple
+    device = chosen.device
+    result = Alignment(
+        torch.empty(blocks * rows, dtype=torch.int32, device=device),
+        torch.empty(blocks, dtype=torch.int32, device=device),
+    )
+    bins = max(32, triton.next_power_of_2(experts))
+    chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
+    chunks = triton.cdiv(pairs, chunk)
+    partial = chosen
+    if chunks > 1:
+        partial = torch.empty(chunks, bins, dtype=torch.int32, device=device)
+        _count_kernel[(chunks,)](chosen, partial, pairs, bins, chunk, num_warps=4)
+    _align_kernel[(experts, chunks)](
+        chosen,
+        partial,
+        result.pairs,
+        result.experts,
+        pairs,
+        blocks,
+        chunks,
+        experts,
+        chunks > 1,
+        rows,
+        bins,
+        triton.next_power_of_2(chunks),
+        chunk,
+        num_warps=4,
+    )
+    return result

@@ -1,0 +1,144 @@
+"""Norm and rotation of queries and keys, and the write of keys and values to the paged cache, in one pass."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.launch import overlaps, wait_for_previous
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    cache_slots: tl.tensor,
+    table: tl.tensor,
+    norm_weight: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    epsilon: tl.float32,
+    query_heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    rotary_dim: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    ROTATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        wait_for_previous()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    rotated = head < query_heads + kv_heads
+    is_query = head < query_heads
+    is_key = (head >= query_heads) & rotated
+    is_value = (head >= query_heads + kv_heads) & (head < query_heads + 2 * kv_heads)
+    row = qkv + token * (query_heads + 2 * kv_heads) * head_dim + head * head_dim
+    place = tl.load(cache_slots + token) * kv_heads * head_dim
+    key_row = key_cache + place + (head - query_heads) * head_dim
+    value_row = value_cache + place + (head - query_heads - kv_heads) * head_dim
+
+    half = tl.arange(0, HALF)[None, :]
+    in_half = half < rotary_dim // 2
+    first_column = 2 * half if INTERLEAVED else half
+    second_column = 2 * half + 1 if INTERLEAVED else half + rotary_dim // 2
+    known = (rotated | is_value) & in_half
+    first = tl.load(row + first_column, mask=known, other=0.0).to(tl.float32)
+    second = tl.load(row + second_column, mask=known, other=0.0).to(tl.float32)
+    if REST > 0:
+        rest_column = rotary_dim + tl.arange(0, REST)[None, :]
+        in_rest = (rotated | is_value) & (rest_column < head_dim)
+        rest = tl.load(row + rest_column, mask=in_rest, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        inverse = tl.rsqrt(squares / head_dim + epsilon)[:, None]
+        weights = norm_weight + head * head_dim
+        inverse = tl.where(is_value, 1.0, inverse)
+        wide = rotated & in_half
+        first *= inverse * tl.load(weights + first_column, mask=wide, other=1.0)
+        second *= inverse * tl.load(weights + second_column, mask=wide, other=1.0)
+        if REST > 0:
+            rest *= inverse * tl.load(weights + rest_column, mask=in_rest & rotated, other=1.0)
+    if ROTATE:
+        angles = table + tl.load(positions + token) * 2 * rotary_dim
+        cosine = tl.load(angles + first_column, mask=in_half, other=1.0).to(tl.float32)
+        sine = tl.load(angles + rotary_dim + second_column, mask=in_half, other=0.0).to(tl.float32)
+        cosine = tl.where(is_value, 1.0, cosine)
+        sine = tl.where(is_value, 0.0, sine)
+        turned = first * cosine - second * sine
+        second = second * cosine + first * sine
+        first = turned
+    tl.store(row + first_column, first.to(qkv.dtype.element_ty), mask=is_query & in_half)
+    tl.store(row + second_column, second.to(qkv.dtype.element_ty), mask=is_query & in_half)
+    tl.store(key_row + first_column, first.to(key_cache.dtype.element_ty), mask=is_key & in_half)
+    tl.store(key_row + second_column, second.to(key_cache.dtype.element_ty), mask=is_key & in_half)
+    tl.store(value_row + first_column, first.to(key_cache.dtype.element_ty), mask=is_value & in_half)
+    tl.store(value_row + second_column, second.to(key_cache.dtype.element_ty), mask=is_value & in_half)
+    if REST > 0:
+        tl.store(row + rest_column, rest.to(qkv.dtype.element_ty), mask=is_query & in_rest)
+        tl.store(key_row + rest_column, rest.to(key_cache.dtype.element_ty), mask=is_key & in_rest)
+        tl.store(value_row + rest_column, rest.to(key_cache.dtype.element_ty), mask=is_value & in_rest)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cache_slots: torch.Tensor,
+    table: torch.Tensor | None,
+    cache: torch.Tensor,
+    *,
+    query_heads: int,
+    interleaved: bool = False,
+    norm_weight: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+) -> torch.Tensor:
+    """Normalise and rotate queries and keys, write keys and values to the cache; the queries are changed in place.
+
+    qkv          [T, (query_heads + 2 * kv_heads) * head_dim], contiguous
+    positions    [T] int64
+    cache_slots  [T] int64: block * block_size + offset
+    table        [positions, 2, 1, rotary_dim]: cosines and signed sines, see `layers.rope`; None: no rotation
+    cache        [2, blocks, block_size, kv_heads, head_dim]
+    norm_weight  [query_heads + kv_heads, head_dim] float32 of a root-mean-square norm of each head; None: no norm
+    returns      the queries, a view [T, query_heads, head_dim] of qkv
+
+    Moves the queries twice, keys and values in and out once.
+    """
+    kv_heads, head_dim = cache.shape[3:]
+    rotary_dim = 0 if table is None else table.shape[-1]
+    # Without a rotation the head is still taken in two halves, which are not turned.
+    span = rotary_dim or head_dim - head_dim % 2
+    heads = query_heads + 2 * kv_heads
+    tokens = qkv.shape[0]
+    overlap = overlaps(qkv.device)
+    group = 1 if tokens <= 32 else min(8, triton.next_power_of_2(heads))
+    _rotate_and_store_kernel[(tokens, triton.cdiv(heads, group))](
+        qkv,
+        positions,
+        cache_slots,
+        qkv if table is None else table,
+        qkv if norm_weight is None else norm_weight,
+        cache[0],
+        cache[1],
+        epsilon,
+        query_heads,
+        kv_heads,
+        head_dim,
+        span,
+        interleaved,
+        norm_weight is not None,
+        group,
+        triton.next_power_of_2(span // 2),
+        triton.next_power_of_2(head_dim - span) if head_dim > span else 0,
+        table is not None,
+        overlap,
+        num_warps=1 if group == 1 else 4,
+        launch_pdl=overlap,
+    )
+    return qkv.view(tokens, heads, head_dim)[:, :query_heads]

@@ -1,0 +1,61 @@
+"""Routers and experts made of Triton kernels; nothing waits for the device, so that a step can be a CUDA graph."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern.kernels.moe import fused_experts, route
+from kvern.layers.moe import Experts
+from kvern.layers.router import SigmoidRouter, SoftmaxRouter
+from kvern.models.build import Build
+from kvern.models.spec import MoeSpec
+
+
+class FusedExperts(Experts):
+    """Experts whose products are grouped by expert on the device."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
+        super().__init__(hidden_size, spec, build)
+        self.deterministic = build.deterministic
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
+        return fused_experts(
+            x,
+            self.gate_up_proj,
+            self.down_proj,
+            weights,
+            chosen,
+            self.spec.activation,
+            add=add,
+            deterministic=self.deterministic,
+        )
+
+
+class FusedSoftmaxRouter(SoftmaxRouter):
+    """Softmax, choice, weights and counts in one kernel: float32 weights and int32 experts, `[T, top_k]`.
+
+    `counts [experts]` int64 grows by each expert's tokens.
+    """
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
+        super().__init__(hidden_size, spec, build)
+        self.counts = counts
+        self.multiply = build.multiply or F.linear
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.multiply(x, self.weight, None)
+        return route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
+
+
+class CountingSigmoidRouter(SigmoidRouter):
+    """A sigmoid router that adds each expert's tokens to `counts [experts]` int64."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
+        super().__init__(hidden_size, spec, build)
+        self.counts = counts
+        self.one = torch.ones(1, dtype=torch.int64, device=build.device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().forward(x)
+        self.counts.scatter_add_(0, chosen.flatten(), self.one.expand(chosen.numel()))
+        return weights, chosen

@@ -1,0 +1,57 @@
+"""Log-probabilities of chosen tokens: computed on the device, read on the host when the step's result is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvern.step import Logprob, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class DeviceLogprobs:
+    """Of N tokens: log-probability and rank [N], and the ids and log-probabilities of the most probable [N, count]."""
+
+    chosen: torch.Tensor
+    ranks: torch.Tensor
+    best_ids: torch.Tensor
+    best: torch.Tensor
+
+    def fetch(self) -> "DeviceLogprobs":
+        """A copy on the host, which arrives when the device's work so far is done."""
+        return DeviceLogprobs(*(fetch(item) for item in (self.chosen, self.ranks, self.best_ids, self.best)))
+
+    def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+        """For each token its own entry, then the `count` most probable ones."""
+        rows = zip(
+            tokens,
+            counts,
+            self.chosen.tolist(),
+            self.ranks.tolist(),
+            self.best_ids.tolist(),
+            self.best.tolist(),
+            strict=True,
+        )
+        result = []
+        for token, count, logprob, rank, best_ids, best in rows:
+            entry = {token: Logprob(logprob, rank)}
+            for place, (other, value) in enumerate(zip(best_ids[:count], best[:count], strict=True)):
+                entry.setdefault(other, Logprob(value, place + 1))
+            result.append(entry)
+        return result
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which arrives when the device's work so far is done."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceLogprobs:
+    """Of `tokens` [N] int64 and of the `count` most probable ones under logits [N, vocabulary]."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    best = logprobs.topk(min(count, logits.shape[-1]), -1)
+    return DeviceLogprobs(chosen[:, 0], ranks, best.indices, best.values)

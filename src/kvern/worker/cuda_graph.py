@@ -1,0 +1,132 @@
+"""Whole decode steps as CUDA graphs, from the embedding to the sampled token.
+
+A graph is captured when a batch of its size first comes, and pads smaller batches. It owns the rows and positions that it
+reads, and advances them: as long as the same requests decode, a step is one launch and the host sends nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.kernels.batch import read_decodes, write_sampled
+from kvern.kernels.sampling import sample
+from kvern.models.decoder import Decoder
+from kvern.worker.device_batch import DeviceBatch, DeviceRows
+from kvern.worker.rows import upload
+
+
+def padded_size(requests: int) -> int:
+    """The batch size of the graph that runs this many requests: powers of two, then multiples of 8 and of 16."""
+    if requests <= 8:
+        return 1 << (requests - 1).bit_length()
+    step = 8 if requests <= 64 else 16
+    return -(-requests // step) * step
+
+
+@dataclass
+class DecodeGraph:
+    """A captured step: reads `inputs` [2, size] int32 (rows and positions), writes `sampled` [size] int64.
+
+    `indices` [3, size] int32 are what it reads besides: indices of its requests, their first tokens, and ones.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    indices: torch.Tensor
+    sampled: torch.Tensor
+    slots: list[int]
+    starts: list[int]
+    """What the inputs hold."""
+
+
+class DecodeGraphs:
+    """Captures and replays. `sizes` that were captured share one pool of memory."""
+
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend[DeviceBatch], rows: DeviceRows, block_size: int
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._rows = rows
+        self._block_size = block_size
+        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+
+    def run(self, slots: list[int], starts: list[int], filtered: bool) -> torch.Tensor:
+        """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call."""
+        size = padded_size(len(slots))
+        graph = self._graphs.get((size, filtered))
+        if graph is None:
+            graph = self._graphs[size, filtered] = self._capture(size, filtered)
+        padding = size - len(slots)
+        padded_slots = slots + [self._rows.scratch] * padding
+        padded_starts = starts + [0] * padding
+        if padded_slots != graph.slots or padded_starts != graph.starts:
+            graph.inputs.copy_(upload(padded_slots + padded_starts, torch.int32, self._rows.device).view(2, -1))
+        graph.slots = padded_slots
+        graph.starts = [start + 1 for start in starts] + [0] * padding
+        graph.graph.replay()
+        return graph.sampled[: len(slots)]
+
+    def _capture(self, size: int, filtered: bool) -> DecodeGraph:
+        rows, device = self._rows, self._rows.device
+        inputs = torch.zeros(2, size, dtype=torch.int32, device=device)
+        inputs[0] = rows.scratch
+        indices = torch.ones(3, size, dtype=torch.int32, device=device)
+        torch.arange(size, dtype=torch.int32, device=device, out=indices[0])
+        indices[1] = 0
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            self._step(inputs, indices, filtered)  # compiles and loads what the capture may not
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            sampled = self._step(inputs, indices, filtered)
+        self._pool = graph.pool()
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+        return DecodeGraph(graph, inputs, indices, sampled, [], [])
+
+    def _step(self, inputs: torch.Tensor, indices: torch.Tensor, filtered: bool) -> torch.Tensor:
+        rows = self._rows
+        slots, starts = inputs
+        requests, zeros, ones = indices
+        size = slots.shape[0]
+        token_ids, positions, cache_slots, next_positions = read_decodes(
+            rows.tokens, rows.block_table, slots, starts, self._block_size
+        )
+        batch = DeviceBatch(
+            slots=[rows.scratch] * size,
+            starts=[0] * size,
+            counts=[1] * size,
+            positions=positions,
+            token_ids=token_ids,
+            cache_slots=cache_slots,
+            block_table=rows.block_table,
+            sample_slots=[],
+            sample_tokens=requests,
+            sample_positions=next_positions,
+            decodes=size,
+            device_slots=slots,
+            device_starts=starts,
+            device_counts=ones,
+            device_firsts=requests,
+            device_sample_slots=slots,
+            tiles=(requests, zeros),
+        )
+        hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
+        logits = self._decoder.logits(hidden, upcast=False)
+        sampled = sample(
+            logits,
+            slots,
+            next_positions,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seeds,
+            filtered=filtered,
+        )
+        write_sampled(rows.tokens, slots, next_positions, sampled, starts)
+        return sampled

@@ -1,0 +1,126 @@
+"""A step and the batch's rows for a runner that never waits for its device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from kvern.kernels.batch import read_tokens, write_runs
+from kvern.step import ScheduledTokens
+from kvern.worker.input_batch import InputBatch
+from kvern.worker.rows import BatchRows, upload
+
+
+class DeviceRows(BatchRows):
+    """Rows on a device, and one more, the last, that pads batches; its blocks are all `scratch_block`."""
+
+    def __init__(
+        self, slots: int, max_model_len: int, max_blocks: int, device: torch.device, scratch_block: int
+    ) -> None:
+        super().__init__(slots + 1, max_model_len, max_blocks, device)
+        self.scratch = slots
+        self.block_table[slots] = scratch_block
+
+    def _write(self, target: torch.Tensor, runs: Sequence[tuple[int, int, list[int]]]) -> None:  # type: ignore[override]
+        lengths = [len(values) for _, _, values in runs]
+        sources = accumulate(lengths, initial=4 * len(runs))
+        header = [
+            number
+            for (slot, first, values), source in zip(runs, sources, strict=False)
+            for number in (slot, first, source, len(values))
+        ]
+        data = upload(header + [value for _, _, values in runs for value in values], torch.int32, self.device)
+        write_runs(target, data[: 4 * len(runs)].view(-1, 4), data)
+
+
+@dataclass
+class DeviceBatch(InputBatch):
+    """An InputBatch whose description is on the device too; R requests, the first `decodes` of which have one token.
+
+    device_slots, device_starts, device_counts, device_firsts   [R] int32: row, first position, number of tokens, and
+    index of the first token among the T
+    device_sample_slots                                         [S] int64: the rows that sample
+    tiles                                                       what `query_tiles` returns, if it was made before
+    """
+
+    decodes: int
+    device_slots: torch.Tensor
+    device_starts: torch.Tensor
+    device_counts: torch.Tensor
+    device_firsts: torch.Tensor
+    device_sample_slots: torch.Tensor
+    tiles: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def query_tiles(self, first_request: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs of at most `size` queries of the requests from `first_request` on, those with the most keys first.
+
+        Their request and their first query's index within it, both [tiles] int32.
+        """
+        if self.tiles is not None:
+            return self.tiles
+        tiles = [
+            (self.starts[request] + first, request, first)
+            for request in range(first_request, len(self.slots))
+            for first in range(0, self.counts[request], size)
+        ]
+        tiles.sort(reverse=True)
+        both = [request for _, request, _ in tiles] + [first for _, _, first in tiles]
+        requests, firsts = upload(both, torch.int32, self.positions.device).view(2, -1)
+        return requests, firsts
+
+
+def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> DeviceBatch:
+    """Send the step's description in one piece; its tokens and cache slots are read on the device."""
+    slots = [item.slot for item in scheduled]
+    starts = [item.start for item in scheduled]
+    counts = [item.count for item in scheduled]
+    firsts = list(accumulate(counts[:-1], initial=0))
+    samples = [(first + item.count - 1, item) for first, item in zip(firsts, scheduled, strict=True) if item.sample]
+    sample_positions = [item.start + item.count for _, item in samples]
+    numbers = np.array(slots + starts + counts + firsts, dtype=np.int32)
+    sample_slots = [item.slot for _, item in samples]
+    sampling = np.array([index for index, _ in samples] + sample_positions + sample_slots, dtype=np.int64)
+    packed = np.concatenate((sampling.view(np.int32), numbers))
+    sent = _send(packed, rows.device)
+    sample_tokens, sample_at, device_sample_slots = sent[: 6 * len(samples)].view(torch.int64).view(3, -1)
+    device_slots, device_starts, device_counts, device_firsts = sent[6 * len(samples) :].view(4, -1)
+    token_ids, positions, cache_slots = read_tokens(
+        rows.tokens,
+        rows.block_table,
+        device_slots,
+        device_starts,
+        device_firsts,
+        device_counts,
+        sum(counts),
+        max(counts),
+        block_size,
+    )
+    decodes = next((index for index, count in enumerate(counts) if count > 1), len(counts))
+    return DeviceBatch(
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        positions=positions,
+        token_ids=token_ids,
+        cache_slots=cache_slots,
+        block_table=rows.block_table,
+        sample_slots=sample_slots,
+        sample_tokens=sample_tokens,
+        sample_positions=sample_at,
+        decodes=decodes,
+        device_slots=device_slots,
+        device_starts=device_starts,
+        device_counts=device_counts,
+        device_firsts=device_firsts,
+        device_sample_slots=device_sample_slots,
+    )
+
+
+def _send(values: "np.ndarray[tuple[int], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.from_numpy(values)
+    pinned = torch.empty(len(values), dtype=torch.int32, pin_memory=True)
+    pinned.numpy()[:] = values
+    return pinned.to(device, non_blocking=True)

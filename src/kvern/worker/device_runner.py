@@ -1,0 +1,215 @@
+"""Runs steps on a GPU without waiting for it: the host sends differences and reads tokens one step late.
+
+differences --> rows on the device --> tokens, positions, cache slots read on the device
+                                         |
+             a step of decodes alone: one CUDA graph, from embedding to sampled token
+             any other step: eager, decodes first, then runs of prompt tokens
+                                         |
+sampled tokens <-- copied to the host behind the step, which an event marks as done
+"""
+
+import enum
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.kernels.batch import write_sampled
+from kvern.kernels.sampling import sample as sample_tokens
+from kvern.models.decoder import Decoder
+from kvern.sample.constraints import constrain, is_constrained, is_penalized
+from kvern.sample.logprobs import token_logprobs
+from kvern.sample.sampler import GREEDY_BELOW, sample
+from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.worker.cuda_graph import DecodeGraphs
+from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
+from kvern.worker.executor import StepResult
+from kvern.worker.result import PendingStep, PromptLogprobs, prompt_logprobs
+
+logger = logging.getLogger("kvern")
+
+
+class Needs(enum.IntFlag):
+    """What a request asks of sampling beyond the temperature."""
+
+    NOTHING = 0
+    FILTERS = 1
+    """top_k, top_p or min_p."""
+    CONSTRAINTS = 2
+    """Penalties, biases and bans: they change the logits."""
+    LOGPROBS = 4
+    TYPICAL = 8
+    """typical_p sorts the vocabulary; PyTorch does that."""
+
+
+def needs_of(request: NewRequest) -> Needs:
+    """What sampling for this request takes."""
+    params = request.params
+    needs = Needs.NOTHING
+    if is_constrained(request) or is_penalized(request):
+        needs |= Needs.CONSTRAINTS
+    if params.logprobs is not None:
+        needs |= Needs.LOGPROBS
+    if params.temperature is None or params.temperature >= GREEDY_BELOW:
+        if params.typical_p < 1.0:
+            needs |= Needs.TYPICAL
+        if (params.top_k or 0) > 0 or (params.top_p or 1.0) < 1.0 or params.min_p > 0:
+            needs |= Needs.FILTERS
+    return needs
+
+
+class Results:
+    """A step that was run in parts."""
+
+    def __init__(self, parts: Sequence[StepResult]) -> None:
+        self._parts = parts
+
+    def result(self) -> ModelRunnerOutput:
+        outputs = [part.result() for part in self._parts]
+        if len(outputs) == 1:
+            return outputs[0]
+        return ModelRunnerOutput(
+            [token for output in outputs for token in output.token_ids],
+            [entry for output in outputs for entry in output.logprobs],
+            [entry for output in outputs for entry in output.prompt_logprobs],
+        )
+
+
+class DeviceRunner:
+    """Holds the model, its rows and its KV cache on a device; `execute` starts one step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend[DeviceBatch],
+        rows: DeviceRows,
+        block_size: int,
+        cuda_graphs: bool = True,
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._rows = rows
+        self._block_size = block_size
+        self._needs = [0] * rows.scratch
+        self._token_limit: int | None = None
+        self._graphs = None
+        if cuda_graphs and attention.captures and rows.device.type == "cuda":
+            self._graphs = DecodeGraphs(decoder, attention, rows, block_size)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> Results:
+        """Start computing the scheduled tokens, and sampling where the scheduler says so."""
+        self._attention.copy_blocks(output.copies)
+        self._rows.join(output.joined)
+        self._rows.grow(output.grown)
+        for request in output.joined:
+            self._needs[request.slot] = int(needs_of(request))
+        return Results(self._run(output.scheduled))
+
+    def _run(self, scheduled: Sequence[ScheduledTokens]) -> list[StepResult]:
+        """Run a step, in parts if the device's memory is too small for it at once."""
+        tokens = sum(item.count for item in scheduled)
+        if self._token_limit is None or tokens <= self._token_limit:
+            try:
+                return [self._start(scheduled)]
+            except torch.OutOfMemoryError as error:
+                if tokens == 1:
+                    raise
+                self._token_limit = max(1, tokens // 2)
+                free = torch.cuda.mem_get_info(self._rows.device)[0] if self._rows.device.type == "cuda" else 0
+                logger.warning(
+                    "out of GPU memory in a step of %d tokens (%.0f MiB free): it is run again in parts of %d; %s",
+                    tokens,
+                    free / 2**20,
+                    self._token_limit,
+                    str(error).splitlines()[0],
+                )
+                torch.cuda.empty_cache()
+        limit = self._token_limit or 1
+        if len(scheduled) > 1:
+            middle = len(scheduled) // 2
+            return self._run(scheduled[:middle]) + self._run(scheduled[middle:])
+        item = scheduled[0]
+        pieces = [
+            ScheduledTokens(
+                item.slot,
+                item.start + first,
+                min(limit, item.count - first),
+                item.sample and first + limit >= item.count,
+            )
+            for first in range(0, item.count, limit)
+        ]
+        parts = [part for piece in pieces for part in self._run([piece])]
+        return [JoinedPieces(parts)]
+
+    def _start(self, scheduled: Sequence[ScheduledTokens]) -> PendingStep:
+        needs = 0
+        decodes = True
+        for item in scheduled:
+            needs |= self._needs[item.slot]
+            decodes = decodes and item.count == 1 and item.sample
+        wanted = Needs(needs)
+        if decodes and self._graphs is not None and not wanted & ~Needs.FILTERS:
+            sampled = self._graphs.run(
+                [item.slot for item in scheduled], [item.start for item in scheduled], bool(wanted & Needs.FILTERS)
+            )
+            return PendingStep(scheduled, sampled)
+        batch = build_device_batch(self._rows, scheduled, self._block_size)
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch))
+        prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
+        if not batch.sample_slots:
+            return PendingStep(scheduled, None, prompt_logprobs=prompts)
+        return self._sample(scheduled, batch, hidden, wanted, prompts)
+
+    def _sample(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        batch: DeviceBatch,
+        hidden: torch.Tensor,
+        needs: Needs,
+        prompts: Sequence[PromptLogprobs | None],
+    ) -> PendingStep:
+        rows, slots = self._rows, batch.sample_slots
+        everyone = len(slots) == hidden.shape[0]
+        sampling = hidden if everyone else hidden.index_select(0, batch.sample_tokens)
+        logits = self._decoder.logits(sampling, upcast=bool(needs & ~Needs.FILTERS))
+        counts: list[int | None] = []
+        original = logits
+        if needs & Needs.LOGPROBS:
+            counts = [rows.request(slot).params.logprobs for slot in slots]
+            original = logits.clone() if needs & Needs.CONSTRAINTS else logits
+        if needs & Needs.CONSTRAINTS:
+            constrain(logits, rows, slots, [item.start + item.count for item in scheduled if item.sample])
+        if needs & Needs.TYPICAL:
+            chosen = sample(logits, rows, slots, batch.sample_positions)
+        else:
+            chosen = sample_tokens(
+                logits,
+                batch.device_sample_slots,
+                batch.sample_positions,
+                rows.temperature,
+                rows.top_k,
+                rows.top_p,
+                rows.min_p,
+                rows.seeds,
+                filtered=bool(needs & Needs.FILTERS),
+            )
+        write_sampled(rows.tokens, batch.device_sample_slots, batch.sample_positions, chosen)
+        logprobs = None
+        if needs & Needs.LOGPROBS:
+            most = max(count for count in counts if count is not None)
+            logprobs = token_logprobs(original, chosen, most)
+        return PendingStep(scheduled, chosen, counts, logprobs, prompts)
+
+
+class JoinedPieces:
+    """The pieces of one request's prompt that did not fit into one step."""
+
+    def __init__(self, parts: Sequence[StepResult]) -> None:
+        self._parts = parts
+
+    def result(self) -> ModelRunnerOutput:
+        outputs = [part.result() for part in self._parts]
+        prompts = [entry for output in outputs for entry in output.prompt_logprobs[0] or ()]
+        return ModelRunnerOutput([outputs[-1].token_ids[0]], [outputs[-1].logprobs[0]], [prompts or None])

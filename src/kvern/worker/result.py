@@ -1,0 +1,99 @@
+"""A step's result while the device still computes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvern.models.decoder import Decoder
+from kvern.sample.logprobs import DeviceLogprobs, fetch, token_logprobs
+from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
+from kvern.worker.input_batch import InputBatch
+from kvern.worker.rows import BatchRows, upload
+
+PROMPT_LOGITS_ROWS = 256
+"""Prompt positions whose logits are held at once: a row can have 256k entries of 4 bytes."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens, in parts, and how many of the most probable ones were asked for."""
+
+    tokens: Sequence[int]
+    parts: list[DeviceLogprobs]
+    wanted: int
+
+    def entries(self) -> list[TokenLogprobs]:
+        result: list[TokenLogprobs] = []
+        for part in self.parts:
+            tokens = self.tokens[len(result) : len(result) + len(part.ranks)]
+            result += part.entries(tokens, [self.wanted] * len(tokens))
+        return result
+
+
+class PendingStep:
+    """Part of a step on its way: `result` waits for it."""
+
+    def __init__(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        sampled: torch.Tensor | None,
+        counts: Sequence[int | None] = (),
+        logprobs: DeviceLogprobs | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs | None] = (),
+    ) -> None:
+        """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked."""
+        self._scheduled = scheduled
+        self._counts = counts
+        self._sampled = None if sampled is None else fetch(sampled)
+        self._logprobs = None if logprobs is None else logprobs.fetch()
+        self._prompt_logprobs = prompt_logprobs
+        self._done: torch.cuda.Event | None = None
+        if sampled is not None and sampled.device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the device."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if self._logprobs is not None:
+            entries = self._logprobs.entries(tokens, [count or 0 for count in self._counts])
+            logprobs = [None if count is None else entry for count, entry in zip(self._counts, entries, strict=True)]
+        prompts = [None if item is None else item.entries() for item in self._prompt_logprobs]
+        if len(tokens) == len(self._scheduled):
+            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens))
+        pairs = iter(zip(tokens, logprobs, strict=True))
+        chosen = [next(pairs) if item.sample else (None, None) for item in self._scheduled]
+        return ModelRunnerOutput(
+            [token for token, _ in chosen], [logprob for _, logprob in chosen], prompts or [None] * len(chosen)
+        )
+
+
+def prompt_logprobs(
+    decoder: Decoder, rows: BatchRows, batch: InputBatch, hidden: torch.Tensor
+) -> list[PromptLogprobs | None]:
+    """What the step's tokens predict of their prompts, for requests that asked. Empty if none did."""
+    if all(rows.request(slot).params.prompt_logprobs is None for slot in batch.slots):
+        return []
+    result: list[PromptLogprobs | None] = []
+    first = 0
+    for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
+        request = rows.request(slot)
+        wanted = request.params.prompt_logprobs
+        last = min(start + count, request.prompt_length - 1)
+        if wanted is None or last <= start:
+            result.append(None)
+        else:
+            tokens = request.token_ids[start + 1 : last + 1]
+            parts = []
+            for offset in range(0, len(tokens), PROMPT_LOGITS_ROWS):
+                part = tokens[offset : offset + PROMPT_LOGITS_ROWS]
+                logits = decoder.logits(hidden[first + offset : first + offset + len(part)])
+                ids = upload(part, torch.int64, hidden.device)
+                parts.append(token_logprobs(logits, ids, wanted).fetch())
+            result.append(PromptLogprobs(tokens, parts, wanted))
+        first += count
+    return result

@@ -1,0 +1,29 @@
+"""How long work takes on a GPU."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+ROUNDS = 3
+
+
+def time_calls(calls: Sequence[Callable[[], object]]) -> float:
+    """Seconds that one of `calls` takes on average, when all are launched as one CUDA graph; a median."""
+    for call in calls:
+        call()  # compiles, and lets libraries choose
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    graph.replay()
+    seconds = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000 / len(calls))
+    return statistics.median(seconds)

@@ -1,0 +1,23 @@
+"""The kernels' tests run interpreted on a CPU, and compiled where there is a GPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run: a GPU, or Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Infinity is a value for a kernel; for numpy, which interprets it, it is worth a warning."""
+    for item in items:
+        if "kernels" in item.path.parts:
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"))

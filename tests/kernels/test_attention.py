@@ -1,0 +1,171 @@
+"""Attention over the paged cache beside float64, and the same result however a launch is cut."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kvern.kernels.attention import (
+    DecodeShape,
+    PrefillShape,
+    decode_attention,
+    decode_shape,
+    prefill_attention,
+    prefill_shape,
+)
+from tests.kernels.test_norm import relative_error
+
+BLOCK_SIZE = 4
+
+
+def launch_decode(requests: int, heads: int, kv_heads: int, dim: int, window: int | None, cap: float | None) -> object:
+    return decode_attention(
+        torch.zeros(requests, heads, dim, dtype=torch.bfloat16),
+        torch.zeros(2, 8, 16, kv_heads, dim, dtype=torch.bfloat16),
+        torch.zeros(8, 8, dtype=torch.int32),
+        torch.zeros(requests, dtype=torch.int32),
+        torch.zeros(requests, dtype=torch.int32),
+        torch.zeros(requests * kv_heads, dtype=torch.int32),
+        decode_shape(requests, kv_heads, dim, 132),
+        scale=0.1,
+        window=window,
+        softcap=cap,
+    )
+
+
+def launch_prefill(heads: int, kv_heads: int, dim: int, window: int | None, cap: float | None) -> object:
+    return prefill_attention(
+        torch.zeros(9, heads, dim, dtype=torch.bfloat16),
+        torch.zeros(2, 8, 16, kv_heads, dim, dtype=torch.bfloat16),
+        torch.zeros(8, 8, dtype=torch.int32),
+        *(torch.zeros(1, dtype=torch.int32) for _ in range(6)),
+        torch.zeros(9, heads, dim, dtype=torch.bfloat16),
+        prefill_shape(dim),
+        scale=0.1,
+        window=window,
+        softcap=cap,
+    )
+
+
+LAUNCHES: list[Callable[[], object]] = [
+    *(lambda requests=requests: launch_decode(requests, 32, 8, 128, None, None) for requests in (1, 256)),
+    lambda: launch_decode(8, 16, 8, 256, 1024, 50.0),
+    lambda: launch_decode(8, 9, 3, 80, None, None),
+    lambda: launch_prefill(32, 8, 128, None, None),
+    lambda: launch_prefill(16, 8, 256, 1024, 50.0),
+    lambda: launch_prefill(9, 3, 64, None, None),
+]
+
+
+class Batch(NamedTuple):
+    """Requests whose keys lie scattered over a cache that is NaN elsewhere."""
+
+    query: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    tokens: torch.Tensor
+
+
+def make_batch(
+    device: torch.device, starts: list[int], counts: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> Batch:
+    generator = torch.Generator().manual_seed(sum(starts))
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    blocks = [-(-end // BLOCK_SIZE) for end in ends]
+    free = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
+    cache = torch.full((2, len(free), BLOCK_SIZE, kv_heads, dim), float("nan"))
+    slots = torch.randperm(len(starts) + 2, generator=generator)[: len(starts)]
+    table = torch.full((len(starts) + 2, max(blocks) + 2), 0, dtype=torch.int32)
+    for slot, end, count in zip(slots.tolist(), ends, blocks, strict=True):
+        ids = [free.pop() for _ in range(count)]
+        table[slot, :count] = torch.tensor(ids, dtype=torch.int32)
+        for position in range(end):
+            place = cache[:, ids[position // BLOCK_SIZE], position % BLOCK_SIZE]
+            place.copy_(torch.randn(2, kv_heads, dim, generator=generator))
+    query = torch.randn(sum(counts), heads + 2, dim, generator=generator)[:, :heads]
+    tokens = [sum(counts[:index]) for index in range(len(counts))]
+    integers = [torch.tensor(item, dtype=torch.int32, device=device) for item in (starts, counts, tokens)]
+    return Batch(
+        query.to(dtype).to(device), cache.to(dtype).to(device), table.to(device), slots.int().to(device), *integers
+    )
+
+
+def reference(batch: Batch, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    heads, kv_heads, dim = batch.query.shape[1], *batch.cache.shape[3:]
+    out = []
+    for slot, start, count, token in zip(
+        batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), batch.tokens.tolist(), strict=True
+    ):
+        keys = batch.cache[:, batch.table[slot].long()].double().reshape(2, -1, kv_heads, dim)[:, : start + count]
+        key, value = keys.repeat_interleave(heads // kv_heads, 2)
+        scores = torch.einsum("qhd,khd->hqk", batch.query[token : token + count].double(), key) * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        position = torch.arange(start, start + count, device=scores.device)[:, None]
+        other = torch.arange(start + count, device=scores.device)[None]
+        hidden = other > position
+        if window is not None:
+            hidden |= other <= position - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, value))
+    return torch.cat(out)
+
+
+SHAPES = [(4, 2, 16), (3, 3, 24), (8, 1, 20)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 5.0), (3, 2.0)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode(
+    device: torch.device, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, splits: int
+) -> None:
+    batch = make_batch(device, [0, 5, 37, 16], [1, 1, 1, 1], heads, kv_heads, dim, torch.float32)
+    arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=device)
+    out = decode_attention(
+        batch.query,
+        batch.cache,
+        batch.table,
+        batch.slots,
+        batch.starts,
+        arrived,
+        DecodeShape(16, splits, 16, 4, 2),
+        scale=0.3,
+        window=window,
+        softcap=softcap,
+    )
+    assert not arrived.any()
+    assert relative_error(out, reference(batch, 0.3, window, softcap)) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 5.0), (3, 2.0)])
+def test_prefill(
+    device: torch.device, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None
+) -> None:
+    batch = make_batch(device, [0, 9, 30, 4], [21, 17, 1, 16], heads, kv_heads, dim, torch.float32)
+    shape = PrefillShape(16, 16, 4, 2)
+    tiles = [(index, first) for index, count in enumerate(batch.counts.tolist()) for first in range(0, count, 16)]
+    requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
+    out = torch.full((batch.query.shape[0], heads, dim), float("nan"), device=device)
+    prefill_attention(
+        batch.query,
+        batch.cache,
+        batch.table,
+        batch.slots,
+        batch.starts,
+        batch.tokens,
+        batch.counts,
+        requests,
+        firsts,
+        out,
+        shape,
+        scale=0.3,
+        window=window,
+        softcap=softcap,
+    )
+    assert relative_error(out, reference(batch, 0.3, window, softcap)) < 1e-5

@@ -1,0 +1,73 @@
+"""Products of few rows, and what is fused around them, beside float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
+from tests.kernels.test_norm import reference as rms_norm
+from tests.kernels.test_norm import relative_error
+
+MATVEC = MatvecShape(4, 512, 4)
+SMALL = MatmulShape(16, 32, 128, 4, 4)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+VARIANTS = [
+    NOTHING,
+    Around(gain=bf16(4096), epsilon=1e-6),
+    Around(gain=bf16(4096), epsilon=1e-6, activation="silu"),
+    Around(residual=bf16(1, 64)),
+]
+
+LAUNCHES: list[Callable[[], object]] = [
+    *(lambda around=around: matvec(bf16(1, 4096), bf16(64, 4096), None, MATVEC, around) for around in VARIANTS),
+    lambda: matvec(bf16(1, 896), bf16(64, 896), bf16(64), MatvecShape(1, 1024, 4)),
+    lambda: small_matmul(bf16(9, 896), bf16(64, 896), bf16(64), SMALL),
+    *(
+        lambda rows=rows: small_matmul(bf16(rows, 4096), bf16(64, 4096), None, MatmulShape(rows, 64, 64, 4, 4))
+        for rows in (16, 32, 64, 128)
+    ),
+]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "biased"), [(64, 14, False), (1000, 34, True)])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("ending", ["", "gated", "residual"])
+def test_matvec(device: torch.device, inputs: int, outputs: int, biased: bool, norm: bool, ending: str) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    x = torch.randn(1, inputs, generator=generator).to(device)
+    weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(device)
+    bias = torch.randn(outputs, generator=generator).to(device) if biased else None
+    gain = torch.randn(inputs, generator=generator).to(device) if norm else None
+    residual = torch.randn(1, outputs, generator=generator).to(device) if ending == "residual" else None
+    expected = x.double() if gain is None else rms_norm(x, gain, 1e-5)
+    expected = expected @ weight.double().T + (0 if bias is None else bias.double())
+    if ending == "gated":
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    if residual is not None:
+        expected = expected + residual.double()
+    around = Around(gain, 1e-5, "silu" if ending == "gated" else None, residual)
+    out = matvec(x, weight, bias, MATVEC, around)
+    assert relative_error(out, expected) < 1e-5
+    assert residual is None or out is residual
+
+
+@pytest.mark.parametrize("rows", [1, 16, 37])
+@pytest.mark.parametrize(("inputs", "biased"), [(256, False), (200, True), (100, False)])
+def test_small_matmul_and_a_row_does_not_depend_on_the_others(
+    device: torch.device, rows: int, inputs: int, biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs + 16, generator=generator).half().to(device)[:, :inputs]
+    weight = torch.randn(40, inputs, generator=generator).half().to(device)
+    bias = torch.randn(40, generator=generator).half().to(device) if biased else None
+    out = small_matmul(x, weight, bias, SMALL)
+    assert relative_error(out, x.double() @ weight.double().T + (0 if bias is None else bias.double())) < 1e-3
+    assert torch.equal(small_matmul(x[-1:], weight, bias, SMALL)[0], out[-1])

@@ -1,0 +1,122 @@
+"""The sampling kernels choose what the PyTorch sampler chooses."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvern import SamplingParams
+from kvern.kernels.sampling import sample
+from kvern.sample import sampler
+from kvern.step import NewRequest
+from kvern.worker.rows import BatchRows
+
+
+def launch(dtype: torch.dtype, filtered: bool, slots: torch.dtype) -> object:
+    numbers = [torch.ones(4) for _ in range(3)]
+    longs = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
+    return sample(
+        torch.zeros(3, 128256, dtype=dtype),
+        torch.zeros(3, dtype=slots),
+        longs[0],
+        numbers[0],
+        longs[1],
+        numbers[1],
+        numbers[2],
+        longs[2],
+        filtered=filtered,
+    )
+
+
+LAUNCHES: list[Callable[[], object]] = [
+    lambda dtype=dtype, filtered=filtered, slots=slots: launch(dtype, filtered, slots)
+    for dtype in (torch.bfloat16, torch.float32)
+    for filtered in (False, True)
+    for slots in (torch.int32, torch.int64)
+]
+
+
+def make_rows(device: torch.device, params: list[SamplingParams]) -> BatchRows:
+    rows = BatchRows(len(params), 64, 4, torch.device("cpu"))
+    rows.join(
+        [NewRequest(slot, [0], 1, item, 1000 * slot - 3, frozenset(), (), []) for slot, item in enumerate(params)]
+    )
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
+        setattr(rows, name, getattr(rows, name).to(device))
+    return rows
+
+
+def choose(
+    logits: torch.Tensor, rows: BatchRows, slots: list[int], positions: torch.Tensor, filtered: bool
+) -> list[int]:
+    return sample(
+        logits,
+        torch.tensor(slots, dtype=torch.int32, device=logits.device),
+        positions,
+        rows.temperature,
+        rows.top_k,
+        rows.top_p,
+        rows.min_p,
+        rows.seeds,
+        filtered=filtered,
+    ).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_temperature_and_greedy(device: torch.device, dtype: torch.dtype) -> None:
+    params = [SamplingParams(temperature=value) for value in (0.0, 0.6, 1.0, 1e-4, 1e6)]
+    rows = make_rows(device, params)
+    slots = [0, 1, 2, 3, 4, 1, 2, 0]
+    logits = (3 * torch.randn(len(slots), 5000, generator=torch.Generator().manual_seed(1))).to(dtype).to(device)
+    positions = torch.arange(5, 5 + len(slots), device=device)
+    chosen = choose(logits, rows, slots, positions, filtered=False)
+    expected = sampler.sample(logits.float().cpu(), rows_on_cpu(rows, params), slots, positions.cpu()).tolist()
+    assert chosen == expected
+    assert choose(logits, rows, slots, positions, filtered=True) == expected
+    alone = [choose(logits[[row]], rows, [slot], positions[[row]], filtered=False)[0] for row, slot in enumerate(slots)]
+    assert alone == chosen
+
+
+def rows_on_cpu(rows: BatchRows, params: list[SamplingParams]) -> BatchRows:
+    return make_rows(torch.device("cpu"), params)
+
+
+FILTERS = [
+    dict(top_k=1),
+    dict(top_k=7),
+    dict(top_k=100_000),
+    dict(top_p=0.3),
+    dict(top_p=0.9),
+    dict(min_p=0.05),
+    dict(min_p=1.0),
+    dict(top_k=50, top_p=0.7),
+    dict(top_k=50, top_p=0.7, min_p=0.2, temperature=1.7),
+    dict(),
+    dict(temperature=0.0, top_k=5, top_p=0.5),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters(device: torch.device, dtype: torch.dtype) -> None:
+    params = [SamplingParams(**({"temperature": 0.8} | fields)) for fields in FILTERS]
+    rows = make_rows(device, params)
+    slots = list(range(len(params))) * 4
+    generator = torch.Generator().manual_seed(2)
+    logits = (2 * torch.randn(len(slots), 1000, generator=generator)).to(dtype)
+    logits[0, 500:] = float("-inf")
+    logits[: len(params)] -= 40
+    logits[-1, :999] = float("-inf")
+    positions = torch.arange(1, 1 + len(slots))
+    expected = sampler.sample(logits.float(), rows_on_cpu(rows, params), slots, positions).tolist()
+    assert choose(logits.to(device), rows, slots, positions.to(device), filtered=True) == expected
+
+
+def test_ties_of_the_last_are_kept(device: torch.device) -> None:
+    params = [SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.4)]
+    rows = make_rows(device, params)
+    logits = torch.full((400, 8), -9.0)
+    logits[:, 2:6] = 1.0
+    slots = [0, 1] * 200
+    chosen = choose(logits.to(device), rows, slots, torch.arange(400, device=device), filtered=True)
+    assert set(chosen[::2]) == {2, 3, 4, 5}
+    assert set(chosen[1::2]) == {2, 3, 4, 5}
