@@ -82,17 +82,17 @@ def rows_on_cpu(rows: BatchRows, params: list[SamplingParams]) -> BatchRows:
 
 
 FILTERS = [
-    dict(top_k=1),
-    dict(top_k=7),
-    dict(top_k=100_000),
-    dict(top_p=0.3),
-    dict(top_p=0.9),
-    dict(min_p=0.05),
-    dict(min_p=1.0),
-    dict(top_k=50, top_p=0.7),
-    dict(top_k=50, top_p=0.7, min_p=0.2, temperature=1.7),
-    dict(),
-    dict(temperature=0.0, top_k=5, top_p=0.5),
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 100_000},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 50, "top_p": 0.7},
+    {"top_k": 50, "top_p": 0.7, "min_p": 0.2, "temperature": 1.7},
+    {},
+    {"temperature": 0.0, "top_k": 5, "top_p": 0.5},
 ]
 
 
@@ -100,12 +100,12 @@ FILTERS = [
 def test_filters(device: torch.device, dtype: torch.dtype) -> None:
     params = [SamplingParams(**({"temperature": 0.8} | fields)) for fields in FILTERS]
     rows = make_rows(device, params)
-    slots = list(range(len(params))) * 4
+    slots = list(range(len(params)))
     generator = torch.Generator().manual_seed(2)
-    logits = (2 * torch.randn(len(slots), 1000, generator=generator)).to(dtype)
-    logits[0, 500:] = float("-inf")
-    logits[: len(params)] -= 40
-    logits[-1, :999] = float("-inf")
+    logits = (2 * torch.randn(len(slots), 600, generator=generator)).to(dtype)
+    logits[0, 300:] = float("-inf")
+    logits[::2] -= 40
+    logits[-1, :599] = float("-inf")
     positions = torch.arange(1, 1 + len(slots))
     expected = sampler.sample(logits.float(), rows_on_cpu(rows, params), slots, positions).tolist()
     assert choose(logits.to(device), rows, slots, positions.to(device), filtered=True) == expected
@@ -114,9 +114,9 @@ def test_filters(device: torch.device, dtype: torch.dtype) -> None:
 def test_ties_of_the_last_are_kept(device: torch.device) -> None:
     params = [SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.4)]
     rows = make_rows(device, params)
-    logits = torch.full((400, 8), -9.0)
+    logits = torch.full((40, 8), -9.0)
     logits[:, 2:6] = 1.0
-    slots = [0, 1] * 200
-    chosen = choose(logits.to(device), rows, slots, torch.arange(400, device=device), filtered=True)
+    slots = [0, 1] * 20
+    chosen = choose(logits.to(device), rows, slots, torch.arange(40, device=device), filtered=True)
     assert set(chosen[::2]) == {2, 3, 4, 5}
     assert set(chosen[1::2]) == {2, 3, 4, 5}

@@ -10,6 +10,7 @@ from kvern.attention.base import AttentionBackend
 from kvern.attention.triton_paged import TritonAttention
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
+from kvern.engine.device import GIGABYTE, LARGEST_HEAD, check_dtype, check_head_dim, check_weights_fit
 from kvern.engine.factory import (
     GPU_BATCH_TOKENS,
     CachePlan,
@@ -19,6 +20,7 @@ from kvern.engine.factory import (
     resolve_max_model_len,
 )
 from kvern.engine.kernel_check import REQUIRED, working_kernels
+from kvern.engine.startup import Startup
 from kvern.layers.linear import Multiply
 from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
 from kvern.models.decoder import Decoder
@@ -34,15 +36,18 @@ from kvern.worker.timing import time_calls
 
 logger = logging.getLogger("kvern")
 
-KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe"})
+MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe"})
 """What the parts of a model may be made of."""
+ALL_KERNELS = MODEL_KERNELS | REQUIRED | {"attention", "linear"}
+OTHERS_BYTES = 2 << 30
+"""Memory beside ours that is worth a word: the CUDA context itself takes half a gigabyte."""
 MARGIN_BYTES = 512 << 20
 MARGIN_SHARE = 0.02
 """Of the card's memory: kept free beside weights, activations and KV cache, for CUDA graphs and fragments."""
 
 
 def build_device_core(
-    config: EngineConfig, folder: Path, device: torch.device
+    config: EngineConfig, folder: Path, device: torch.device, startup: Startup
 ) -> tuple[EngineCore, ModelSpec, CachePlan] | None:
     """Load the model in `folder` and wire the engine around it; None if this device cannot run the kernels it needs.
 
@@ -51,43 +56,73 @@ def build_device_core(
     spec = spec_from_config(read_config(folder))
     longest = resolve_max_model_len(config, spec)
     dtype = choose_dtype(config.dtype, spec, None if config.load_format == "dummy" else folder)
-    kernels = (
-        working_kernels(spec, dtype, config.block_size, device)
-        if device.type == "cuda"
-        else KERNELS | REQUIRED | {"attention", "linear"}
-    )
+    check_dtype(dtype, device)
+    check_head_dim(config, spec)
+    check_weights_fit(spec, dtype, device)
+    kernels = ALL_KERNELS
+    if device.type == "cuda":
+        with startup.stage("kernels"):
+            kernels = working_kernels(spec, dtype, config.block_size, device)
     if not kernels >= REQUIRED:
         return None
-    linear = TunedLinear() if config.linear_backend != "cublas" and "linear" in kernels else None
+    config = without_broken(config, spec, kernels)
+    linear = TunedLinear() if config.linear_backend != "cublas" and not config.deterministic else None
     multiply: Multiply = deterministic_linear if config.deterministic else linear or torch.nn.functional.linear
-    decoder = load_model(
-        folder,
-        dtype=config.dtype,
-        device=device,
-        max_model_len=longest,
-        load_format=config.load_format,
-        kernels=kernels & KERNELS,
-        multiply=multiply,
-        deterministic=config.deterministic,
-    )
-    if linear is not None and not config.deterministic and device.type == "cuda":
-        with torch.inference_mode():
+    with startup.stage("weights"):
+        decoder = load_model(
+            folder,
+            dtype=config.dtype,
+            device=device,
+            max_model_len=longest,
+            load_format=config.load_format,
+            kernels=kernels & MODEL_KERNELS,
+            multiply=multiply,
+            deterministic=config.deterministic,
+        )
+    if linear is not None and device.type == "cuda":
+        with startup.stage("tuning"), torch.inference_mode():
             linear.tune(decoder, time_calls)
-    if "attention" not in kernels and config.attention_backend in ("auto", "triton"):
-        config = dataclasses.replace(config, attention_backend="torch_sdpa")
     slots = config.max_batch_requests
     tokens = batch_tokens(config, longest, slots, GPU_BATCH_TOKENS)
-    reserve = activation_bytes(config, decoder, slots, min(tokens, longest * slots), longest) + margin_bytes(device)
-    plan = plan_cache(config, spec, longest, decoder.build.dtype, device, reserve)
-    if config.kv_cache == "contiguous":
-        slots = min(slots, plan.blocks)
-    attention = make_attention(config, spec, plan.blocks + 1, plan.block_size, plan.dtype, device, slots)
-    rows = DeviceRows(
-        slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device, scratch_block=plan.blocks
-    )
+    with startup.stage("memory"):
+        reserve = activation_bytes(config, decoder, slots, min(tokens, longest * slots), longest)
+        plan = plan_cache(config, spec, longest, dtype, device, reserve + margin_bytes(device))
+        report_others(device, decoder)
+    with startup.stage("cache"):
+        if config.kv_cache == "contiguous":
+            slots = min(slots, plan.blocks)
+        attention = make_attention(config, spec, plan.blocks + 1, plan.block_size, plan.dtype, device, slots)
+        rows = DeviceRows(
+            slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device, scratch_block=plan.blocks
+        )
     runner = DeviceRunner(decoder, attention, rows, plan.block_size, config.cuda_graphs)
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
     return EngineCore(scheduler, InProcessExecutor(runner), depth=2 if config.overlap else 1), spec, plan
+
+
+def without_broken(config: EngineConfig, spec: ModelSpec, kernels: frozenset[str]) -> EngineConfig:
+    """The configuration with PyTorch or cuBLAS in the place of kernels that do not work here or know the model not."""
+    if "linear" not in kernels:
+        config = dataclasses.replace(config, linear_backend="cublas")
+    largest = max(layer.attention.head_dim for layer in spec.layers)
+    if config.attention_backend == "auto" and ("attention" not in kernels or largest > LARGEST_HEAD):
+        config = dataclasses.replace(config, attention_backend="torch_sdpa")
+    return config
+
+
+def report_others(device: torch.device, decoder: Decoder) -> None:
+    """Say so if somebody else holds much of the card's memory: the KV cache is smaller for it."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others > OTHERS_BYTES:
+        logger.warning(
+            "others hold %.1f of the card's %.1f GB: the KV cache takes what is left of %.1f GB",
+            others / GIGABYTE,
+            total / GIGABYTE,
+            free / GIGABYTE,
+        )
 
 
 def make_attention(

@@ -1,6 +1,6 @@
 """Inputs, core and outputs in one object: the engine as one thread drives it."""
 
-import time
+import logging
 from collections.abc import Sequence
 
 from kvern.config import EngineConfig
@@ -8,25 +8,30 @@ from kvern.engine.core import EngineStatistics
 from kvern.engine.factory import build_core
 from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.engine.output import OutputProcessor, RequestOutput
+from kvern.engine.startup import Startup
 from kvern.errors import InvalidRequest
 from kvern.models.hub import resolve_model
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
+
+logger = logging.getLogger("kvern")
 
 
 class Engine:
     """Loads the model of a configuration and runs requests. Not thread-safe."""
 
     def __init__(self, config: EngineConfig) -> None:
-        started = time.perf_counter()
+        self.startup = Startup()
         self.config = config
         folder = resolve_model(config.model, revision=config.revision)
-        self.core, self.spec, self.cache_plan = build_core(config, folder)
-        self.tokenizer = Tokenizer(folder)
+        self.core, self.spec, self.cache_plan = build_core(config, folder, self.startup)
+        with self.startup.stage("tokenizer"):
+            self.tokenizer = Tokenizer(folder)
         self.inputs = InputProcessor(self.tokenizer, self.spec, folder, self.cache_plan.max_model_len, config.seed)
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
-        self.load_seconds = time.perf_counter() - started
+        self.load_seconds = self.startup.seconds
+        logger.info("ready after %s", self.startup)
 
     @property
     def has_work(self) -> bool:

@@ -11,8 +11,10 @@ from kvern.attention.torch_sdpa import TorchAttention
 from kvern.cache.manager import KVCacheManager
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
+from kvern.engine.device import resolve_device
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.engine.startup import Startup
 from kvern.errors import ConfigError
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
@@ -44,22 +46,26 @@ class CachePlan:
     dtype: torch.dtype
 
 
-def build_core(config: EngineConfig, folder: Path) -> tuple[EngineCore, ModelSpec, CachePlan]:
+def build_core(
+    config: EngineConfig, folder: Path, startup: Startup | None = None
+) -> tuple[EngineCore, ModelSpec, CachePlan]:
     """Load the model in `folder` and wire the engine around it. Raises KvernError subclasses."""
+    startup = startup or Startup()
     device = resolve_device(config)
     if device.type == "cuda" and config.triton_kernels:
         from kvern.engine.device_factory import build_device_core
 
-        built = build_device_core(config, folder, device)
+        built = build_device_core(config, folder, device, startup)
         if built is not None:
             return built
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_cores())
     spec = spec_from_config(read_config(folder))
     longest = resolve_max_model_len(config, spec)
-    decoder = load_model(
-        folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format
-    )
+    with startup.stage("weights"):
+        decoder = load_model(
+            folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format
+        )
     plan = plan_cache(config, spec, longest, decoder.build.dtype, device)
     slots = config.max_batch_requests
     if config.kv_cache == "contiguous":
@@ -85,17 +91,6 @@ def make_scheduler(config: EngineConfig, plan: CachePlan, tokens: int, slots: in
     limits = SchedulerLimits(tokens, slots, config.aging_steps, config.chunked_prefill, config.batching == "continuous")
     cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache)
     return Scheduler(limits, cache, POLICIES[config.policy])
-
-
-def resolve_device(config: EngineConfig) -> torch.device:
-    """The configured device, if this machine has it."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device is cuda, but PyTorch sees no GPU here: use device cpu, or install a CUDA build of torch"
-        )
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

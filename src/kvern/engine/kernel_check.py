@@ -1,12 +1,14 @@
 """Compiles the kernels that a model needs, in parallel, before its weights are there; names those that work.
 
-Each is launched once on small inputs with the head sizes, widths and dtype of the model, so that what serving launches is
-compiled already. A kernel that does not compile or run is left to PyTorch, with a warning that names it.
+Each is launched once on small inputs with the head sizes, widths and dtype of the model, so that what serving launches
+is compiled already. A kernel that does not compile or run is left to PyTorch, with a warning that names it.
 """
 
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -40,18 +42,12 @@ class KernelLaunches:
         moes = {layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)}
         return {
             "batch": list(self._batch()),
-            "sampling": [lambda filtered=filtered: self._sample(filtered) for filtered in (False, True)],
+            "sampling": [partial(self._sample, filtered) for filtered in (False, True)],
             "norm": list(self._norm()) if self.spec.norm.kind == "rms" else [],
-            "rotary": [
-                lambda layer=layer, tokens=tokens: self._rotate(layer, tokens)
-                for layer in layers
-                for tokens in (1, ROWS)
-            ],
-            "activation": [lambda mlp=mlp: self._activate(mlp) for mlp in mlps],
+            "rotary": [partial(self._rotate, layer, tokens) for layer in layers for tokens in (1, ROWS)],
+            "activation": [partial(self._activate, mlp) for mlp in mlps],
             "few_rows": [launch for mlp in mlps for launch in self._matvecs(mlp)],
-            "moe": [
-                lambda item=item, tokens=tokens: self._moe(item, tokens) for item in moes for tokens in (1, 16, 256)
-            ],
+            "moe": [partial(self._moe, item, tokens) for item in moes for tokens in (1, 16, 256)],
             "attention": [launch for item in {layer.attention for layer in layers} for launch in self._attention(item)],
             "linear": list(self._linear()),
         }
@@ -124,7 +120,7 @@ class KernelLaunches:
         ):
             shape = matvec_shape(outputs, inputs, around.activation is not None)
             x, weight = self._empty(1, inputs), self._empty(outputs, inputs)
-            yield lambda x=x, weight=weight, shape=shape, around=around: linear.matvec(x, weight, None, shape, around)
+            yield partial(linear.matvec, x, weight, None, shape, around)
 
     def _moe(self, spec: MoeSpec, tokens: int) -> object:
         hidden = self.spec.hidden_size
@@ -137,21 +133,18 @@ class KernelLaunches:
 
     def _attention(self, spec: AttentionSpec) -> Iterable[Launch]:
         cache, table = self._cache(spec), self._integers(2, 16)
-        kinds = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
         zeros, ones = self._integers(2), self._integers(2) + 1
+        of_model: dict[str, Any] = {"scale": spec.scale, "window": spec.window, "softcap": spec.softcap}
         for requests in (1, 256):
+            decode = partial(attention.decode_attention, **of_model)
             shape = attention.decode_shape(requests, spec.kv_heads, spec.head_dim, PROCESSORS)
-            query = self._empty(2, spec.heads, spec.head_dim)
-            arrived = self._integers(2 * spec.kv_heads)
-            yield lambda query=query, arrived=arrived, shape=shape: attention.decode_attention(
-                query, cache, table, zeros, zeros, arrived, shape, **kinds
-            )
+            query, arrived = self._empty(2, spec.heads, spec.head_dim), self._integers(2 * spec.kv_heads)
+            yield partial(decode, query, cache, table, zeros, zeros, arrived, shape)
         for long in (False, True):
-            shape = attention.prefill_shape(spec.head_dim, long)
+            prefill = partial(attention.prefill_attention, **of_model)
             query, out = self._empty(2, spec.heads, spec.head_dim), self._empty(2, spec.heads, spec.head_dim)
-            yield lambda query=query, out=out, shape=shape: attention.prefill_attention(
-                query, cache, table, zeros, zeros, zeros, ones, zeros, zeros, out, shape, **kinds
-            )
+            tiles = attention.prefill_shape(spec.head_dim, long)
+            yield partial(prefill, query, cache, table, zeros, zeros, zeros, ones, zeros, zeros, out, tiles)
 
     def _linear(self) -> Iterable[Launch]:
         hidden = self.spec.hidden_size
@@ -160,9 +153,9 @@ class KernelLaunches:
             x = self._empty(rows, hidden)
             for shape in shapes:
                 if isinstance(shape, linear.MatvecShape):
-                    yield lambda x=x, shape=shape: linear.matvec(x, weight, None, shape)
+                    yield partial(linear.matvec, x, weight, None, shape)
                 elif shape is not None:
-                    yield lambda x=x, shape=shape: linear.small_matmul(x, weight, None, shape)
+                    yield partial(linear.small_matmul, x, weight, None, shape)
 
 
 def working_kernels(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> frozenset[str]:
@@ -175,6 +168,8 @@ def working_kernels(spec: ModelSpec, dtype: torch.dtype, block_size: int, device
             errors = [error for future in futures if (error := future.exception()) is not None]
             if errors:
                 broken[name] = errors[0]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     for name, error in broken.items():
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)

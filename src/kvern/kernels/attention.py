@@ -28,15 +28,13 @@ class DecodeShape(NamedTuple):
 
 
 @triton.jit
-def _score(query, key, scale, softcap, SOFTCAP: tl.constexpr):
-    scores = tl.dot(query, key, input_precision="ieee") * scale
-    if SOFTCAP:
-        turn = tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap))
-        scores = softcap * (1.0 - 2.0 / (turn + 1.0))
-    return scores
+def _capped(scores, softcap):
+    """softcap * tanh(scores / softcap), with both in powers of two."""
+    turn = tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap))
+    return softcap * (1.0 - 2.0 / (turn + 1.0))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["slots", "starts"])
 def _decode_attention_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -65,12 +63,14 @@ def _decode_attention_kernel(
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
+    # The batch's description was written well before the kernel that this one overlaps with.
     length = tl.load(starts + request) + 1
+    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
+    if OVERLAP:
+        wait_for_previous()
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -87,7 +87,6 @@ def _decode_attention_kernel(
         queries = tl.load(
             query + request * query_stride + head[:, None] * head_dim + dim[None, :], mask=in_query, other=0.0
         ).to(key_cache.dtype.element_ty)
-        table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
         column = tl.arange(0, TILE)
         maximum = tl.full([GROUP], float("-inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
@@ -103,7 +102,9 @@ def _decode_attention_kernel(
             value = tl.load(
                 value_cache + place[:, None] + dim[None, :], mask=known[:, None] & (dim < head_dim)[None, :], other=0.0
             )
-            scores = _score(queries, key, scale, softcap, SOFTCAP)
+            scores = tl.dot(queries, key, input_precision="ieee") * scale
+            if SOFTCAP:
+                scores = _capped(scores, softcap)
             if WINDOW > 0:
                 known = known & (position >= first)
             scores = tl.where(known[None, :], scores, float("-inf"))
@@ -276,23 +277,27 @@ def _prefill_tile(
     else:
         key = tl.load(key_cache + place[None, :] + dim[:, None], mask=(dim < head_dim)[:, None], other=0.0)
         value = tl.load(value_cache + place[:, None] + dim[None, :], mask=(dim < head_dim)[None, :], other=0.0)
-    scores = _score(queries, key, scale, softcap, SOFTCAP)
+    # Without a soft cap the scale is applied with the maximum's subtraction, in one operation.
+    scores = tl.dot(queries, key, input_precision="ieee")
+    if SOFTCAP:
+        scores = _capped(scores * scale, softcap)
     if MASKED:
         visible = position[None, :] <= query_position[:, None]
         if WINDOW > 0:
             visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(maximum, tl.max(scores, axis=1))
+    step = 1.0 if SOFTCAP else scale
+    higher = tl.maximum(maximum, tl.max(scores, axis=1) * step)
     if MASKED:
         higher = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - higher[:, None])
+    weights = tl.exp2(scores * step - higher[:, None])
     shrink = tl.exp2(maximum - higher)
     total = total * shrink + tl.sum(weights, axis=1)
     gathered = gathered * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return higher, total, gathered
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "tokens", "counts", "tile_request", "tile_first"])
 def _prefill_attention_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,

@@ -7,7 +7,9 @@ import triton.language as tl
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_ids", "positions", "cache_slots"]
+)
 def _read_tokens_kernel(
     tokens: tl.tensor,
     block_table: tl.tensor,
@@ -49,8 +51,9 @@ def read_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, positions and cache slots of a step, each [total] int64.
 
-    tokens [slots, positions] and block_table [slots, blocks] int32 are the batch; slots, starts, firsts and counts, each
-    [R] int32, say which row, from which position, to which index of the step, and how many tokens (`longest` at most).
+    tokens [slots, positions] and block_table [slots, blocks] int32 are the batch; slots, starts, firsts and counts,
+    each [R] int32, say which row, from which position, to which index of the step, and how many tokens (`longest` at
+    most).
     """
     token_ids, positions, cache_slots = torch.empty(3, total, dtype=torch.int64, device=tokens.device)
     block = 1024
@@ -73,7 +76,10 @@ def read_tokens(
     return token_ids, positions, cache_slots
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(
+    do_not_specialize=["requests"],
+    do_not_specialize_on_alignment=["slots", "starts", "token_ids", "positions", "cache_slots", "next_positions"],
+)
 def _read_decodes_kernel(
     tokens: tl.tensor,
     block_table: tl.tensor,
@@ -134,7 +140,10 @@ def read_decodes(
     return token_ids, positions, cache_slots, next_positions
 
 
-@triton.jit(do_not_specialize=["requests", "scratch"])
+@triton.jit(
+    do_not_specialize=["requests", "scratch"],
+    do_not_specialize_on_alignment=["slots", "positions", "sampled", "starts"],
+)
 def _write_sampled_kernel(
     tokens: tl.tensor,
     slots: tl.tensor,
@@ -185,7 +194,7 @@ def write_sampled(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["runs", "data"])
 def _write_runs_kernel(target: tl.tensor, runs: tl.tensor, data: tl.tensor, stride: tl.int64, BLOCK: tl.constexpr):
     run = runs + tl.program_id(0) * 4
     slot = tl.load(run).to(tl.int64)

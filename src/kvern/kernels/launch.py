@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it ends.
 
-On NVIDIA GPUs from compute capability 9.0 on, a kernel may be launched before its predecessor has finished. It fetches what
-the predecessor does not write (weights), then waits. So the gap between two launches, and the slow first fetch of each,
-disappear. Every kernel launched so must wait before it reads or writes anything else.
+On NVIDIA GPUs from compute capability 9.0 on, a kernel may be launched before its predecessor has finished. It fetches
+what the predecessor does not write (weights), then waits. So the gap between two launches, and the slow first fetch of
+each, disappear. Every kernel launched so must wait before it reads or writes anything else.
 """
 
 import functools

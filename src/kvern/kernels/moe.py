@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
+from kvern.kernels.launch import overlaps, wait_for_previous
 from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
 from kvern.kernels.moe_routing import Alignment, align, route
 
@@ -72,7 +73,10 @@ def _grouped_gate_up_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        wait_for_previous()
     EVEN: tl.constexpr = hidden % INPUTS == 0
     block = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
     expert = tl.load(block_experts + block).to(tl.int64)
@@ -115,7 +119,10 @@ def _grouped_down_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        wait_for_previous()
     EVEN: tl.constexpr = width % INPUTS == 0
     block = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
     expert = tl.load(block_experts + block).to(tl.int64)
@@ -149,7 +156,10 @@ def _sum_kernel(
     top_k: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
@@ -216,6 +226,7 @@ def _grouped_gate_up(
     tile: Tile,
 ) -> None:
     (pairs, width), hidden = out.shape, x.shape[1]
+    overlap = overlaps(x.device)
     outputs = min(tile.outputs // 2, max(16, triton.next_power_of_2(width)))
     _grouped_gate_up_kernel[(tile.group * triton.cdiv(width, outputs), blocks.experts.shape[0] // tile.group)](
         x,
@@ -233,8 +244,10 @@ def _grouped_gate_up(
         outputs,
         inputs_of_step(hidden, tile.inputs),
         tile.group,
+        overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        launch_pdl=overlap,
     )
 
 
@@ -242,6 +255,7 @@ def _grouped_down(
     gated: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, blocks: Alignment, rows: int, tile: Tile
 ) -> torch.Tensor:
     pairs, (_, hidden, width) = gated.shape[0], down.shape
+    overlap = overlaps(gated.device)
     out = torch.empty(pairs, hidden, dtype=gated.dtype, device=gated.device)
     outputs = min(tile.outputs, max(16, triton.next_power_of_2(hidden)))
     _grouped_down_kernel[(tile.group * triton.cdiv(hidden, outputs), blocks.experts.shape[0] // tile.group)](
@@ -258,8 +272,10 @@ def _grouped_down(
         outputs,
         inputs_of_step(width, tile.inputs),
         tile.group,
+        overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        launch_pdl=overlap,
     )
     return out
 
@@ -268,6 +284,7 @@ def _sum(parts: torch.Tensor, top_k: int, add: torch.Tensor | None) -> torch.Ten
     pairs, hidden = parts.shape
     out = torch.empty(pairs // top_k, hidden, dtype=parts.dtype, device=parts.device)
     block = min(1024, triton.next_power_of_2(hidden))
+    overlap = overlaps(parts.device)
     _sum_kernel[(pairs // top_k, triton.cdiv(hidden, block))](
         parts,
         out if add is None else add,
@@ -277,6 +294,8 @@ def _sum(parts: torch.Tensor, top_k: int, add: torch.Tensor | None) -> torch.Ten
         top_k,
         add is not None,
         block,
+        overlap,
         num_warps=4,
+        launch_pdl=overlap,
     )
     return out

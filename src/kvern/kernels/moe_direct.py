@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
+from kvern.kernels.launch import overlaps, wait_for_previous
 
 SHARED_BYTES = 16 << 20
 """Weights read twice that cost no more than sorting the pairs would."""
@@ -60,7 +61,10 @@ def _direct_gate_up_kernel(
     KIND: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        wait_for_previous()
     EVEN: tl.constexpr = hidden % INPUTS == 0
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -98,7 +102,10 @@ def _direct_down_kernel(
     SLOTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        wait_for_previous()
     EVEN: tl.constexpr = width % INPUTS == 0
     token = tl.program_id(1).to(tl.int64)
     slot = tl.arange(0, SLOTS)
@@ -131,6 +138,7 @@ def direct_gate_up(
 
     Moves the gate and up weights of every pair's expert: 4 * width * hidden bytes in 16 bits.
     """
+    overlap = overlaps(x.device)
     (pairs, width), hidden = out.shape, x.shape[1]
     inputs = inputs_of_step(hidden, DIRECT_GATE_UP.inputs)
     outputs = min(DIRECT_GATE_UP.size // inputs, triton.next_power_of_2(width))
@@ -146,7 +154,9 @@ def direct_gate_up(
         activation,
         outputs,
         inputs,
+        overlap,
         num_warps=DIRECT_GATE_UP.warps,
+        launch_pdl=overlap,
     )
 
 
@@ -157,6 +167,7 @@ def direct_down(
 
     Moves the down weights of every pair's expert: 2 * width * hidden bytes in 16 bits. The sum is never rounded.
     """
+    overlap = overlaps(gated.device)
     (tokens, top_k), (_, hidden, width) = chosen.shape, down.shape
     out = torch.empty(tokens, hidden, dtype=gated.dtype, device=gated.device)
     slots = triton.next_power_of_2(top_k)
@@ -177,6 +188,8 @@ def direct_down(
         slots,
         outputs,
         inputs,
+        overlap,
         num_warps=DIRECT_DOWN.warps,
+        launch_pdl=overlap,
     )
     return out

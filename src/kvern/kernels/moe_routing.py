@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.launch import overlaps, wait_for_previous
+
 CHUNK = 4096
 """Token-expert pairs that one program sorts at a time."""
 
@@ -24,7 +26,10 @@ def _route_kernel(
     COUNT: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     known = expert < experts
@@ -63,6 +68,7 @@ def route(
     Moves the logits once; one program a token.
     """
     tokens, experts = logits.shape
+    overlap = overlaps(logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     _route_kernel[(tokens,)](
@@ -78,7 +84,9 @@ def route(
         counts is not None,
         triton.next_power_of_2(experts),
         triton.next_power_of_2(top_k),
+        overlap,
         num_warps=1,
+        launch_pdl=overlap,
     )
     return weights, chosen
 
@@ -101,7 +109,16 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
 
 
 @triton.jit
-def _count_kernel(chosen: tl.tensor, partial: tl.tensor, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+def _count_kernel(
+    chosen: tl.tensor,
+    partial: tl.tensor,
+    pairs,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        wait_for_previous()
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = pair < pairs
@@ -124,7 +141,10 @@ def _align_kernel(
     EXPERTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        wait_for_previous()
     expert = tl.program_id(0)
     chunk = tl.program_id(1)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -166,6 +186,7 @@ def align(chosen: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> A
 
     One launch up to `CHUNK` pairs, two beyond; reads `chosen` once for each expert, from the cache.
     """
+    overlap = overlaps(chosen.device)
     pairs = chosen.numel()
     blocks = triton.cdiv(most_blocks(pairs, experts, rows), multiple) * multiple
     device = chosen.device
@@ -179,7 +200,7 @@ def align(chosen: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> A
     partial = chosen
     if chunks > 1:
         partial = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](chosen, partial, pairs, bins, chunk, num_warps=4)
+        _count_kernel[(chunks,)](chosen, partial, pairs, bins, chunk, overlap, num_warps=4, launch_pdl=overlap)
     _align_kernel[(experts, chunks)](
         chosen,
         partial,
@@ -194,6 +215,8 @@ def align(chosen: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> A
         bins,
         triton.next_power_of_2(chunks),
         chunk,
+        overlap,
         num_warps=4,
+        launch_pdl=overlap,
     )
     return result

@@ -7,7 +7,7 @@ import triton.language as tl
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "cache_slots"])
 def _rotate_and_store_kernel(
     qkv: tl.tensor,
     positions: tl.tensor,
@@ -29,16 +29,18 @@ def _rotate_and_store_kernel(
     ROTATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    token = tl.program_id(0).to(tl.int64)
+    # Where the token stands was written well before the kernel that this one overlaps with.
+    place = tl.load(cache_slots + token) * kv_heads * head_dim
+    position = tl.load(positions + token)
     if OVERLAP:
         wait_for_previous()
-    token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     rotated = head < query_heads + kv_heads
     is_query = head < query_heads
     is_key = (head >= query_heads) & rotated
     is_value = (head >= query_heads + kv_heads) & (head < query_heads + 2 * kv_heads)
     row = qkv + token * (query_heads + 2 * kv_heads) * head_dim + head * head_dim
-    place = tl.load(cache_slots + token) * kv_heads * head_dim
     key_row = key_cache + place + (head - query_heads) * head_dim
     value_row = value_cache + place + (head - query_heads - kv_heads) * head_dim
 
@@ -66,7 +68,7 @@ def _rotate_and_store_kernel(
         if REST > 0:
             rest *= inverse * tl.load(weights + rest_column, mask=in_rest & rotated, other=1.0)
     if ROTATE:
-        angles = table + tl.load(positions + token) * 2 * rotary_dim
+        angles = table + position * 2 * rotary_dim
         cosine = tl.load(angles + first_column, mask=in_half, other=1.0).to(tl.float32)
         sine = tl.load(angles + rotary_dim + second_column, mask=in_half, other=0.0).to(tl.float32)
         cosine = tl.where(is_value, 1.0, cosine)

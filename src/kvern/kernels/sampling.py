@@ -5,8 +5,8 @@
     which less than top_p has come, and every tie of the last; min_p drops those below min_p times the largest
     each token left draws a time from the exponential distribution with its probability as the rate; the earliest wins
 
-The thresholds of top_k and top_p are found by bisection over the bits of the logits, so they are exact. The winner is the
-largest `scaled - log(time)`, one pass over the vocabulary; the random numbers are those of `sample.random`.
+The thresholds of top_k and top_p are found by bisection over the bits of the logits, so they are exact. The winner is
+the largest `scaled - log(time)`, one pass over the vocabulary; the random numbers are those of `sample.random`.
 """
 
 import torch
@@ -57,7 +57,7 @@ def _score(logits, temperature, seed, position, token):
     return logits / temperature - tl.log(time)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "positions"])
 def _sample_chunk_kernel(
     logits: tl.tensor,
     slots: tl.tensor,
@@ -146,7 +146,7 @@ def _bisect(
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _sample_threshold_kernel(
     logits: tl.tensor,
     slots: tl.tensor,

@@ -8,8 +8,9 @@ from kvern.layers.linear import Linear
 
 def product(x: Tensor, linear: Linear, around: Around = NOTHING) -> Tensor:
     """`linear` of one row."""
-    activated = around.activation is not None
-    return matvec(x, linear.weight, linear.bias, matvec_shape(*linear.weight.shape, activated), around)
+    outputs, inputs = linear.weight.shape
+    shape = matvec_shape(outputs, inputs, around.activation is not None)
+    return matvec(x, linear.weight, linear.bias, shape, around)
 
 
 def matvec_shape(outputs: int, inputs: int, activated: bool = False) -> MatvecShape:

@@ -1,7 +1,7 @@
 """How linear layers multiply on a GPU: cuBLAS, or a Triton kernel where one was measured to be faster.
 
-Products of few rows read all weights and compute little; there the fastest way depends on the shape. Each shape is timed
-once, for a few numbers of rows, over the model's own weights, and the result is remembered.
+Products of few rows read all weights and compute little; there the fastest way depends on the shape. Each shape is
+timed once, for a few numbers of rows, over the model's own weights, and the result is remembered.
 """
 
 from collections.abc import Callable, Iterable, Mapping

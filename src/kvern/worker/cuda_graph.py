@@ -1,7 +1,7 @@
 """Whole decode steps as CUDA graphs, from the embedding to the sampled token.
 
-A graph is captured when a batch of its size first comes, and pads smaller batches. It owns the rows and positions that it
-reads, and advances them: as long as the same requests decode, a step is one launch and the host sends nothing.
+A graph is captured when a batch of its size first comes, and pads smaller batches. It owns the rows and positions that
+it reads, and advances them: as long as the same requests decode, a step is one launch and the host sends nothing.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,82 @@
+"""What the machine's device can do, and errors that say what it cannot."""
+
+from pathlib import Path
+
+import torch
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.models.build import Build
+from kvern.models.decoder import Decoder
+from kvern.models.spec import ModelSpec
+
+LARGEST_HEAD = 256
+"""Of the Triton attention: larger heads do not fit into registers."""
+GIGABYTE = 1e9
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The configured device, if this machine has it. Raises ConfigError."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is cuda, but {missing_gpu()}")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def missing_gpu() -> str:
+    """Why PyTorch has no GPU here, and what to do."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"PyTorch {torch.__version__} is built without CUDA: install a CUDA build of torch, or use device cpu"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        if "driver" in reason.lower() and Path("/dev/nvidiactl").exists():
+            return f"PyTorch {torch.__version__} cannot use its driver: {reason}; update the driver, or use device cpu"
+    return "PyTorch sees no GPU here: check that nvidia-smi lists one, or use device cpu"
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if the GPU cannot compute in this dtype."""
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            name = torch.cuda.get_device_name(device)
+            raise ConfigError(
+                f"dtype is bfloat16, but {name} has compute capability {major}.{minor} and needs 8.0 for it: "
+                "use dtype float16"
+            )
+
+
+def check_head_dim(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError if the attention backend that was asked for does not know the model's heads."""
+    largest = max(layer.attention.head_dim for layer in spec.layers)
+    if config.attention_backend == "triton" and largest > LARGEST_HEAD:
+        raise ConfigError(
+            f"attention_backend is triton, whose heads have at most {LARGEST_HEAD} entries, but this model's have "
+            f"{largest}: use attention_backend torch_sdpa"
+        )
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of the model's weights, from its description alone."""
+    meta = Decoder(spec, Build(dtype, torch.device("meta"), 1))
+    return sum(parameter.numel() * parameter.element_size() for parameter in meta.parameters())
+
+
+def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if the GPU's free memory does not hold the weights."""
+    if device.type != "cuda":
+        return
+    needed = weight_bytes(spec, dtype)
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        fits = free / dtype.itemsize / 1e9
+        taken = total - free
+        raise ConfigError(
+            f"the weights take {needed / GIGABYTE:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
+            f"{torch.cuda.get_device_name(device)} has {free / GIGABYTE:.1f} of {total / GIGABYTE:.1f} GB free "
+            f"({taken / GIGABYTE:.1f} are taken): a model of up to {fits:.1f} billion parameters would fit; free "
+            "memory on the card, or use a smaller model"
+        )

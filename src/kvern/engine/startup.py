@@ -1,0 +1,47 @@
+"""How long each part of a start took."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Startup:
+    """Names the stages of a start, in their order, with their seconds.
+
+    The first is "import": from the start of the process, so far as it is known, to this object.
+    """
+
+    def __init__(self) -> None:
+        self.stages: dict[str, float] = {"import": process_age()}
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what happens inside; a name may come several times."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - began
+
+    @property
+    def seconds(self) -> float:
+        """From this object's making to now."""
+        return time.perf_counter() - self._began
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
+        return f"{sum(self.stages.values()):.1f} s ({parts})"
+
+
+def process_age() -> float:
+    """Seconds since this process started; 0 where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    import os
+
+    return max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
