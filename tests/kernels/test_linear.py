@@ -28,6 +28,8 @@ VARIANTS = [
 LAUNCHES: list[Callable[[], object]] = [
     *(lambda around=around: matvec(bf16(1, 4096), bf16(64, 4096), None, MATVEC, around) for around in VARIANTS),
     lambda: matvec(bf16(1, 896), bf16(64, 896), bf16(64), MatvecShape(1, 1024, 4)),
+    lambda: matvec(bf16(1, 4096), bf16(64, 4096), None, MatvecShape(4, 512, 4, stages=3), VARIANTS[2]),
+    lambda: matvec(bf16(1, 14336), bf16(64, 14336), None, MatvecShape(4, 512, 4, unroll=4), VARIANTS[3]),
     lambda: small_matmul(bf16(9, 896), bf16(64, 896), bf16(64), SMALL),
     *(
         lambda rows=rows: small_matmul(bf16(rows, 4096), bf16(64, 4096), None, MatmulShape(rows, 64, 64, 4, 4))

@@ -11,8 +11,8 @@ from kvern.kernels.attention import PrefillShape, decode_attention, decode_shape
 from kvern.models.spec import AttentionSpec
 from kvern.worker.device_batch import DeviceBatch
 
-LONG_PROMPT = 1024
-"""Query tiles are larger where prompts are, on average, at least this long."""
+LONG_CONTEXT = 1024
+"""Query tiles are larger where runs of queries see, on average, at least this many keys."""
 
 
 class TritonAttention:
@@ -64,8 +64,8 @@ class TritonAttend:
         self.decodes = self.backend.decodes(batch)
         self.requests = len(batch.slots)
         if self.decodes < self.requests:
-            counts = batch.counts[self.decodes :]
-            self.long = sum(counts) >= LONG_PROMPT * len(counts)
+            keys = sum(batch.starts[self.decodes :]) + sum(batch.counts[self.decodes :])
+            self.long = keys >= LONG_CONTEXT * (self.requests - self.decodes)
             queries = {self._prefill_shape(layer.head_dim).queries for layer in self.backend.layers}
             self.tiles = {size: batch.query_tiles(self.decodes, size) for size in queries}
 

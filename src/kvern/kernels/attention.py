@@ -364,10 +364,10 @@ def _prefill_attention_kernel(
 
 
 def prefill_shape(head_dim: int, long: bool = False) -> PrefillShape:
-    """Tiles for a head dimension, the accumulator of which must stay in registers, and for long or short prompts."""
+    """Tiles for a head dimension, the accumulator of which must stay in registers, and for long or short contexts."""
     if head_dim > 128:
         return PrefillShape(64, 32, 8, 2)
-    return PrefillShape(128 if long else 64, 64, 4, 3)
+    return PrefillShape(128, 64, 4, 3) if long else PrefillShape(64, 64, 4, 2)
 
 
 def prefill_attention(

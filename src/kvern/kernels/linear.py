@@ -19,11 +19,16 @@ from kvern.kernels.launch import overlaps, wait_for_previous
 
 
 class MatvecShape(NamedTuple):
-    """How a matrix-vector launch is cut: outputs of one program, inputs of one step."""
+    """How a matrix-vector launch is cut: outputs of one program, inputs of one step.
+
+    `stages` steps' weights are on their way at once through shared memory, or `unroll` steps' through registers.
+    """
 
     outputs: int
     inputs: int
     warps: int
+    stages: int = 1
+    unroll: int = 1
 
 
 class MatmulShape(NamedTuple):
@@ -79,6 +84,8 @@ def _matvec_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < outputs
@@ -96,7 +103,7 @@ def _matvec_kernel(
     total, values, squares = _multiply_tile(x, gain, weights, column, inside, squares, NORM)
     if ACTIVATION != "":
         other = ups.to(tl.float32) * values[None, :]
-    for start in tl.range(INPUTS, inputs, INPUTS):
+    for start in tl.range(INPUTS, inputs, INPUTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         inside = start + column < inputs
         mask = known[:, None] & inside[None, :]
         weights = tl.load(tile + start, mask=mask, other=0.0)
@@ -157,6 +164,8 @@ def matvec(
         shape.outputs,
         shape.inputs,
         overlap,
+        shape.stages,
+        shape.unroll,
         num_warps=shape.warps,
         launch_pdl=overlap,
     )

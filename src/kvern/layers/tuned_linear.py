@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvern.kernels.linear import MatmulShape, MatvecShape, matvec, small_matmul
+from kvern.layers.few_rows import matvec_shape
 from kvern.layers.linear import Linear
 
 Shape = MatvecShape | MatmulShape | None
 """Of a Triton kernel; None: cuBLAS."""
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
-    1: (None, MatvecShape(4, 512, 4), MatvecShape(2, 1024, 4), MatvecShape(4, 1024, 8)),
+    1: (None, MatvecShape(4, 512, 4, stages=3), MatvecShape(2, 1024, 4, unroll=2), MatvecShape(4, 512, 4, unroll=4)),
     16: (None, MatmulShape(16, 16, 128, 2, 6), MatmulShape(16, 32, 256, 4, 3), MatmulShape(16, 64, 128, 4, 4)),
     32: (None, MatmulShape(32, 16, 128, 2, 6), MatmulShape(32, 64, 128, 4, 4)),
     64: (None, MatmulShape(64, 32, 128, 4, 4), MatmulShape(64, 128, 64, 4, 5)),
@@ -40,9 +41,11 @@ class TunedLinear:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.shape[0]
+        outputs, inputs = weight.shape
         for most in CANDIDATES:
             if rows <= most:
-                shape = self.choices.get((weight.shape[0], weight.shape[1], most))
+                untimed = matvec_shape(outputs, inputs) if rows == 1 else None
+                shape = self.choices.get((outputs, inputs, most), untimed)
                 return F.linear(x, weight, bias) if shape is None else _multiply(x, weight, bias, shape)
         return F.linear(x, weight, bias)
 
