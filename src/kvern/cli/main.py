@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 import kvern
+from kvern.cli.bench import Kernels, Offline, Profile
 from kvern.cli.chat import Chat
 from kvern.cli.models import Models
 from kvern.cli.options import Defaults, read_defaults
@@ -17,6 +18,7 @@ from kvern.cli.run import INTERRUPTED, Run
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
+BENCH = "Measure speed: of an engine on workloads (offline), or of its GPU kernels."
 DESCRIPTION = "An inference engine for large language models, with a small model inside."
 
 
@@ -51,10 +53,17 @@ def commands(defaults: Defaults) -> Any:
     missing: Any = tyro.MISSING
     run = Run(missing, missing, sampling=defaults.sampling, engine=defaults.engine)
     chat = Chat(sampling=defaults.sampling, engine=defaults.engine)
+    benches = (
+        Annotated[Offline, tyro.conf.subcommand("offline", default=Offline(engine=defaults.engine))]
+        | Annotated[Kernels, tyro.conf.subcommand("kernels", default=Kernels(engine=defaults.engine))]
+    )
+    profile = Profile(engine=defaults.engine)
     return (
         Annotated[Run, tyro.conf.subcommand("run", default=run)]
         | Annotated[Chat, tyro.conf.subcommand("chat", default=chat)]
         | Annotated[Models, tyro.conf.subcommand("models", default=Models())]
+        | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]
+        | Annotated[Profile, tyro.conf.subcommand("profile", default=profile)]
     )
 
 

@@ -1,0 +1,169 @@
+"""Runs workloads on an engine and measures them."""
+
+import dataclasses
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import kvern
+from kvern.bench.workloads import Workload
+from kvern.engine.engine import Engine
+from kvern.errors import ConfigError
+from kvern.sampling_params import SamplingParams
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a workload: seconds in all, and of each request to its first token and between its tokens."""
+
+    seconds: float
+    first_token: list[float]
+    between_tokens: list[float]
+    prefix_cache_hit_rate: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """All runs of one workload; figures are medians over the runs."""
+
+    workload: Workload
+    runs: list[Run]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        seconds = [run.seconds for run in self.runs]
+        return min(seconds), max(seconds)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.workload.prompts)
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(self.workload.lengths)
+
+    @property
+    def step_milliseconds(self) -> float:
+        """Wall time over the longest answer: what a step takes, prefill included."""
+        return 1000 * self.seconds / max(self.workload.lengths)
+
+    def percentile(self, name: str, percent: int) -> float:
+        """Of `first_token` or `between_tokens`, in milliseconds; the median run's."""
+        values = [percentile(getattr(run, name), percent) for run in self.runs]
+        return 1000 * statistics.median(values)
+
+    def report(self) -> dict[str, Any]:
+        """The figures as JSON."""
+        return {
+            "workload": self.workload.name,
+            "requests": len(self.workload.prompts),
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "seconds": self.seconds,
+            "seconds_of_runs": [run.seconds for run in self.runs],
+            "prefix_cache_hit_rate": statistics.median(run.prefix_cache_hit_rate for run in self.runs),
+            "prompt_tokens_per_second": self.prompt_tokens / self.seconds,
+            "generated_tokens_per_second": self.generated_tokens / self.seconds,
+            "step_milliseconds": self.step_milliseconds,
+            **{
+                f"{label}_milliseconds": {f"p{percent}": self.percentile(name, percent) for percent in PERCENTILES}
+                for label, name in (("ttft", "first_token"), ("itl", "between_tokens"))
+            },
+        }
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The nearest-rank percentile; 0 of no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+def check(workload: Workload, engine: Engine) -> None:
+    """Raise ConfigError if the engine cannot hold the workload's longest request."""
+    longest = engine.cache_plan.max_model_len
+    if workload.longest > longest:
+        raise ConfigError(
+            f"workload {workload.name} has requests of {workload.longest} tokens, above max_model_len {longest}: "
+            "raise max_model_len or choose another workload"
+        )
+
+
+def run_once(engine: Engine, workload: Workload, temperature: float) -> Run:
+    """Run all requests at once, with a prefix cache that is empty at the start."""
+    core = engine.core
+    core.scheduler.cache.tree.clear()
+    before = dataclasses.replace(core.statistics())
+    params = {
+        length: SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
+        for length in set(workload.lengths)
+    }
+    seen = [0] * len(workload.prompts)
+    last = [0.0] * len(workload.prompts)
+    first_token: list[float] = []
+    between_tokens: list[float] = []
+    began = time.perf_counter()
+    for index, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
+        engine.add(str(index), prompt, params[length])
+    while engine.has_work:
+        changed = engine.step()
+        now = time.perf_counter()
+        for output in changed:
+            index, count = int(output.request_id), len(output.outputs[0].token_ids)
+            if count > seen[index]:
+                if seen[index]:
+                    between_tokens.append(now - last[index])
+                else:
+                    first_token.append(now - began)
+                seen[index], last[index] = count, now
+    seconds = time.perf_counter() - began
+    after = core.statistics()
+    queried = after.queried_tokens - before.queried_tokens
+    hits = (after.cached_tokens - before.cached_tokens) / queried if queried else 0.0
+    return Run(seconds, first_token, between_tokens, hits)
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """What was measured: versions, hardware, options and plan, as JSON."""
+    plan = dataclasses.asdict(engine.cache_plan)
+    return {
+        "kvern": kvern.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": _device(),
+        "config": dataclasses.asdict(engine.config),
+        "plan": plan | {"dtype": str(plan["dtype"]).removeprefix("torch.")},
+        "startup_seconds": engine.startup.stages,
+    }
+
+
+def _device() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "triton": _triton_version(),
+    }
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    version: str = triton.__version__
+    return version

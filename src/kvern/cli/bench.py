@@ -1,0 +1,230 @@
+"""``kvern bench``: how fast an engine and its kernels are on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvern.bench.offline import Result
+    from kvern.bench.workloads import Workload
+    from kvern.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Offline:
+    """Run workloads of many requests at once, without a server.
+
+    Workloads: mixed256, decode1, decode8, decode32, decode64, decode128, decode256, prefill64x4096, shared2048x256; the
+    suites small, brief and full; or a JSONL file of {"prompt_token_ids": [...], "max_tokens": n}.
+    """
+
+    workload: tuple[str, ...] = ("decode8",)
+    """Workloads, suites or files."""
+    repeat: int = 3
+    """Measured runs of each."""
+    warmup: int = 1
+    """Runs before, which are not measured."""
+    temperature: float = 0.6
+    """Of all requests."""
+    json: Path | None = None
+    """File for all figures, with versions, hardware, options and plan."""
+    config: Path | None = None
+    """TOML file with options."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def execute(self) -> int:
+        """Run the workloads, print the table and return the exit code. Raises KvernError."""
+        from kvern.bench.offline import Result, check, describe, run_once
+        from kvern.bench.workloads import resolve
+
+        if self.repeat < 1:
+            raise ConfigError(f"repeat is {self.repeat}: it must be at least 1")
+        resolve(self.workload, 2000)  # a wrong name is refused before the model is loaded
+        engine = start(self.engine)
+        workloads = resolve(self.workload, engine.spec.vocab_size)
+        for workload in workloads:
+            check(workload, engine)
+        results = []
+        for workload in workloads:
+            runs = []
+            for number in range(self.warmup + self.repeat):
+                run = run_once(engine, workload, self.temperature)
+                _say(f"{workload.name}: run {number + 1} of {self.warmup + self.repeat}: {run.seconds:.3f} s")
+                runs.append(run)
+            results.append(Result(workload, runs[self.warmup :]))
+        _print(results)
+        if self.json is not None:
+            report = describe(engine) | {
+                "temperature": self.temperature,
+                "results": [result.report() for result in results],
+            }
+            self.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return 0
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Time each Triton kernel on a model's shapes, beside what the card reads and multiplies at most."""
+
+    config: Path | None = None
+    """TOML file with options."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def execute(self) -> int:
+        """Print the table and return the exit code. Raises KvernError."""
+        import torch
+        from rich.table import Table
+
+        from kvern.engine.device import missing_gpu
+        from kvern.models.hub import resolve_model
+        from kvern.models.loader import read_config
+        from kvern.models.registry import spec_from_config
+
+        if not torch.cuda.is_available():
+            raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")
+        from kvern.bench.kernels import cases, ceilings, measure
+
+        device = torch.device("cuda")
+        spec = spec_from_config(read_config(resolve_model(self.engine.model, revision=self.engine.revision)))
+        bandwidth, rate = ceilings(device)
+        table = Table(
+            "kernel",
+            "shape",
+            "us",
+            "TB/s",
+            f"of {bandwidth:.2f}",
+            "TFLOP/s",
+            f"of {rate:.0f}",
+            title=f"{torch.cuda.get_device_name(device)}, {spec.model_type}",
+            title_justify="left",
+        )
+        with torch.inference_mode():
+            for case in cases(spec, device):
+                measured = measure(case)
+                bytes_rate, operations_rate = measured.terabytes_per_second, measured.teraflops
+                table.add_row(
+                    case.kernel,
+                    case.shape,
+                    f"{1e6 * measured.seconds:.1f}",
+                    f"{bytes_rate:.2f}",
+                    f"{bytes_rate / bandwidth:.0%}",
+                    f"{operations_rate:.0f}" if case.operations else "",
+                    f"{operations_rate / rate:.0%}" if case.operations else "",
+                )
+        _print_tables(table)
+        return 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Show where the time of a workload's steps goes: a table by part of the model, and a Chrome trace.
+
+    Open the trace in ui.perfetto.dev or chrome://tracing.
+    """
+
+    workload: str = "decode8"
+    """Workload, as for `kvern bench offline`."""
+    steps: int = 20
+    """Steps that are profiled."""
+    warmup: int = 10
+    """Steps before them: the prompts, and the capture of CUDA graphs."""
+    output: Path | None = None
+    """File for the trace, FILE.json or FILE.json.gz."""
+    config: Path | None = None
+    """TOML file with options."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def execute(self) -> int:
+        """Print the tables and return the exit code. Raises KvernError."""
+        from rich.table import Table
+
+        from kvern.bench.offline import check
+        from kvern.bench.profile import profile_workload
+        from kvern.bench.workloads import resolve
+
+        if self.steps < 1:
+            raise ConfigError(f"steps is {self.steps}: it must be at least 1")
+        resolve((self.workload,), 2000)
+        engine = start(self.engine)
+        workload: Workload = resolve((self.workload,), engine.spec.vocab_size)[0]
+        check(workload, engine)
+        found = profile_workload(engine, workload, self.steps, self.warmup, self.output)
+        device = "GPU" if found.on_gpu else "CPU"
+        each = 1000 / max(found.steps, 1)
+        table = Table("part", f"{device} ms a step", "share", title=f"{workload.name}: {found.steps} steps")
+        for part, seconds in found.parts.items():
+            table.add_row(part, f"{each * seconds:.3f}", f"{seconds / found.busy:.1%}" if found.busy else "")
+        table.add_row("all of them", f"{each * found.busy:.3f}", "")
+        table.add_row("a step, by the clock", f"{each * found.seconds:.3f}", "")
+        kernels = Table("kernel", "calls", "ms", title="the most expensive kernels")
+        for name, calls, seconds in found.kernels[:10]:
+            kernels.add_row(name[:70], str(calls), f"{1000 * seconds:.2f}")
+        _print_tables(table, kernels)
+        if self.output is not None:
+            _say(f"trace: {self.output}")
+        return 0
+
+
+def start(config: EngineConfig) -> Engine:
+    """The engine, with a line about its start."""
+    from kvern.engine.engine import Engine
+
+    engine = Engine(config)
+    _say(f"started in {engine.startup}")
+    return engine
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"kvern: {text}\n")
+
+
+def _print_tables(*tables: Table) -> None:
+    from rich.console import Console
+
+    for table in tables:
+        for column in table.columns[1:]:
+            column.justify = "right"
+        Console().print(table)
+
+
+def _print(results: list[Result]) -> None:
+    from rich.table import Table
+
+    table = Table(
+        "workload",
+        "requests",
+        "seconds",
+        "min-max",
+        "prompt tok/s",
+        "generated tok/s",
+        "ms/step",
+        "TTFT ms p50/p99",
+        "ITL ms p50/p99",
+        title="kvern bench offline",
+        title_justify="left",
+    )
+    for result in results:
+        low, high = result.spread
+        table.add_row(
+            result.workload.name,
+            str(len(result.workload.prompts)),
+            f"{result.seconds:.3f}",
+            f"{low:.3f}-{high:.3f}",
+            f"{result.prompt_tokens / result.seconds:,.0f}",
+            f"{result.generated_tokens / result.seconds:,.0f}",
+            f"{result.step_milliseconds:.3f}",
+            *(
+                f"{result.percentile(name, 50):.1f} / {result.percentile(name, 99):.1f}"
+                for name in ("first_token", "between_tokens")
+            ),
+        )
+    _print_tables(table)
