@@ -1,0 +1,164 @@
+"""The engine whose batch lives on the device gives the answers of the ordinary one; its kernels are interpreted here."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvern.engine.engine
+from kvern import LLM, RequestOutput, SamplingParams
+from kvern.config import EngineConfig
+from kvern.engine.device_factory import build_device_core
+from kvern.engine.startup import Startup
+from tests.families import FAMILIES, make_checkpoint
+
+FAMILIES_BY_MECHANISM = [
+    name
+    for name in (
+        "llama",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "olmo2",
+        "cohere",
+        "smollm3",
+        "mixtral",
+        "qwen3_moe",
+    )
+    if name in FAMILIES
+]
+PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., LLM]:
+    """Makes engines whose batch lives on the device."""
+
+    def build(config: EngineConfig, folder: Path, startup: Startup) -> object:
+        return build_device_core(config, folder, device, startup)
+
+    def make(folder: Path, **options: Any) -> LLM:
+        with monkeypatch.context() as patched:
+            patched.setattr(kvern.engine.engine, "build_core", build)
+            return LLM(str(folder), **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", path)
+    return path
+
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "kv_cache_tokens": 512,
+    "max_batch_requests": 4,
+    "block_size": 4,
+}
+
+
+def answers(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def logprobs(outputs: list[RequestOutput]) -> Iterator[float]:
+    for output in outputs:
+        for entries in (output.prompt_logprobs or [])[1:], output.outputs[0].logprobs or []:
+            yield from (next(iter(entry.values())).logprob for entry in entries if entry)
+
+
+@pytest.mark.parametrize("family", FAMILIES_BY_MECHANISM)
+def test_families_answer_alike(family: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    make_checkpoint(family, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
+    found = on_device(tmp_path, **OPTIONS).generate(PROMPTS, params)
+    assert answers(found) == answers(expected)
+    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False, "prefix_cache": False, "chunked_prefill": False},
+        {"deterministic": True, "max_batch_tokens": 8},
+        {"kv_cache": "contiguous", "batching": "static"},
+        {"attention_backend": "torch_sdpa", "kv_cache_tokens": 48, "max_model_len": 48},
+    ],
+    ids=str,
+)
+def test_switches_leave_the_answers(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=4, n=2, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    ]
+    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
+    llm = on_device(folder, **(OPTIONS | options))
+    assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+    again = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert answers(again) == [[answers(expected)[0][0][:2]]], "with the prompt cached"
+    llm._engine.core.scheduler.check_integrity()
+
+
+def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., LLM]) -> None:
+    plain: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 5, "ignore_eos": True}
+    params = [
+        SamplingParams(**plain, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5),
+        SamplingParams(**plain, logit_bias={7: 4.0, 9: -50.0}, logprobs=2),
+        SamplingParams(**plain, typical_p=0.6),
+        SamplingParams(**plain, allowed_token_ids=[3, 4, 5, 6, 7]),
+        SamplingParams(temperature=0, max_tokens=5, min_tokens=4),
+        SamplingParams(**plain, top_p=0.9, top_k=20, min_p=0.01),
+    ]
+    prompts = [PROMPTS[0]] * len(params)
+    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
+    found = on_device(folder, **OPTIONS).generate(prompts, params)
+    assert answers(found) == answers(expected)
+    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+
+
+def test_a_step_that_runs_out_of_memory_is_run_in_parts(
+    folder: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
+    llm = on_device(folder, **OPTIONS)
+    decoder = llm._engine.core._executor._runner._decoder
+    forward = decoder.forward
+
+    def small_card(token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if token_ids.shape[0] > 7:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return forward(token_ids, *arguments)
+
+    monkeypatch.setattr(decoder, "forward", small_card)
+    found = llm.generate(PROMPTS, params)
+    assert answers(found) == answers(expected)
+    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    assert "out of GPU memory in a step of 28 tokens" in caplog.text
+
+
+def test_aborted_requests_leave_nothing_behind(folder: Path, on_device: Callable[..., LLM]) -> None:
+    llm = on_device(folder, **OPTIONS)
+    engine = llm._engine
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(str(index), prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    engine.abort(["0", "2"])
+    while engine.has_work:
+        engine.step()
+    engine.core.scheduler.check_integrity()
+    again = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    )
+    assert answers(again) == answers(expected)
