@@ -59,6 +59,8 @@ class EngineConfig:
     """Prepare the next step while a GPU computes the present one."""
     deterministic: bool = False
     """On a GPU, make a request's logits the same to the last bit whatever shares its batch; costs speed."""
+    cache_dir: str | None = None
+    """Folder for built kernels and measurements of this GPU. None: kvern's among the user's caches."""
     seed: int = 0
     """Requests without a seed of their own draw theirs from this one."""
 

@@ -27,6 +27,7 @@ def launch_decode(requests: int, heads: int, kv_heads: int, dim: int, window: in
         torch.zeros(requests, dtype=torch.int32),
         torch.zeros(requests, dtype=torch.int32),
         torch.zeros(requests * kv_heads, dtype=torch.int32),
+        torch.zeros(requests, heads, dim, dtype=torch.bfloat16),
         decode_shape(requests, kv_heads, dim, 132),
         scale=0.1,
         window=window,
@@ -126,13 +127,15 @@ def test_decode(
 ) -> None:
     batch = make_batch(device, [0, 5, 37, 16], [1, 1, 1, 1], heads, kv_heads, dim, torch.float32)
     arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=device)
-    out = decode_attention(
+    out = torch.full((4, heads, dim), float("nan"), device=device)
+    decode_attention(
         batch.query,
         batch.cache,
         batch.table,
         batch.slots,
         batch.starts,
         arrived,
+        out,
         DecodeShape(16, splits, 16, 4, 2),
         scale=0.3,
         window=window,

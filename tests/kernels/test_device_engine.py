@@ -1,4 +1,4 @@
-"""The engine whose batch lives on the device gives the answers of the ordinary one; its kernels are interpreted here."""
+"""The engine whose batch lives on the device answers as the ordinary one; its kernels are interpreted here."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

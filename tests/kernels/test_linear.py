@@ -12,6 +12,7 @@ from tests.kernels.test_norm import relative_error
 
 MATVEC = MatvecShape(4, 512, 4)
 SMALL = MatmulShape(16, 32, 128, 4, 4)
+ZEROS = torch.zeros(8, dtype=torch.int32)
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -33,7 +34,13 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: small_matmul(bf16(9, 896), bf16(64, 896), bf16(64), SMALL),
     *(
         lambda rows=rows: small_matmul(bf16(rows, 4096), bf16(64, 4096), None, MatmulShape(rows, 64, 64, 4, 4))
-        for rows in (16, 32, 64, 128)
+        for rows in (8, 16, 32, 64, 128)
+    ),
+    *(
+        lambda rows=rows: small_matmul(
+            bf16(rows, 4096), bf16(64, 4096), None, MatmulShape(rows, 64, 64, 4, 5, 2), ZEROS
+        )
+        for rows in (8, 32)
     ),
 ]
 
@@ -73,3 +80,15 @@ def test_small_matmul_and_a_row_does_not_depend_on_the_others(
     out = small_matmul(x, weight, bias, SMALL)
     assert relative_error(out, x.double() @ weight.double().T + (0 if bias is None else bias.double())) < 1e-3
     assert torch.equal(small_matmul(x[-1:], weight, bias, SMALL)[0], out[-1])
+
+
+@pytest.mark.parametrize(("rows", "inputs", "splits"), [(3, 256, 2), (8, 200, 2), (19, 640, 4), (1, 60, 2)])
+def test_small_matmul_with_split_inputs(device: torch.device, rows: int, inputs: int, splits: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=generator).half().to(device)
+    weight = torch.randn(40, inputs, generator=generator).half().to(device)
+    bias = torch.randn(40, generator=generator).half().to(device)
+    arrived = torch.zeros(8, dtype=torch.int32, device=device)
+    out = small_matmul(x, weight, bias, MatmulShape(8, 32, 64, 4, 3, splits), arrived)
+    assert relative_error(out, x.double() @ weight.double().T + bias.double()) < 1e-3
+    assert not arrived.any()

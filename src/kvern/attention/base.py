@@ -1,7 +1,7 @@
 """What an attention backend is: owner of the KV cache, and the attention of every layer over it."""
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -9,7 +9,10 @@ from kvern.cache.manager import BlockCopy
 from kvern.layers.attention import Attend, PagedAttend
 from kvern.worker.input_batch import InputBatch
 
-__all__ = ["Attend", "AttentionBackend", "PagedAttend", "copy_cache_blocks"]
+if TYPE_CHECKING:
+    from kvern.worker.device_batch import Queries
+
+__all__ = ["Attend", "AttentionBackend", "AttentionKernels", "PagedAttend", "copy_cache_blocks"]
 
 Batch = TypeVar("Batch", bound=InputBatch, contravariant=True)
 
@@ -26,6 +29,27 @@ class AttentionBackend(Protocol[Batch]):
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the heads of blocks in every layer, in order."""
+        ...
+
+
+Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Attention of one layer: its index, queries [T, heads, head_dim] (rows may have gaps), its cache, and where the result
+goes, [T, heads, head_dim]. T are the tokens of the `Queries` it was planned for."""
+
+
+class AttentionKernels(Protocol):
+    """Causal attention over the cache above by one library. A step is planned once, then run for each layer."""
+
+    name: str
+    captures: bool
+    """What `decode` plans may be captured in a CUDA graph."""
+
+    def decode(self, queries: "Queries") -> Run:
+        """Plan for requests of one token each."""
+        ...
+
+    def prefill(self, queries: "Queries") -> Run:
+        """Plan for requests of any number of tokens each."""
         ...
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from kvern.attention.base import copy_cache_blocks
 from kvern.cache.manager import BlockCopy
+from kvern.layers.attention import rows_of
 from kvern.models.spec import AttentionSpec
 from kvern.worker.input_batch import InputBatch
 
@@ -217,7 +218,10 @@ class TorchAttend:
             store.slots.index_copy_(0, self.cache_slots, new.to(self._backend._dtype))
         return self.over_cache(layer, query)
 
-    def over_cache(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        return rows_of(self._over_cache(layer, query), wanted)
+
+    def _over_cache(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         stores, spec = self._backend._stores[layer], self._backend._layers[layer]
         parts = self._gathers[spec.window]
         stored = query.to(self._backend._dtype)

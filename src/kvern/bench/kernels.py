@@ -205,6 +205,7 @@ def _decode(spec: ModelSpec, requests: int, keys: int, make: Make, device: torch
         slots,
         torch.full_like(slots, keys - 1),
         torch.zeros(requests * attention.kv_heads, dtype=torch.int32, device=device),
+        torch.empty(requests, attention.heads, attention.head_dim, dtype=torch.bfloat16, device=device),
         decode_shape(requests, attention.kv_heads, attention.head_dim, processors),
         scale=attention.scale,
     )

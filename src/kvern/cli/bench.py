@@ -179,6 +179,8 @@ def start(config: EngineConfig) -> Engine:
     from kvern.engine.engine import Engine
 
     engine = Engine(config)
+    for line in engine.startup.reports:
+        _say(line)
     _say(f"started in {engine.startup}")
     return engine
 

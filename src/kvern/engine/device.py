@@ -51,6 +51,11 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 def check_head_dim(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError if the attention backend that was asked for does not know the model's heads."""
+    if config.deterministic and config.attention_backend not in ("auto", "triton"):
+        raise ConfigError(
+            f"deterministic is on and attention_backend is {config.attention_backend}: only triton attends to a token "
+            "the same way in any batch; leave attention_backend auto"
+        )
     largest = max(layer.attention.head_dim for layer in spec.layers)
     if config.attention_backend == "triton" and largest > LARGEST_HEAD:
         raise ConfigError(

@@ -2,12 +2,14 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from kvern.attention.base import AttentionBackend
-from kvern.attention.triton_paged import TritonAttention
+from kvern.attention.paged import PagedAttention
+from kvern.attention.selection import Shapes, choose
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.device import GIGABYTE, LARGEST_HEAD, check_dtype, check_head_dim, check_weights_fit
@@ -20,6 +22,7 @@ from kvern.engine.factory import (
     resolve_max_model_len,
 )
 from kvern.engine.kernel_check import REQUIRED, working_kernels
+from kvern.engine.measurements import Measurements, cache_folder, keep_builds
 from kvern.engine.startup import Startup
 from kvern.layers.linear import Multiply
 from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
@@ -59,6 +62,8 @@ def build_device_core(
     check_dtype(dtype, device)
     check_head_dim(config, spec)
     check_weights_fit(spec, dtype, device)
+    keep_builds(cache_folder(config))
+    measurements = Measurements(cache_folder(config), device)
     kernels = ALL_KERNELS
     if device.type == "cuda":
         with startup.stage("kernels"):
@@ -66,7 +71,9 @@ def build_device_core(
     if not kernels >= REQUIRED:
         return None
     config = without_broken(config, spec, kernels)
-    linear = TunedLinear() if config.linear_backend != "cublas" and not config.deterministic else None
+    linear = None
+    if config.linear_backend != "cublas" and not config.deterministic:
+        linear = TunedLinear(device, cublas=config.linear_backend == "auto")
     multiply: Multiply = deterministic_linear if config.deterministic else linear or torch.nn.functional.linear
     with startup.stage("weights"):
         decoder = load_model(
@@ -81,17 +88,21 @@ def build_device_core(
         )
     if linear is not None and device.type == "cuda":
         with startup.stage("tuning"), torch.inference_mode():
-            linear.tune(decoder, time_calls)
+            timed = linear.tune(decoder, time_calls, measurements.section("linear"))
+            measurements.remember("linear", timed)
     slots = config.max_batch_requests
     tokens = batch_tokens(config, longest, slots, GPU_BATCH_TOKENS)
+    with startup.stage("attention"), torch.inference_mode():
+        make_attention = attention_maker(config, spec, dtype, device, longest, measurements, startup)
+    measurements.save()
     with startup.stage("memory"):
-        reserve = activation_bytes(config, decoder, slots, min(tokens, longest * slots), longest)
+        reserve = activation_bytes(config, decoder, make_attention, slots, min(tokens, longest * slots), longest)
         plan = plan_cache(config, spec, longest, dtype, device, reserve + margin_bytes(device))
         report_others(device, decoder)
     with startup.stage("cache"):
         if config.kv_cache == "contiguous":
             slots = min(slots, plan.blocks)
-        attention = make_attention(config, spec, plan.blocks + 1, plan.block_size, plan.dtype, device, slots)
+        attention = make_attention(plan.blocks + 1, plan.block_size, plan.dtype)
         rows = DeviceRows(
             slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device, scratch_block=plan.blocks
         )
@@ -125,22 +136,33 @@ def report_others(device: torch.device, decoder: Decoder) -> None:
         )
 
 
-def make_attention(
+MakeAttention = Callable[[int, int, torch.dtype], AttentionBackend[DeviceBatch]]
+"""Makes the attention backend with a KV cache: blocks, block size, dtype."""
+
+
+def attention_maker(
     config: EngineConfig,
     spec: ModelSpec,
-    blocks: int,
-    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    slots: int,
-) -> AttentionBackend[DeviceBatch]:
-    """The attention backend with its KV cache."""
+    longest: int,
+    measurements: Measurements,
+    startup: Startup,
+) -> MakeAttention:
+    """Choose who attends. Raises ConfigError if the configured library cannot be used."""
     layers = [layer.attention for layer in spec.layers]
     if config.attention_backend == "torch_sdpa":
         from kvern.attention.torch_sdpa import TorchAttention
 
-        return TorchAttention(layers, blocks, block_size, dtype, device)
-    return TritonAttention(layers, blocks, block_size, dtype, device, slots + 1, config.deterministic)
+        return lambda blocks, block_size, dtype: TorchAttention(layers, blocks, block_size, dtype, device)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    block_size = config.block_size if config.kv_cache == "paged" else longest
+    shapes = Shapes(layers, block_size, dtype, cache_dtype, device, config.max_batch_requests + 1, longest)
+    phases, triton, table = choose(config, shapes, measurements)
+    startup.report(table)
+    return lambda blocks, block_size, dtype: PagedAttention(
+        layers, blocks, block_size, dtype, device, phases, triton, config.deterministic
+    )
 
 
 def margin_bytes(device: torch.device) -> int:
@@ -150,19 +172,21 @@ def margin_bytes(device: torch.device) -> int:
     return MARGIN_BYTES + int(MARGIN_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
-def activation_bytes(config: EngineConfig, decoder: Decoder, slots: int, tokens: int, longest: int) -> int:
+def activation_bytes(
+    config: EngineConfig, decoder: Decoder, make_attention: MakeAttention, slots: int, tokens: int, longest: int
+) -> int:
     """What the largest steps take beside weights and cache: measured by running them, over a cache of one block.
 
     It also compiles and loads the kernels that serving needs.
     """
-    spec, device = decoder.spec, decoder.build.device
+    device = decoder.build.device
     if device.type != "cuda":
         return 0
     length = min(longest - 1, tokens)
     requests = min(slots, -(-tokens // length))
     blocks = -(-longest // config.block_size)
     rows = DeviceRows(slots, longest, blocks, device, scratch_block=0)
-    attention = make_attention(config, spec, 1, config.block_size, decoder.build.dtype, device, slots)
+    attention = make_attention(1, config.block_size, decoder.build.dtype)
     runner = DeviceRunner(decoder, attention, rows, config.block_size, cuda_graphs=False)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

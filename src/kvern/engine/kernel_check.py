@@ -139,7 +139,8 @@ class KernelLaunches:
             decode = partial(attention.decode_attention, **of_model)
             shape = attention.decode_shape(requests, spec.kv_heads, spec.head_dim, PROCESSORS)
             query, arrived = self._empty(2, spec.heads, spec.head_dim), self._integers(2 * spec.kv_heads)
-            yield partial(decode, query, cache, table, zeros, zeros, arrived, shape)
+            for rows in (zeros, zeros.long()):
+                yield partial(decode, query, cache, table, rows, rows, arrived, torch.empty_like(query), shape)
         for long in (False, True):
             prefill = partial(attention.prefill_attention, **of_model)
             query, out = self._empty(2, spec.heads, spec.head_dim), self._empty(2, spec.heads, spec.head_dim)
@@ -148,14 +149,14 @@ class KernelLaunches:
 
     def _linear(self) -> Iterable[Launch]:
         hidden = self.spec.hidden_size
-        weight = self._empty(256, hidden)
+        weight, arrived = self._empty(256, hidden), self._integers(256)
         for rows, shapes in CANDIDATES.items():
             x = self._empty(rows, hidden)
             for shape in shapes:
                 if isinstance(shape, linear.MatvecShape):
                     yield partial(linear.matvec, x, weight, None, shape)
                 elif shape is not None:
-                    yield partial(linear.small_matmul, x, weight, None, shape)
+                    yield partial(linear.small_matmul, x, weight, None, shape, arrived)
 
 
 def working_kernels(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> frozenset[str]:

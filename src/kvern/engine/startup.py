@@ -1,7 +1,7 @@
 """How long each part of a start took."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,13 @@ class Startup:
 
     def __init__(self) -> None:
         self.stages: dict[str, float] = {"import": process_age()}
+        self.reports: list[str] = []
+        """Lines about what was measured and decided."""
         self._began = time.perf_counter()
+
+    def report(self, lines: Sequence[str]) -> None:
+        """Add lines to be shown with the start."""
+        self.reports += lines
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

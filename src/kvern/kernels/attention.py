@@ -165,21 +165,22 @@ def decode_attention(
     slots: torch.Tensor,
     starts: torch.Tensor,
     arrived: torch.Tensor,
+    out: torch.Tensor,
     shape: DecodeShape,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> torch.Tensor:
+) -> None:
     """Attention of one query for each of R requests over all its keys, its own included.
 
     query        [R, heads, head_dim], rows may have gaps
     cache        [2, blocks, block_size, kv_heads, head_dim]
     block_table  [slots, max_blocks] int32
-    slots        [R] int32: the row of the block table
-    starts       [R] int32: the position of the query; its key and those before it are in the cache
+    slots        [R] integers: the row of the block table
+    starts       [R] integers: the position of the query; its key and those before it are in the cache
     arrived      at least R * kv_heads int32 zeros, which are zeros again afterwards
-    returns      [R, heads, head_dim] in the dtype of the query
+    out          [R, heads, head_dim], contiguous
 
     Moves the keys and values of each request once: 2 * length * kv_heads * head_dim * itemsize bytes.
     """
@@ -187,7 +188,6 @@ def decode_attention(
     _, _, block_size, kv_heads, _ = cache.shape
     group = heads // kv_heads
     overlap = overlaps(query.device)
-    out = torch.empty(requests, heads, head_dim, dtype=query.dtype, device=query.device)
     partial = partial_sum = out
     if shape.splits > 1:
         partial = torch.empty(requests, heads, shape.splits, head_dim, dtype=torch.float32, device=query.device)
@@ -223,7 +223,6 @@ def decode_attention(
         num_stages=shape.stages,
         launch_pdl=overlap,
     )
-    return out
 
 
 class PrefillShape(NamedTuple):

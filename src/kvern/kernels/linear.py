@@ -32,13 +32,17 @@ class MatvecShape(NamedTuple):
 
 
 class MatmulShape(NamedTuple):
-    """How a product is cut: rows, outputs and inputs of one tile; `stages` tiles are on their way at once."""
+    """How a product is cut: rows, outputs and inputs of one tile; `stages` tiles are on their way at once.
+
+    `splits` programs share the inputs of the same outputs, where the outputs alone would not fill the card.
+    """
 
     rows: int
     outputs: int
     inputs: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 class Around(NamedTuple):
@@ -178,47 +182,74 @@ def _small_matmul_kernel(
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
     rows,
     outputs,
     inputs,
     x_stride,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
-    in_rows = row < rows
-    in_outputs = output < outputs
-    column = tl.arange(0, INPUTS)
-    x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
-    weight_tile = weight + output[None, :] * inputs + column[:, None]
-    inside = column < inputs
-    weights = tl.load(weight_tile, mask=in_outputs[None, :] & inside[:, None], other=0.0)
     if OVERLAP:
         wait_for_previous()
-    values = tl.load(x_tile, mask=in_rows[:, None] & inside[None, :], other=0.0)
-    total = tl.dot(values, weights, input_precision="ieee")
-    for start in tl.range(INPUTS, inputs, INPUTS):
+    split = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, INPUTS)
+    # Beyond the last row and output the last is read again: no masks. Outputs are the tile's rows, as the matrix units
+    # take 64 of those at a time, but any 8 columns.
+    x_tile = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + column[:, None]
+    weight_tile = weight + tl.minimum(output, outputs - 1)[:, None] * inputs + column[None, :]
+    span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
         if EVEN:
-            values = tl.load(x_tile + start, mask=in_rows[:, None], other=0.0)
-            weights = tl.load(weight_tile + start, mask=in_outputs[None, :], other=0.0)
+            weights = tl.load(weight_tile + start)
+            values = tl.load(x_tile + start)
         else:
             inside = start + column < inputs
-            values = tl.load(x_tile + start, mask=in_rows[:, None] & inside[None, :], other=0.0)
-            weights = tl.load(weight_tile + start, mask=in_outputs[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(values, weights, total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
-    target = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=in_rows[:, None] & in_outputs[None, :])
+            weights = tl.load(weight_tile + start, mask=inside[None, :], other=0.0)
+            values = tl.load(x_tile + start, mask=inside[:, None], other=0.0)
+        total = tl.dot(weights, values, total, input_precision="ieee")
+    place = row.to(tl.int64)[None, :] * outputs + output[:, None]
+    known = (row < rows)[None, :] & (output < outputs)[:, None]
+    last = True
+    if SPLITS > 1:
+        # Whoever arrives last adds the parts, in their order, so that the order of arrival changes nothing.
+        part = partial + place
+        size = rows.to(tl.int64) * outputs
+        tl.store(part + split * size, total, mask=known)
+        tl.debug_barrier()
+        counter = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            tl.debug_barrier()
+            total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(part + other * size, mask=known, other=0.0, cache_modifier=".cg")
+            tl.atomic_xchg(counter, 0)
+    if last:
+        if BIAS:
+            total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=known)
 
 
-def small_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: MatmulShape) -> torch.Tensor:
+def small_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: MatmulShape,
+    arrived: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`x @ weight.T + bias`: [rows, inputs], [outputs, inputs] -> [rows, outputs], sums in float32.
+
+    arrived   if the shape has splits: an int32 zero for every tile, which is zero again afterwards
 
     A row's result depends on the shape of the tiles alone, not on how many rows there are. Moves the weights once for
     each `shape.rows` rows.
@@ -227,17 +258,26 @@ def small_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     outputs = weight.shape[0]
     overlap = overlaps(x.device)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    _small_matmul_kernel[(triton.cdiv(outputs, shape.outputs), triton.cdiv(rows, shape.rows))](
+    partial = counters = out
+    if shape.splits > 1:
+        if arrived is None:
+            raise ValueError("a product with splits needs counters")
+        partial = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device)
+        counters = arrived
+    _small_matmul_kernel[(triton.cdiv(outputs, shape.outputs), shape.splits, triton.cdiv(rows, shape.rows))](
         x,
         weight,
         x if bias is None else bias,
         out,
+        partial,
+        counters,
         rows,
         outputs,
         inputs,
         x.stride(0),
         bias is not None,
         inputs % shape.inputs == 0,
+        shape.splits,
         shape.rows,
         shape.outputs,
         shape.inputs,

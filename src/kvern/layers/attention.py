@@ -30,8 +30,16 @@ class PagedAttend(Attend, Protocol):
     def cache(self, layer: int) -> Tensor:
         """`[2, blocks, block_size, kv_heads, head_dim]`."""
 
-    def over_cache(self, layer: int, query: Tensor) -> Tensor:
-        """`query [T, heads, head_dim]` over the stored keys and values -> `[T, heads, head_dim]`."""
+    def over_cache(self, layer: int, query: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """`query [T, heads, head_dim]` over the stored keys and values -> `[T, heads, head_dim]`.
+
+        With `wanted`, the indices [S] of the step's tokens that are sampled from, theirs alone: `[S, heads, head_dim]`.
+        """
+
+
+def rows_of(x: Tensor, wanted: Tensor | None) -> Tensor:
+    """The rows of x that are wanted; None: all."""
+    return x if wanted is None else x.index_select(0, wanted)
 
 
 class Attention(Module):
@@ -56,13 +64,13 @@ class Attention(Module):
             else:
                 self.norm_before = norm
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         tokens = hidden.shape[0]
         qkv = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
         query_key = self.norm_after(self.rotate(self.norm_before(qkv[:, : self.rotated]), rotation))
         query, key = query_key[:, : self.heads], query_key[:, self.heads :]
         attended = attend(self.index, query, key, qkv[:, self.rotated :])
-        out: Tensor = self.o_proj(attended.reshape(tokens, -1))
+        out: Tensor = self.o_proj(rows_of(attended, wanted).flatten(1))
         return out
 
 

@@ -49,11 +49,11 @@ class FusedAttention(Attention):
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.head_norm = cast("HeadNorm", self.norm_before) if model.query_key_norm is not None else None
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        out: Tensor = self.o_proj(self.attended(self.qkv_proj(hidden), rotation, attend))
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        out: Tensor = self.o_proj(self.attended(self.qkv_proj(hidden), rotation, attend, wanted))
         return out
 
-    def attended(self, qkv: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def attended(self, qkv: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         """What is between the projections: `[T, heads + 2 * kv_heads, head_dim]` flat -> `[T, heads * head_dim]`."""
         paged = cast("PagedAttend", attend)
         table, positions = rotation
@@ -69,14 +69,14 @@ class FusedAttention(Attention):
             norm_weight=None if norm is None else norm.weight,
             epsilon=0.0 if norm is None else norm.spec.epsilon,
         )
-        return paged.over_cache(self.index, query).view(qkv.shape[0], -1)
+        return paged.over_cache(self.index, query, wanted).flatten(1)
 
 
 class TableAttention(Attention):
     """Attention with a norm that the kernel does not know: PyTorch rotates, and the backend stores."""
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        return super().forward(hidden, rows_of_table(rotation), attend)
+    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        return super().forward(hidden, rows_of_table(rotation), attend, wanted)
 
 
 class FusedGatedMLP(GatedMLP):
@@ -98,9 +98,11 @@ class FusedLayer(SequentialLayer):
     mlp_in: FusedRMSNorm
     self_attn: FusedAttention
 
-    def forward(self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend) -> Residual:
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+    ) -> Residual:
         if hidden.shape[0] > 1:
-            return super().forward(hidden, update, rotation, attend)
+            return super().forward(hidden, update, rotation, attend, wanted)
         attention, norm = self.self_attn, self.attention_in
         if update is None:
             qkv = product(hidden, attention.qkv_proj, Around(norm.weight, norm.epsilon))

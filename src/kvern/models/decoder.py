@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.attention import Attend, make_attention
+from kvern.layers.attention import Attend, make_attention, rows_of
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
 from kvern.layers.loadable import Loadable
@@ -47,10 +47,13 @@ class SequentialLayer(Module):
         else:
             self.mlp = make_moe(model.hidden_size, layer.mlp, build)
 
-    def forward(self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend) -> Residual:
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+    ) -> Residual:
+        """All tokens are stored for later attention; the output is that of the tokens `wanted` [S], None: of all."""
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.attention_out(self.self_attn(normal, rotation, attend))
-        hidden, normal = self.mlp_in.after(hidden, self._scaled(attended))
+        attended: Tensor = self.attention_out(self.self_attn(normal, rotation, attend, wanted))
+        hidden, normal = self.mlp_in.after(rows_of(hidden, wanted), self._scaled(attended))
         return hidden, self._scaled(self.mlp_out(self.mlp(normal)))
 
     def _scaled(self, update: Tensor) -> Tensor:
@@ -60,19 +63,24 @@ class SequentialLayer(Module):
 class ParallelLayer(SequentialLayer):
     """Attention and MLP read the same residual, through norms of their own."""
 
-    def forward(self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend) -> Residual:
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+    ) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.self_attn(normal, rotation, attend)
+        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
+        hidden = rows_of(hidden, wanted)
         return hidden, attended.add_(self.mlp(self.mlp_in(hidden)))
 
 
 class SharedNormLayer(SequentialLayer):
     """Attention and MLP read the same residual through one norm."""
 
-    def forward(self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend) -> Residual:
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+    ) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.self_attn(normal, rotation, attend)
-        return hidden, attended.add_(self.mlp(normal))
+        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
+        return rows_of(hidden, wanted), attended.add_(self.mlp(rows_of(normal, wanted)))
 
 
 def _layer_class(spec: ModelSpec, build: Build) -> type[SequentialLayer]:
@@ -118,16 +126,19 @@ class Decoder(nn.Module):
             head.weight = self.embed_tokens.weight
         return head
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         """Run the tokens of one step: `token_ids` and `positions`, both int64 `[T]` -> hidden states `[T, hidden]`.
 
         The tokens may belong to any number of requests: all that ties a token to its request is what `attend` does.
+        With `wanted` [S], indices of tokens, only their states [S, hidden] are returned, and the last layer computes
+        for the others no more than their keys and values.
         """
         rotations: list[Rotation] = [table(positions) for table in self.rope_tables] or [(positions, positions)]
         hidden: Tensor = self.embed_tokens(token_ids)
         update: Tensor | None = None
-        for layer, rope in zip(self.layers, self._rope_index, strict=True):
-            hidden, update = layer(hidden, update, rotations[rope], attend)
+        for index, (layer, rope) in enumerate(zip(self.layers, self._rope_index, strict=True), 1):
+            last = index == len(self.layers)
+            hidden, update = layer(hidden, update, rotations[rope], attend, wanted if last else None)
         _, normal = self.norm.after(hidden, update)
         return normal
 

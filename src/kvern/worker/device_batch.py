@@ -36,13 +36,49 @@ class DeviceRows(BatchRows):
 
 
 @dataclass
+class Queries:
+    """R requests whose tokens follow each other, T of them.
+
+    slots, starts, counts   row, first position and number of tokens of each
+    block_table             [slots, max_blocks] int32, indexed by slot
+    device_slots, device_starts, device_counts, device_firsts   [R] int32: the same, and the first token's index among T
+    """
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    block_table: torch.Tensor
+    device_slots: torch.Tensor
+    device_starts: torch.Tensor
+    device_firsts: torch.Tensor
+    device_counts: torch.Tensor
+    known_tiles: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs of at most `size` queries, those with the most keys first.
+
+        Their request and their first query's index within it, both [tiles] int32.
+        """
+        if self.known_tiles is not None:
+            return self.known_tiles
+        tiles = [
+            (start + first, request, first)
+            for request, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
+            for first in range(0, count, size)
+        ]
+        tiles.sort(reverse=True)
+        both = [request for _, request, _ in tiles] + [first for _, _, first in tiles]
+        requests, firsts = upload(both, torch.int32, self.block_table.device).view(2, -1)
+        return requests, firsts
+
+
+@dataclass
 class DeviceBatch(InputBatch):
     """An InputBatch whose description is on the device too; R requests, the first `decodes` of which have one token.
 
     device_slots, device_starts, device_counts, device_firsts   [R] int32: row, first position, number of tokens, and
     index of the first token among the T
     device_sample_slots                                         [S] int64: the rows that sample
-    tiles                                                       what `query_tiles` returns, if it was made before
     """
 
     decodes: int
@@ -52,23 +88,23 @@ class DeviceBatch(InputBatch):
     device_firsts: torch.Tensor
     device_sample_slots: torch.Tensor
     tiles: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What `Queries.tiles` returns for all requests, if it was made before."""
 
-    def query_tiles(self, first_request: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs of at most `size` queries of the requests from `first_request` on, those with the most keys first.
-
-        Their request and their first query's index within it, both [tiles] int32.
-        """
-        if self.tiles is not None:
-            return self.tiles
-        tiles = [
-            (self.starts[request] + first, request, first)
-            for request in range(first_request, len(self.slots))
-            for first in range(0, self.counts[request], size)
-        ]
-        tiles.sort(reverse=True)
-        both = [request for _, request, _ in tiles] + [first for _, _, first in tiles]
-        requests, firsts = upload(both, torch.int32, self.positions.device).view(2, -1)
-        return requests, firsts
+    def queries(self, first: int, last: int) -> Queries:
+        """Of the requests from `first` to before `last`, which is the first run, the last request, or both."""
+        requests = slice(first, last)
+        firsts = self.device_firsts[requests]
+        return Queries(
+            slots=self.slots[requests],
+            starts=self.starts[requests],
+            counts=self.counts[requests],
+            block_table=self.block_table,
+            device_slots=self.device_slots[requests],
+            device_starts=self.device_starts[requests],
+            device_firsts=firsts - first if first else firsts,  # each request before is one token
+            device_counts=self.device_counts[requests],
+            known_tiles=self.tiles,
+        )
 
 
 def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> DeviceBatch:

@@ -25,7 +25,7 @@ from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, Scheduler
 from kvern.worker.cuda_graph import DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
-from kvern.worker.result import PendingStep, PromptLogprobs, prompt_logprobs
+from kvern.worker.result import PendingStep, PromptLogprobs, prompt_logprobs, tokens_wanted
 
 logger = logging.getLogger("kvern")
 
@@ -156,7 +156,8 @@ class DeviceRunner:
             )
             return PendingStep(scheduled, sampled)
         batch = build_device_batch(self._rows, scheduled, self._block_size)
-        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch))
+        states = tokens_wanted(self._rows, batch)
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states)
         prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)

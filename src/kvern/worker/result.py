@@ -72,11 +72,24 @@ class PendingStep:
         )
 
 
+def asks_prompt_logprobs(rows: BatchRows, batch: InputBatch) -> bool:
+    """Whether some request of the step wants log-probabilities of its prompt."""
+    return any(rows.request(slot).params.prompt_logprobs is not None for slot in batch.slots)
+
+
+def tokens_wanted(rows: BatchRows, batch: InputBatch) -> torch.Tensor | None:
+    """Indices of the tokens whose hidden states the step needs: those that are sampled from; None: all."""
+    samples = len(batch.sample_slots)
+    if samples in (0, len(batch.token_ids)) or asks_prompt_logprobs(rows, batch):
+        return None
+    return batch.sample_tokens
+
+
 def prompt_logprobs(
     decoder: Decoder, rows: BatchRows, batch: InputBatch, hidden: torch.Tensor
 ) -> list[PromptLogprobs | None]:
     """What the step's tokens predict of their prompts, for requests that asked. Empty if none did."""
-    if all(rows.request(slot).params.prompt_logprobs is None for slot in batch.slots):
+    if not asks_prompt_logprobs(rows, batch):
         return []
     result: list[PromptLogprobs | None] = []
     first = 0

@@ -9,7 +9,7 @@ from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
 from kvern.sample.sampler import sample
 from kvern.step import SchedulerOutput
 from kvern.worker.input_batch import InputBatch, build_input_batch
-from kvern.worker.result import PendingStep, prompt_logprobs
+from kvern.worker.result import PendingStep, prompt_logprobs, tokens_wanted
 from kvern.worker.rows import BatchRows
 
 
@@ -31,7 +31,8 @@ class ModelRunner:
         self._rows.join(output.joined)
         self._rows.grow(output.grown)
         batch = build_input_batch(self._rows, output.scheduled, self._block_size)
-        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch))
+        wanted = tokens_wanted(self._rows, batch)
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
         prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
         if not batch.sample_slots:
             return PendingStep(output.scheduled, None, prompt_logprobs=prompts)

@@ -27,3 +27,20 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> float:
         end.synchronize()
         seconds.append(start.elapsed_time(end) / 1000 / len(calls))
     return statistics.median(seconds)
+
+
+def time_launches(call: Callable[[], object], launches: int = 5) -> float:
+    """Seconds of one launch among several, queued behind a pause so that the host's speed does not count; a median."""
+    call()
+    torch.cuda.synchronize()
+    seconds: list[float] = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(5_000_000)  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(launches):
+            call()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000 / launches)
+    return statistics.median(seconds)

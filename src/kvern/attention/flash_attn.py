@@ -1,0 +1,54 @@
+"""Attention through FlashAttention 4 (`flash-attn-4`), which compiles its kernels when they are first used."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from kvern.attention.base import Run
+from kvern.models.spec import AttentionSpec
+from kvern.worker.device_batch import Queries
+from kvern.worker.rows import upload
+
+
+class FlashAttnKernels:
+    """AttentionKernels out of one function for any number of queries. Raises ImportError if the package is missing."""
+
+    name = "flash_attn"
+    captures = False
+
+    def __init__(self, layers: Sequence[AttentionSpec]) -> None:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        self._layers = list(layers)
+        self._attend = flash_attn_varlen_func
+
+    def decode(self, queries: Queries) -> Run:
+        return self.prefill(queries)
+
+    def prefill(self, queries: Queries) -> Run:
+        device = queries.block_table.device
+        bounds = list(accumulate(queries.counts, initial=0))
+        keys = [start + count for start, count in zip(queries.starts, queries.counts, strict=True)]
+        sent = upload(bounds + keys, torch.int32, device)
+        firsts, lengths = sent[: len(bounds)], sent[len(bounds) :].clone()  # an address that is a multiple of 16 bytes
+        table = queries.block_table.index_select(0, queries.device_slots)
+
+        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+            spec = self._layers[layer]
+            result = self._attend(
+                query,
+                cache[0],
+                cache[1],
+                cu_seqlens_q=firsts,
+                max_seqlen_q=max(queries.counts),
+                seqused_k=lengths,
+                page_table=table,
+                softmax_scale=spec.scale,
+                causal=True,
+                window_size=(None, None) if spec.window is None else (spec.window - 1, 0),
+                softcap=spec.softcap or 0.0,
+            )
+            out.copy_(result[0] if isinstance(result, tuple) else result)
+
+        return run

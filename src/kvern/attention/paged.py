@@ -1,0 +1,114 @@
+"""The backend of GPUs: one cache, over which each kind of query is attended to by the library that is fastest at it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvern.attention.base import AttentionKernels, Run, copy_cache_blocks
+from kvern.attention.triton import LONG_CONTEXT, TritonKernels
+from kvern.cache.manager import BlockCopy
+from kvern.models.spec import AttentionSpec
+from kvern.worker.device_batch import DeviceBatch, Queries
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Who attends in which phase; runs beside decodes are mixed."""
+
+    decode: AttentionKernels
+    short_prefill: AttentionKernels
+    long_prefill: AttentionKernels
+    mixed: AttentionKernels
+
+    @classmethod
+    def all(cls, kernels: AttentionKernels) -> "Phases":
+        return cls(kernels, kernels, kernels, kernels)
+
+
+class PagedAttention:
+    """AttentionBackend over the paged cache; `deterministic` attends to every token the same way in any batch."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionSpec],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        phases: Phases,
+        triton: TritonKernels,
+        deterministic: bool = False,
+    ) -> None:
+        self.captures = phases.decode.captures
+        self.phases = phases
+        self.triton = triton
+        self.deterministic = deterministic
+        self.caches = [
+            torch.zeros(2, blocks, block_size, layer.kv_heads, layer.head_dim, dtype=dtype, device=device)
+            for layer in layers
+        ]
+
+    def plan(self, batch: DeviceBatch) -> "PagedStep":
+        return PagedStep(self, batch)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        copy_cache_blocks(self.caches, copies)
+
+
+class PagedStep:
+    """One step over the cache of `backend`: decodes first, then runs of queries."""
+
+    def __init__(self, backend: PagedAttention, batch: DeviceBatch) -> None:
+        self._backend = backend
+        self._batch = batch
+        self.cache_slots = batch.cache_slots
+        phases, requests = backend.phases, len(batch.slots)
+        decodes = 0 if backend.deterministic else batch.decodes
+        self._decodes = decodes
+        self._runs: list[tuple[slice, Run]] = []
+        if decodes:
+            self._runs.append((slice(0, decodes), phases.decode.decode(batch.queries(0, decodes))))
+        if decodes < requests:
+            queries = batch.queries(decodes, requests)
+            keys = sum(queries.starts) + sum(queries.counts)
+            long = keys >= LONG_CONTEXT * (requests - decodes)
+            kernels = phases.mixed if decodes else phases.long_prefill if long else phases.short_prefill
+            self._runs.append((slice(decodes, None), kernels.prefill(queries)))
+
+    def cache(self, layer: int) -> torch.Tensor:
+        return self._backend.caches[layer]
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        cache = self._backend.caches[layer]
+        cache[0].flatten(0, 1).index_copy_(0, self.cache_slots, key.to(cache.dtype))
+        cache[1].flatten(0, 1).index_copy_(0, self.cache_slots, value.to(cache.dtype))
+        return self.over_cache(layer, query)
+
+    def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        cache = self._backend.caches[layer]
+        if wanted is not None:
+            if self._backend.deterministic:
+                return self.over_cache(layer, query).index_select(0, wanted)
+            query = query.index_select(0, wanted)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if wanted is not None:  # the last token of a run sees all keys, as a decode does
+            self._backend.triton.decode(self._sampled())(layer, query, cache, out)
+            return out
+        for tokens, run in self._runs:
+            run(layer, query[tokens], cache, out[tokens])
+        return out
+
+    def _sampled(self) -> Queries:
+        batch = self._batch
+        count = len(batch.sample_slots)
+        return Queries(
+            slots=batch.sample_slots,
+            starts=[],
+            counts=[1] * count,
+            block_table=batch.block_table,
+            device_slots=batch.device_sample_slots,
+            device_starts=batch.sample_positions - 1,
+            device_firsts=batch.device_firsts,
+            device_counts=batch.device_counts,
+        )

@@ -1,0 +1,252 @@
+"""Who attends on this GPU: every installed library is checked and timed on the model's shapes, and the best remembered.
+
+An optional library that is not installed, does not build, or answers wrongly is passed over with the reason.
+"""
+
+import importlib.metadata
+import importlib.util
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvern.attention.base import AttentionKernels
+from kvern.attention.paged import Phases
+from kvern.attention.triton import TritonKernels
+from kvern.config import EngineConfig
+from kvern.engine.measurements import Measurements
+from kvern.errors import ConfigError
+from kvern.models.spec import AttentionSpec
+from kvern.worker.device_batch import Queries
+from kvern.worker.timing import time_launches
+
+logger = logging.getLogger("kvern")
+
+TOLERANCE = 0.02
+"""Of the largest entry: what 16-bit numbers lose in one attention."""
+PACKAGES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn-4"}
+MODULES = {"flashinfer": "flashinfer", "flash_attn": "flash_attn.cute"}
+PHASES: Mapping[str, tuple[str, list[tuple[int, int]]]] = {
+    "decode, short": ("decode", [(511, 1)] * 64),
+    "decode, long": ("decode", [(8191, 1)] * 64),
+    "prefill, short": ("short_prefill", [(0, 512)] * 16),
+    "prefill, long": ("long_prefill", [(0, 4096)] * 2),
+    "prefill, mixed": ("mixed", [(2048, 2048)] * 2),
+}
+"""What is timed: the phase, and first position and number of tokens of each request."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What attention is needed for."""
+
+    layers: Sequence[AttentionSpec]
+    block_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+    max_requests: int
+    longest: int
+
+
+def choose(config: EngineConfig, shapes: Shapes, measurements: Measurements) -> tuple[Phases, TritonKernels, list[str]]:
+    """Who attends in which phase; kvern's own kernels; and the table of what was measured now, in lines.
+
+    Raises ConfigError if the library that `attention_backend` names cannot be used.
+    """
+    triton = TritonKernels(shapes.layers, shapes.device, shapes.max_requests, config.deterministic)
+    asked = config.attention_backend
+    if asked in PACKAGES:
+        return Phases.all(_load(asked, shapes)), triton, []
+    if asked == "triton" or config.deterministic or shapes.device.type != "cuda":
+        return Phases.all(triton), triton, []
+    installed = {name: _version(name) for name in PACKAGES if _installed(name)}
+    if not installed:
+        return Phases.all(triton), triton, []
+    key = f"{shapes.layers[0]} {shapes.dtype} {shapes.block_size} {config.cuda_graphs} {installed}"
+    known = measurements.section("attention").get(key)
+    candidates: dict[str, AttentionKernels] = {"triton": triton}
+    for name in installed:
+        if known is None or name in known.values():
+            try:
+                candidates[name] = _load(name, shapes)
+            except ConfigError as error:
+                logger.warning("%s", error)
+    if known is not None and set(known.values()) <= set(candidates):
+        return Phases(**{phase: candidates[name] for phase, name in known.items()}), triton, []
+    seconds = {name: _time(kernels, shapes) for name, kernels in candidates.items()}
+    chosen = _fastest(seconds, [name for name, item in candidates.items() if item.captures or not config.cuda_graphs])
+    if set(candidates) == {"triton", *installed}:
+        measurements.remember("attention", {key: chosen})
+    phases = Phases(**{phase: candidates[name] for phase, name in chosen.items()})
+    return phases, triton, _table(seconds, chosen)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(MODULES[name]) is not None
+    except ImportError:
+        return False
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(PACKAGES[name])
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _load(name: str, shapes: Shapes) -> AttentionKernels:
+    """Import a library, build its kernels and check their answers. Raises ConfigError with the reason."""
+    if not _installed(name):
+        raise ConfigError(
+            f"attention_backend {name} is not installed: pip install {PACKAGES[name]}, or leave attention_backend auto"
+        )
+    problem = _check_dtypes(name, shapes)
+    if problem is None:
+        try:
+            kernels = _make(name, shapes)
+            problem = next(
+                filter(None, (_check(kernels, shapes, layer) for layer in _kinds(shapes.layers).values())), None
+            )
+        except Exception as error:  # whatever an optional library raises: kvern runs without it
+            reason = str(error).strip().splitlines() or [""]
+            problem = f"{type(error).__name__}: {reason[-1] if 'nvcc' in reason[-1] else reason[0]}"
+        if problem is None:
+            return kernels
+    raise ConfigError(f"attention_backend {name} cannot be used here: {problem}")
+
+
+def _make(name: str, shapes: Shapes) -> AttentionKernels:
+    if name == "flashinfer":
+        from kvern.attention.flashinfer import FlashInferKernels
+
+        return FlashInferKernels(shapes.layers, shapes.block_size, shapes.dtype, shapes.device)
+    from kvern.attention.flash_attn import FlashAttnKernels
+
+    return FlashAttnKernels(shapes.layers)
+
+
+def _check_dtypes(name: str, shapes: Shapes) -> str | None:
+    if shapes.dtype not in (torch.bfloat16, torch.float16):
+        return f"{name} computes in 16 bits only, and dtype is {shapes.dtype}"
+    if shapes.cache_dtype != shapes.dtype:
+        return f"{name} reads a cache of the model's dtype only, and kv_cache_dtype is {shapes.cache_dtype}"
+    return None
+
+
+def _kinds(layers: Sequence[AttentionSpec]) -> dict[AttentionSpec, int]:
+    """Each kind of attention, with the first layer that has it."""
+    return {layer: index for index, layer in reversed(list(enumerate(layers)))}
+
+
+def make_queries(
+    requests: Sequence[tuple[int, int]], shapes: Shapes, layer: AttentionSpec
+) -> tuple[Queries, torch.Tensor, torch.Tensor]:
+    """Requests with these first positions and numbers of tokens, their queries, and a cache with scattered blocks."""
+    blocks = [-(-(start + count) // shapes.block_size) for start, count in requests]
+    generator = torch.Generator().manual_seed(len(requests))
+    order = torch.randperm(sum(blocks), generator=generator)
+    table = torch.zeros(len(requests), max(blocks), dtype=torch.int32)
+    for row, (first, count) in enumerate(zip(itertools.accumulate(blocks, initial=0), blocks, strict=False)):
+        table[row, :count] = order[first : first + count]
+    counts = [count for _, count in requests]
+    firsts = list(itertools.accumulate(counts, initial=0))
+    rows = [range(len(requests)), [start for start, _ in requests], firsts[:-1], counts]
+    slots, starts, first_tokens, lengths = (
+        torch.tensor(list(row), dtype=torch.int32, device=shapes.device) for row in rows
+    )
+    queries = Queries(
+        slots=list(range(len(requests))),
+        starts=[start for start, _ in requests],
+        counts=counts,
+        block_table=table.to(shapes.device),
+        device_slots=slots,
+        device_starts=starts,
+        device_firsts=first_tokens,
+        device_counts=lengths,
+    )
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=shapes.dtype, device=shapes.device)
+
+    cache = random(2, sum(blocks), shapes.block_size, layer.kv_heads, layer.head_dim)
+    return queries, random(firsts[-1], layer.heads, layer.head_dim), cache
+
+
+def _check(kernels: AttentionKernels, shapes: Shapes, index: int) -> str | None:
+    """What is wrong with the answers for the layer of this index; None: nothing."""
+    layer = shapes.layers[index]
+    for plan, requests in ((kernels.decode, [(0, 1), (77, 1), (290, 1)]), (kernels.prefill, [(0, 70), (131, 33)])):
+        queries, query, cache = make_queries(requests, shapes, layer)
+        out = torch.full_like(query, float("nan"))
+        plan(queries)(index, query, cache, out)
+        expected = reference_attention(queries, query, cache, layer)
+        error = ((out.float() - expected).abs().max() / expected.abs().max()).item()
+        if not error < TOLERANCE:
+            return f"its answers for {layer} are off by {error:.2g} of the largest entry, more than {TOLERANCE}"
+    return None
+
+
+def reference_attention(
+    queries: Queries, query: torch.Tensor, cache: torch.Tensor, layer: AttentionSpec
+) -> torch.Tensor:
+    """The same in float32 and without any cleverness."""
+    parts = []
+    for slot, start, tokens in zip(
+        queries.slots, queries.starts, torch.split(query, list(queries.counts)), strict=True
+    ):
+        end = start + len(tokens)
+        keys = cache[:, queries.block_table[slot].long()].float().flatten(1, 2)[:, :end]
+        key, value = keys.repeat_interleave(layer.heads // layer.kv_heads, 2)
+        scores = torch.einsum("qhd,khd->hqk", tokens.float(), key) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * (scores / layer.softcap).tanh()
+        position = torch.arange(start, end, device=query.device)[:, None]
+        other = torch.arange(end, device=query.device)[None]
+        hidden = other > position
+        if layer.window is not None:
+            hidden |= other <= position - layer.window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, value))
+    return torch.cat(parts)
+
+
+def _time(kernels: AttentionKernels, shapes: Shapes) -> dict[str, float]:
+    """Seconds of one layer's attention, by what is timed."""
+    seconds = {}
+    for name, (phase, requests) in PHASES.items():
+        fitting = [
+            (min(start, shapes.longest - 1), min(count, shapes.longest - min(start, shapes.longest - 1)))
+            for start, count in requests
+        ]
+        queries, query, cache = make_queries(fitting[: shapes.max_requests], shapes, shapes.layers[0])
+        run = (kernels.decode if phase == "decode" else kernels.prefill)(queries)
+        out = torch.empty_like(query)
+        seconds[name] = time_launches(_call(run, query, cache, out))
+        del cache
+    return seconds
+
+
+def _call(run: Callable[..., None], *tensors: torch.Tensor) -> Callable[[], None]:
+    return lambda: run(0, *tensors)
+
+
+def _fastest(seconds: Mapping[str, Mapping[str, float]], capturing: Sequence[str]) -> dict[str, str]:
+    """The best for each phase; what decodes must be able to do so in a CUDA graph if there are any."""
+    chosen = {}
+    for phase in dict.fromkeys(phase for phase, _ in PHASES.values()):
+        cases = [name for name, (of, _) in PHASES.items() if of == phase]
+        able = capturing if phase == "decode" else list(seconds)
+        chosen[phase] = min(able, key=lambda name: sum(seconds[name][case] for case in cases))
+    return chosen
+
+
+def _table(seconds: Mapping[str, Mapping[str, float]], chosen: Mapping[str, str]) -> list[str]:
+    lines = ["attention, us a layer  " + "".join(f"{name:>12}" for name in seconds) + "   chosen"]
+    for case, (phase, _) in PHASES.items():
+        times = "".join(f"{1e6 * of[case]:12.1f}" for of in seconds.values())
+        lines.append(f"  {case:<21}{times}   {chosen[phase]}")
+    return lines

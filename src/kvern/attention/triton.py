@@ -1,0 +1,80 @@
+"""Attention through kvern's own Triton kernels: reads the blocks in place, on any GPU that Triton knows."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvern.attention.base import Run
+from kvern.kernels.attention import decode_attention, decode_shape, prefill_attention, prefill_shape
+from kvern.models.spec import AttentionSpec
+from kvern.worker.device_batch import Queries
+
+LONG_CONTEXT = 1024
+"""Query tiles are larger where runs of queries see, on average, at least this many keys."""
+
+
+class TritonKernels:
+    """AttentionKernels that are always there; with `deterministic` a token's result does not depend on the batch."""
+
+    name = "triton"
+    captures = True
+
+    def __init__(
+        self, layers: Sequence[AttentionSpec], device: torch.device, max_requests: int, deterministic: bool = False
+    ) -> None:
+        self._layers = list(layers)
+        self._deterministic = deterministic
+        most_heads = max(layer.kv_heads for layer in layers)
+        self._arrived = torch.zeros(max_requests * most_heads, dtype=torch.int32, device=device)
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        )
+
+    def decode(self, queries: Queries) -> Run:
+        requests = len(queries.slots)
+
+        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+            spec = self._layers[layer]
+            decode_attention(
+                query,
+                cache,
+                queries.block_table,
+                queries.device_slots,
+                queries.device_starts,
+                self._arrived,
+                out,
+                decode_shape(requests, spec.kv_heads, spec.head_dim, self._processors),
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+            )
+
+        return run
+
+    def prefill(self, queries: Queries) -> Run:
+        requests = len(queries.slots)
+        keys = sum(queries.starts) + sum(queries.counts)
+        long = keys >= LONG_CONTEXT * requests and not self._deterministic
+        shapes = {layer.head_dim: prefill_shape(layer.head_dim, long) for layer in self._layers}
+        tiles = {size: queries.tiles(size) for size in {shape.queries for shape in shapes.values()}}
+
+        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+            spec = self._layers[layer]
+            shape = shapes[spec.head_dim]
+            prefill_attention(
+                query,
+                cache,
+                queries.block_table,
+                queries.device_slots,
+                queries.device_starts,
+                queries.device_firsts,
+                queries.device_counts,
+                *tiles[shape.queries],
+                out,
+                shape,
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+            )
+
+        return run
