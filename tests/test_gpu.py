@@ -141,6 +141,26 @@ def test_sampling_depends_on_nothing_but_the_request() -> None:
     assert together == alone == eager == on_cpu
 
 
+@pytest.mark.parametrize("options", [{}, {"shared_prefix_attention": False}], ids=str)
+def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
+    """Two groups with prefixes of their own, and some with none; members leave, and others take their rows."""
+    rng = random.Random(5)
+    prefixes = [[rng.randrange(5, 400) for _ in range(300)] for _ in range(2)]
+    prompts = [
+        (prefixes[index % 3] if index % 3 < 2 else []) + [rng.randrange(5, 400) for _ in range(index + 1)]
+        for index in range(60)
+    ]
+    params = [
+        SamplingParams(temperature=0.5, seed=index, max_tokens=4 + index % 20, ignore_eos=True) for index in range(60)
+    ]
+    config = SMALL | {"max_batch_requests": 24}
+    expected = tokens(LLM(device="cpu", **config).generate(prompts, params))
+    llm = LLM(device="cuda", **(config | options))
+    assert tokens(llm.generate(prompts, params)) == expected
+    graphs = llm._engine.core._executor._runner._graphs._graphs
+    assert any(with_prefix for _, _, with_prefix in graphs) == llm.config.shared_prefix_attention
+
+
 def steps(llm: LLM, count: int) -> None:
     for _ in range(count):
         llm._engine.step()

@@ -55,6 +55,8 @@ class EngineConfig:
     """Use kvern's own kernels on a GPU; without them PyTorch does everything, slowly."""
     cuda_graphs: bool = True
     """Launch a whole decode step at once on a GPU."""
+    shared_prefix_attention: bool = True
+    """Read the blocks that decoding requests begin with in common once for all of them, on a GPU."""
     overlap: bool = True
     """Prepare the next step while a GPU computes the present one."""
     deterministic: bool = False

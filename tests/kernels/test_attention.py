@@ -9,17 +9,23 @@ import torch
 from kvern.kernels.attention import (
     DecodeShape,
     PrefillShape,
+    SharedPrefix,
     decode_attention,
     decode_shape,
     prefill_attention,
     prefill_shape,
+    prefix_members,
 )
 from tests.kernels.test_norm import relative_error
 
 BLOCK_SIZE = 4
 
 
-def launch_decode(requests: int, heads: int, kv_heads: int, dim: int, window: int | None, cap: float | None) -> object:
+def launch_decode(
+    requests: int, heads: int, kv_heads: int, dim: int, window: int | None, cap: float | None, shared: bool = False
+) -> object:
+    integers = torch.zeros(2, dtype=torch.int32)
+    prefix = SharedPrefix(torch.zeros(2, prefix_members(heads // kv_heads), dtype=torch.int32), integers, integers)
     return decode_attention(
         torch.zeros(requests, heads, dim, dtype=torch.bfloat16),
         torch.zeros(2, 8, 16, kv_heads, dim, dtype=torch.bfloat16),
@@ -32,6 +38,7 @@ def launch_decode(requests: int, heads: int, kv_heads: int, dim: int, window: in
         scale=0.1,
         window=window,
         softcap=cap,
+        shared=prefix if shared else None,
     )
 
 
@@ -53,6 +60,8 @@ LAUNCHES: list[Callable[[], object]] = [
     *(lambda requests=requests: launch_decode(requests, 32, 8, 128, None, None) for requests in (1, 256)),
     lambda: launch_decode(8, 16, 8, 256, 1024, 50.0),
     lambda: launch_decode(8, 9, 3, 80, None, None),
+    lambda: launch_decode(256, 32, 8, 128, None, None, shared=True),
+    lambda: launch_decode(32, 16, 8, 256, None, 50.0, shared=True),
     lambda: launch_prefill(32, 8, 128, None, None),
     lambda: launch_prefill(16, 8, 256, 1024, 50.0),
     lambda: launch_prefill(9, 3, 64, None, None),
@@ -172,3 +181,40 @@ def test_prefill(
         softcap=softcap,
     )
     assert relative_error(out, reference(batch, 0.3, window, softcap)) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_reads_a_shared_prefix_once(
+    device: torch.device, heads: int, kv_heads: int, dim: int, softcap: float | None, splits: int
+) -> None:
+    """Requests 0, 2 and 3 share four blocks, 4 and 5 two; 1 shares nothing."""
+    batch = make_batch(device, [16, 5, 37, 20, 9, 8], [1] * 6, heads, kv_heads, dim, torch.float32)
+    table = batch.table
+    table[batch.slots[[2, 3]].long(), :4] = table[batch.slots[0].long(), :4]
+    table[batch.slots[5].long(), :2] = table[batch.slots[4].long(), :2]
+    integers = {"dtype": torch.int32, "device": device}
+    members = torch.full((4, prefix_members(heads // kv_heads)), -1, **integers)
+    members[0, :2], members[1, 0], members[2, :2] = torch.tensor([0, 3]), 2, torch.tensor([4, 5])
+    members[3, 0] = 0
+    shared = SharedPrefix(
+        members, torch.tensor([16, 16, 8, 0], **integers), torch.tensor([16, 0, 16, 16, 8, 8], **integers)
+    )
+    arrived = torch.zeros(6 * kv_heads, dtype=torch.int32, device=device)
+    out = torch.full((6, heads, dim), float("nan"), device=device)
+    decode_attention(
+        batch.query,
+        batch.cache,
+        table,
+        batch.slots,
+        batch.starts,
+        arrived,
+        out,
+        DecodeShape(16, splits, 16, 4, 2),
+        scale=0.3,
+        softcap=softcap,
+        shared=shared,
+    )
+    assert not arrived.any()
+    assert relative_error(out, reference(batch, 0.3, None, softcap)) < 1e-5

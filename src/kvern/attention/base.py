@@ -23,6 +23,9 @@ class AttentionBackend(Protocol[Batch]):
     captures: bool
     """A planned step of decodes may be captured in a CUDA graph: it reads what it needs from the batch's tensors."""
 
+    prefix_members: int
+    """How many requests of a batch share a tile of a common prefix; 0: prefixes are read for each."""
+
     def plan(self, batch: Batch) -> PagedAttend:
         """Prepare one step. The result writes a layer's keys and values to the cache, then attends causally."""
         ...

@@ -41,6 +41,7 @@ class PagedAttention:
         deterministic: bool = False,
     ) -> None:
         self.captures = phases.decode.captures
+        self.prefix_members = 0 if deterministic or phases.decode is not triton else triton.prefix_members
         self.phases = phases
         self.triton = triton
         self.deterministic = deterministic

@@ -83,6 +83,7 @@ class TorchAttention:
     """
 
     captures = False
+    prefix_members = 0
 
     def __init__(
         self,

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from kvern.attention.base import Run
-from kvern.kernels.attention import decode_attention, decode_shape, prefill_attention, prefill_shape
+from kvern.kernels.attention import (
+    decode_attention,
+    decode_shape,
+    prefill_attention,
+    prefill_shape,
+    prefix_members,
+)
 from kvern.models.spec import AttentionSpec
 from kvern.worker.device_batch import Queries
 
@@ -25,6 +31,7 @@ class TritonKernels:
         self._layers = list(layers)
         self._deterministic = deterministic
         most_heads = max(layer.kv_heads for layer in layers)
+        self.prefix_members = min(prefix_members(layer.heads // layer.kv_heads) for layer in layers)
         self._arrived = torch.zeros(max_requests * most_heads, dtype=torch.int32, device=device)
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -47,6 +54,7 @@ class TritonKernels:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                shared=queries.shared if spec.window is None else None,
             )
 
         return run

@@ -145,6 +145,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "config": dataclasses.asdict(engine.config),
         "plan": plan | {"dtype": str(plan["dtype"]).removeprefix("torch.")},
         "startup_seconds": engine.startup.stages,
+        "startup_reports": engine.startup.reports,
     }
 
 

@@ -106,7 +106,7 @@ def build_device_core(
         rows = DeviceRows(
             slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device, scratch_block=plan.blocks
         )
-    runner = DeviceRunner(decoder, attention, rows, plan.block_size, config.cuda_graphs)
+    runner = DeviceRunner(decoder, attention, rows, plan.block_size, config.cuda_graphs, config.shared_prefix_attention)
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
     return EngineCore(scheduler, InProcessExecutor(runner), depth=2 if config.overlap else 1), spec, plan
 

@@ -34,7 +34,7 @@ def _capped(scores, softcap):
     return softcap * (1.0 - 2.0 / (turn + 1.0))
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["slots", "starts"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["slots", "starts", "shared_keys"])
 def _decode_attention_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -46,6 +46,7 @@ def _decode_attention_kernel(
     partial: tl.tensor,
     partial_sum: tl.tensor,
     arrived: tl.tensor,
+    shared_keys: tl.tensor,
     scale: tl.float32,
     softcap: tl.float32,
     query_stride: tl.int64,
@@ -57,6 +58,7 @@ def _decode_attention_kernel(
     block_size: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -72,9 +74,13 @@ def _decode_attention_kernel(
     if OVERLAP:
         wait_for_previous()
     first = 0
+    shared = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     base = first // TILE * TILE
+    if PARTS > 0:
+        shared = tl.load(shared_keys + request)
+        base = shared
     span = tl.maximum(tl.cdiv(tl.cdiv(length - base, splits), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)
     if split < used:
@@ -119,14 +125,15 @@ def _decode_attention_kernel(
         target = out + index[:, None] * head_dim + dim[None, :]
         divisor = tl.where(total == 0.0, 1.0, total)
         gathered /= divisor[:, None]
-        if used == 1:
+        if (used == 1) & (shared == 0):
             tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
         else:
             # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
-            part = partial + index[:, None] * splits * head_dim + dim[None, :]
+            parts = PARTS + splits
+            part = partial + index[:, None] * parts * head_dim + dim[None, :]
             sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
-            tl.store(part + split * head_dim, gathered, mask=in_query)
-            tl.store(partial_sum + index * splits + split, sums, mask=row < group)
+            tl.store(part + (PARTS + split) * head_dim, gathered, mask=in_query)
+            tl.store(partial_sum + index * parts + PARTS + split, sums, mask=row < group)
             tl.debug_barrier()
             counter = arrived + request * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
@@ -134,9 +141,9 @@ def _decode_attention_kernel(
                 highest = tl.full([GROUP], float("-inf"), tl.float32)
                 weight_sum = tl.zeros([GROUP], tl.float32)
                 mixed = tl.zeros([GROUP, DIM], tl.float32)
-                for other in tl.range(0, used):
+                for other in tl.range(tl.where(shared == 0, PARTS, 0), PARTS + used):
                     other_sum = tl.load(
-                        partial_sum + index * splits + other, mask=row < group, other=0.0, cache_modifier=".cg"
+                        partial_sum + index * parts + other, mask=row < group, other=0.0, cache_modifier=".cg"
                     )
                     values = tl.load(part + other * head_dim, mask=in_query, other=0.0, cache_modifier=".cg")
                     higher = tl.maximum(highest, other_sum)
@@ -147,6 +154,95 @@ def _decode_attention_kernel(
                     highest = higher
                 tl.store(target, (mixed / weight_sum[:, None]).to(out.dtype.element_ty), mask=in_query)
                 tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["slots", "members", "tile_keys"])
+def _prefix_attention_kernel(
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    block_table: tl.tensor,
+    slots: tl.tensor,
+    members: tl.tensor,
+    tile_keys: tl.tensor,
+    partial: tl.tensor,
+    partial_sum: tl.tensor,
+    scale: tl.float32,
+    softcap: tl.float32,
+    query_stride: tl.int64,
+    table_stride: tl.int64,
+    parts,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    part = tl.program_id(2)
+    # The batch's description was written well before the kernel that this one overlaps with.
+    keys = tl.load(tile_keys + tile)
+    row = tl.arange(0, MEMBERS * GROUP)
+    member = tl.load(members + tile * MEMBERS + row // GROUP).to(tl.int64)
+    leader = tl.load(members + tile * MEMBERS)
+    if OVERLAP:
+        wait_for_previous()
+    if keys > 0:
+        table = block_table + tl.load(slots + leader).to(tl.int64) * table_stride
+        span = tl.cdiv(tl.cdiv(keys, PARTS), KEYS) * KEYS
+        end = tl.minimum((part + 1) * span, keys)
+        head = kv_head * group + row % GROUP
+        dim = tl.arange(0, DIM)
+        real = (member >= 0) & (row % GROUP < group)
+        inside = real[:, None] & (dim < head_dim)[None, :]
+        queries = tl.load(
+            query + member[:, None] * query_stride + head[:, None] * head_dim + dim[None, :], mask=inside, other=0.0
+        ).to(key_cache.dtype.element_ty)
+        maximum = tl.full([MEMBERS * GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([MEMBERS * GROUP], tl.float32)
+        gathered = tl.zeros([MEMBERS * GROUP, DIM], tl.float32)
+        # All queries come after the last of these keys: the mask hides what lies behind it.
+        position = tl.full([MEMBERS * GROUP], 0, tl.int32) + end - 1
+        for start in tl.range(part * span, end, KEYS):
+            maximum, total, gathered = _prefill_tile(
+                queries, maximum, total, gathered, start, end, position, key_cache, value_cache, table, kv_head, scale,
+                softcap, kv_heads, head_dim, block_size, 0, SOFTCAP, DIM, KEYS, True,
+            )  # fmt: skip
+        divisor = tl.where(total == 0.0, 1.0, total)
+        index = (member * kv_heads * group + head) * parts + part
+        tl.store(partial + index[:, None] * head_dim + dim[None, :], gathered / divisor[:, None], mask=inside)
+        sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
+        tl.store(partial_sum + index, sums, mask=real)
+
+
+class SharedPrefix(NamedTuple):
+    """Decodes that begin with the same blocks, in tiles that attend to them together.
+
+    members    [tiles, members] int32: indices of requests, the first of a tile always one; -1: none
+    tile_keys  [tiles] int32: how many keys they have in common, 0: the tile is empty
+    keys       [R] int32: the same for each request, 0: it is in no tile
+    """
+
+    members: torch.Tensor
+    tile_keys: torch.Tensor
+    keys: torch.Tensor
+
+
+PREFIX_ROWS = 64
+"""Queries of a tile: what the matrix units take at a time."""
+
+
+def prefix_members(group: int) -> int:
+    """How many requests share a tile, each with a group of query heads."""
+    members: int = PREFIX_ROWS // triton.next_power_of_2(group)
+    return max(1, members)
 
 
 def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int) -> DecodeShape:
@@ -171,6 +267,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    shared: SharedPrefix | None = None,
 ) -> None:
     """Attention of one query for each of R requests over all its keys, its own included.
 
@@ -182,16 +279,55 @@ def decode_attention(
     arrived      at least R * kv_heads int32 zeros, which are zeros again afterwards
     out          [R, heads, head_dim], contiguous
 
-    Moves the keys and values of each request once: 2 * length * kv_heads * head_dim * itemsize bytes.
+    shared       prefixes to be read once for several requests; not together with a window
+
+    Moves the keys and values of each request once: 2 * length * kv_heads * head_dim * itemsize bytes; those of a shared
+    prefix once for each of its tiles.
     """
     requests, heads, head_dim = query.shape
     _, _, block_size, kv_heads, _ = cache.shape
     group = heads // kv_heads
     overlap = overlaps(query.device)
     partial = partial_sum = out
-    if shape.splits > 1:
-        partial = torch.empty(requests, heads, shape.splits, head_dim, dtype=torch.float32, device=query.device)
-        partial_sum = torch.empty(requests, heads, shape.splits, dtype=torch.float32, device=query.device)
+    prefix_parts = 0
+    if shared is not None:
+        tiles, members = shared.members.shape
+        prefix_parts = max(1, min(16, 256 // triton.next_power_of_2(kv_heads * tiles)))
+    parts = shape.splits + prefix_parts
+    if parts > 1:
+        partial = torch.empty(requests, heads, parts, head_dim, dtype=torch.float32, device=query.device)
+        partial_sum = torch.empty(requests, heads, parts, dtype=torch.float32, device=query.device)
+    if shared is not None:
+        _prefix_attention_kernel[(kv_heads, tiles, prefix_parts)](
+            query,
+            cache[0],
+            cache[1],
+            block_table,
+            slots,
+            shared.members,
+            shared.tile_keys,
+            partial,
+            partial_sum,
+            scale * LOG2_E,
+            (softcap or 0.0) * LOG2_E,
+            query.stride(0),
+            block_table.stride(0),
+            parts,
+            kv_heads,
+            group,
+            head_dim,
+            block_size,
+            softcap is not None,
+            prefix_parts,
+            triton.next_power_of_2(group),
+            members,
+            max(16, triton.next_power_of_2(head_dim)),
+            64 if head_dim <= 128 else 32,
+            overlap,
+            num_warps=4,
+            num_stages=3 if head_dim <= 128 else 2,
+            launch_pdl=overlap,
+        )
     _decode_attention_kernel[(kv_heads, shape.splits, requests)](
         query,
         cache[0],
@@ -203,6 +339,7 @@ def decode_attention(
         partial,
         partial_sum,
         arrived,
+        slots if shared is None else shared.keys,
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         query.stride(0),
@@ -214,6 +351,7 @@ def decode_attention(
         block_size,
         window or 0,
         softcap is not None,
+        prefix_parts,
         max(16, triton.next_power_of_2(group)),
         max(16, triton.next_power_of_2(head_dim)),
         shape.tile,

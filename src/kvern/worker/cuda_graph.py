@@ -5,16 +5,21 @@ it reads, and advances them: as long as the same requests decode, a step is one 
 """
 
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_not
 from typing import Any
 
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.kernels.attention import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
 from kvern.models.decoder import Decoder
+from kvern.step import NewRequest
 from kvern.worker.device_batch import DeviceBatch, DeviceRows
 from kvern.worker.rows import upload
+from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes, tiles_for
 
 
 def padded_size(requests: int) -> int:
@@ -36,31 +41,47 @@ class DecodeGraph:
     inputs: torch.Tensor
     indices: torch.Tensor
     sampled: torch.Tensor
+    shared: SharedPrefix | None
+    """Which requests begin alike, if the graph was captured to read that once."""
     slots: list[int]
     starts: list[int]
     """What the inputs hold."""
+    groups: PrefixGroups | None = None
+    """What `shared` holds."""
 
 
 class DecodeGraphs:
     """Captures and replays. `sizes` that were captured share one pool of memory."""
 
     def __init__(
-        self, decoder: Decoder, attention: AttentionBackend[DeviceBatch], rows: DeviceRows, block_size: int
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend[DeviceBatch],
+        rows: DeviceRows,
+        block_size: int,
+        prefix_members: int,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._rows = rows
         self._block_size = block_size
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._prefix_members = prefix_members
+        self._groups: PrefixGroups | None = None
+        self._grouped: list[NewRequest] = []
+        self._graphs: dict[tuple[int, bool, bool], DecodeGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
     def run(self, slots: list[int], starts: list[int], filtered: bool) -> torch.Tensor:
         """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call."""
         size = padded_size(len(slots))
-        graph = self._graphs.get((size, filtered))
+        groups = self._shared_prefixes(slots, starts)
+        key = size, filtered, groups is not None
+        graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[size, filtered] = self._capture(size, filtered)
+            graph = self._graphs[key] = self._capture(*key)
+        if groups is not graph.groups:
+            self._write(groups, graph)
         padding = size - len(slots)
         padded_slots = slots + [self._rows.scratch] * padding
         padded_starts = starts + [0] * padding
@@ -71,24 +92,56 @@ class DecodeGraphs:
         graph.graph.replay()
         return graph.sampled[: len(slots)]
 
-    def _capture(self, size: int, filtered: bool) -> DecodeGraph:
+    def _shared_prefixes(self, slots: list[int], starts: list[int]) -> PrefixGroups | None:
+        """What the requests have in common, looked for when others decode than before."""
+        if not self._prefix_members:
+            return None
+        requests = [self._rows.request(slot) for slot in slots]
+        if len(requests) != len(self._grouped) or any(map(is_not, requests, self._grouped)):
+            tables = [request.block_ids for request in requests]
+            self._groups = find_shared_prefixes(tables, starts, self._block_size, self._prefix_members)
+            self._grouped = requests
+        return self._groups
+
+    def _write(self, groups: PrefixGroups | None, graph: DecodeGraph) -> None:
+        shared, graph.groups = graph.shared, groups
+        if groups is None or shared is None:
+            return
+        tiles, members = shared.members.shape
+        padding = tiles - len(groups.members)
+        rows = [row + [-1] * (members - len(row)) for row in groups.members] + [[-1] * members] * padding
+        keys = groups.tile_keys + [0] * padding + groups.keys + [0] * (len(shared.keys) - len(groups.keys))
+        sent = upload([*chain(*rows), *keys], torch.int32, self._rows.device)
+        parts = torch.split(sent, [tiles * members, tiles, len(shared.keys)])
+        for target, part in zip(shared, parts, strict=True):
+            target.copy_(part.view(target.shape))
+
+    def _capture(self, size: int, filtered: bool, with_prefix: bool) -> DecodeGraph:
         rows, device = self._rows, self._rows.device
         inputs = torch.zeros(2, size, dtype=torch.int32, device=device)
         inputs[0] = rows.scratch
         indices = torch.ones(3, size, dtype=torch.int32, device=device)
         torch.arange(size, dtype=torch.int32, device=device, out=indices[0])
         indices[1] = 0
+        shared = None
+        if with_prefix:
+            tiles = tiles_for(size, self._prefix_members)
+            members = torch.full((tiles, self._prefix_members), -1, dtype=torch.int32, device=device)
+            tile_keys, keys = (torch.zeros(count, dtype=torch.int32, device=device) for count in (tiles, size))
+            shared = SharedPrefix(members, tile_keys, keys)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            self._step(inputs, indices, filtered)  # compiles and loads what the capture may not
+            self._step(inputs, indices, filtered, shared)  # compiles and loads what the capture may not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            sampled = self._step(inputs, indices, filtered)
+            sampled = self._step(inputs, indices, filtered, shared)
         self._pool = graph.pool()
         torch.cuda.current_stream(device).wait_stream(self._stream)
-        return DecodeGraph(graph, inputs, indices, sampled, [], [])
+        return DecodeGraph(graph, inputs, indices, sampled, shared, [], [])
 
-    def _step(self, inputs: torch.Tensor, indices: torch.Tensor, filtered: bool) -> torch.Tensor:
+    def _step(
+        self, inputs: torch.Tensor, indices: torch.Tensor, filtered: bool, shared: SharedPrefix | None
+    ) -> torch.Tensor:
         rows = self._rows
         slots, starts = inputs
         requests, zeros, ones = indices
@@ -114,6 +167,7 @@ class DecodeGraphs:
             device_firsts=requests,
             device_sample_slots=slots,
             tiles=(requests, zeros),
+            shared=shared,
         )
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
         logits = self._decoder.logits(hidden, upcast=False)

@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from kvern.kernels.attention import SharedPrefix
 from kvern.kernels.batch import read_tokens, write_runs
 from kvern.step import ScheduledTokens
 from kvern.worker.input_batch import InputBatch
@@ -53,6 +54,8 @@ class Queries:
     device_firsts: torch.Tensor
     device_counts: torch.Tensor
     known_tiles: tuple[torch.Tensor, torch.Tensor] | None = None
+    shared: SharedPrefix | None = None
+    """What decodes have in common."""
 
     def tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs of at most `size` queries, those with the most keys first.
@@ -89,6 +92,8 @@ class DeviceBatch(InputBatch):
     device_sample_slots: torch.Tensor
     tiles: tuple[torch.Tensor, torch.Tensor] | None = None
     """What `Queries.tiles` returns for all requests, if it was made before."""
+    shared: SharedPrefix | None = None
+    """What the decodes have in common, if it is to be read once."""
 
     def queries(self, first: int, last: int) -> Queries:
         """Of the requests from `first` to before `last`, which is the first run, the last request, or both."""
@@ -104,6 +109,7 @@ class DeviceBatch(InputBatch):
             device_firsts=firsts - first if first else firsts,  # each request before is one token
             device_counts=self.device_counts[requests],
             known_tiles=self.tiles,
+            shared=None if first else self.shared,
         )
 
 

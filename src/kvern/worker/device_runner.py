@@ -86,6 +86,7 @@ class DeviceRunner:
         rows: DeviceRows,
         block_size: int,
         cuda_graphs: bool = True,
+        shared_prefix_attention: bool = True,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -95,7 +96,8 @@ class DeviceRunner:
         self._token_limit: int | None = None
         self._graphs = None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
-            self._graphs = DecodeGraphs(decoder, attention, rows, block_size)
+            members = attention.prefix_members if shared_prefix_attention else 0
+            self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Results:
