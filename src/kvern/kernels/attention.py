@@ -292,7 +292,7 @@ def decode_attention(
     prefix_parts = 0
     if shared is not None:
         tiles, members = shared.members.shape
-        prefix_parts = max(1, min(16, 256 // triton.next_power_of_2(kv_heads * tiles)))
+        prefix_parts = max(1, min(16, 512 // triton.next_power_of_2(kv_heads * tiles)))
     parts = shape.splits + prefix_parts
     if parts > 1:
         partial = torch.empty(requests, heads, parts, head_dim, dtype=torch.float32, device=query.device)

@@ -202,23 +202,24 @@ def _small_matmul_kernel(
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, INPUTS)
-    # Beyond the last row and output the last is read again: no masks. Outputs are the tile's rows, as the matrix units
-    # take 64 of those at a time, but any 8 columns.
-    x_tile = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_stride + column[:, None]
+    # Beyond the last output the last is read again: no mask. Outputs are the tile's rows, as the matrix units take 64 of
+    # those at a time, but any 8 columns.
+    in_rows = (row < rows)[None, :]
+    x_tile = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
     weight_tile = weight + tl.minimum(output, outputs - 1)[:, None] * inputs + column[None, :]
     span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
         if EVEN:
             weights = tl.load(weight_tile + start)
-            values = tl.load(x_tile + start)
+            values = tl.load(x_tile + start, mask=in_rows, other=0.0)
         else:
             inside = start + column < inputs
             weights = tl.load(weight_tile + start, mask=inside[None, :], other=0.0)
-            values = tl.load(x_tile + start, mask=inside[:, None], other=0.0)
+            values = tl.load(x_tile + start, mask=in_rows & inside[:, None], other=0.0)
         total = tl.dot(weights, values, total, input_precision="ieee")
     place = row.to(tl.int64)[None, :] * outputs + output[:, None]
-    known = (row < rows)[None, :] & (output < outputs)[:, None]
+    known = in_rows & (output < outputs)[:, None]
     last = True
     if SPLITS > 1:
         # Whoever arrives last adds the parts, in their order, so that the order of arrival changes nothing.
