@@ -202,8 +202,8 @@ def _small_matmul_kernel(
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, INPUTS)
-    # Beyond the last output the last is read again: no mask. Outputs are the tile's rows, as the matrix units take 64 of
-    # those at a time, but any 8 columns.
+    # Beyond the last output the last is read again: no mask. Outputs are the tile's rows, as the matrix units take 64
+    # of those at a time, but any 8 columns.
     in_rows = (row < rows)[None, :]
     x_tile = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
     weight_tile = weight + tl.minimum(output, outputs - 1)[:, None] * inputs + column[None, :]
