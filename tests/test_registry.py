@@ -206,3 +206,19 @@ def test_the_documentation_lists_every_model_type() -> None:
     text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
     missing = [name for name in known_families() if name.islower() and f"`{name}`" not in text]
     assert not missing
+
+
+def test_sizing_a_model_does_not_import_pytorchs_compiler() -> None:
+    """It takes seconds, at every start."""
+    code = (
+        "import sys, torch\n"
+        "from kvern.engine.device import weight_bytes\n"
+        "from kvern.models.loader import read_config\n"
+        "from kvern.models.hub import resolve_model\n"
+        "from kvern.models.registry import spec_from_config\n"
+        "spec = spec_from_config(read_config(resolve_model('kvern-12m')))\n"
+        "size = weight_bytes(spec, torch.float32)\n"
+        "print(10e6 < size < 100e6, {'sympy', 'torch._dynamo'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True set()\n"

@@ -195,7 +195,7 @@ def _print_tables(*tables: Table) -> None:
     for table in tables:
         for column in table.columns[1:]:
             column.justify = "right"
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def _print(results: list[Result]) -> None:

@@ -1,5 +1,6 @@
 """What the machine's device can do, and errors that say what it cannot."""
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -66,7 +67,9 @@ def check_head_dim(config: EngineConfig, spec: ModelSpec) -> None:
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of the model's weights, from its description alone."""
-    meta = Decoder(spec, Build(dtype, torch.device("meta"), 1))
+    # Tables of rotations are no weights, and arithmetic without data makes PyTorch import its compiler, for seconds.
+    layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
+    meta = Decoder(dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1))
     return sum(parameter.numel() * parameter.element_size() for parameter in meta.parameters())
 
 
