@@ -7,7 +7,8 @@
     |-- CorruptCheckpoint  a weight file is truncated, or its tensors do not fit the model
     |-- InvalidParameter   a sampling parameter is out of range
     |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
-    `-- BatchFileError     an input or output file of a batch job cannot be used
+    |-- BatchFileError     an input or output file of a batch job cannot be used
+    `-- EngineDied         the process that computes has ended
 
 A message is one line: what was wrong, its value, the limit, and what to do. The command line prints it and exits with
 code 2; nothing else about a bad input is ever shown.
@@ -44,3 +45,7 @@ class InvalidRequest(KvernError, ValueError):
 
 class BatchFileError(KvernError):
     """A batch job's input or output file cannot be read or written."""
+
+
+class EngineDied(KvernError):
+    """The engine's process has ended; what ran there is lost."""

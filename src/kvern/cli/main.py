@@ -15,6 +15,7 @@ from kvern.cli.chat import Chat
 from kvern.cli.models import Models
 from kvern.cli.options import Defaults, read_defaults
 from kvern.cli.run import INTERRUPTED, Run
+from kvern.cli.serve import Serve
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
@@ -61,6 +62,7 @@ def commands(defaults: Defaults) -> Any:
     return (
         Annotated[Run, tyro.conf.subcommand("run", default=run)]
         | Annotated[Chat, tyro.conf.subcommand("chat", default=chat)]
+        | Annotated[Serve, tyro.conf.subcommand("serve", default=Serve(engine=defaults.engine))]
         | Annotated[Models, tyro.conf.subcommand("models", default=Models())]
         | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]
         | Annotated[Profile, tyro.conf.subcommand("profile", default=profile)]

@@ -1,0 +1,83 @@
+"""The engine as a process of its own: `python -m kvern.engine.process ADDRESS` serves the process that started it."""
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import zmq
+
+from kvern.config import EngineConfig
+from kvern.engine.core import EngineCore
+from kvern.engine.factory import build_core
+from kvern.engine.startup import Startup
+from kvern.engine.wire import (
+    AddRequests,
+    Events,
+    Failed,
+    FinishRequests,
+    Ready,
+    Shutdown,
+    Start,
+    decode_for_engine,
+    encode,
+)
+from kvern.errors import KvernError
+from kvern.request import Request
+
+logger = logging.getLogger("kvern")
+
+POLL_MILLISECONDS = 1000
+"""How often an idle engine looks whether its parent still lives."""
+
+
+def main(address: str) -> int:
+    """Load the model that the first message names, then run what is asked until Shutdown or the parent's end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides
+    parent = os.getppid()
+    socket = zmq.Context().socket(zmq.PAIR)
+    socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
+    socket.connect(address)
+    start = decode_for_engine(socket.recv())
+    assert isinstance(start, Start)
+    config = EngineConfig(**start.config)
+    startup = Startup()
+    try:
+        core, _, plan = build_core(config, Path(config.model or ""), startup)
+    except KvernError as error:
+        socket.send(encode(Failed(str(error))))
+        return 2
+    socket.send(encode(Ready(plan.max_model_len, str(startup))))
+    try:
+        serve(socket, core, parent)
+    except Exception as error:
+        logger.exception("a step failed")
+        socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
+        return 1
+    return 0
+
+
+def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
+    """Carry out messages and steps, in turns."""
+    while os.getppid() == parent:
+        while socket.poll(0 if core.has_work else POLL_MILLISECONDS):
+            match decode_for_engine(socket.recv()):
+                case AddRequests(requests):
+                    leader: Request | None = None
+                    for message in requests:
+                        request = message.request(leader)
+                        leader = leader or request
+                        core.add(request)
+                case FinishRequests(request_ids, reason, stop_reason):
+                    core.finish(request_ids, reason, stop_reason)
+                case Shutdown():
+                    return
+        if core.has_work:
+            events = core.step()
+            if events:
+                socket.send(encode(Events(events)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

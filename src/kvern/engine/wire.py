@@ -1,0 +1,114 @@
+"""What the server's process and the engine's process say to each other: msgpack, never pickle.
+
+server --> Start, then AddRequests, FinishRequests, Shutdown       --> engine
+server <-- Ready or Failed, then Events; Failed ends the engine    <-- engine
+"""
+
+from typing import Any
+
+import msgspec
+
+from kvern.engine.core import TokenEvent
+from kvern.request import FinishReason, Request
+from kvern.sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """One message; arrays on the wire, the tag first."""
+
+
+class NewRequest(msgspec.Struct, array_like=True, gc=False):
+    """A request as the scheduler needs it; `leader` is the id of the group's request that computes the prompt."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_token_ids: list[int]
+    bad_word_ids: list[tuple[int, ...]]
+    priority: int
+    namespace: bytes
+    group: str | None
+    leader: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> "NewRequest":
+        """What is sent for a request that has not run."""
+        return cls(
+            request.request_id,
+            request.token_ids,
+            request.params,
+            request.max_tokens,
+            request.seed,
+            sorted(request.stop_token_ids),
+            list(request.bad_word_ids),
+            request.priority,
+            request.namespace,
+            request.group,
+            None if request.leader is None else request.leader.request_id,
+        )
+
+    def request(self, leader: Request | None) -> Request:
+        """The request again, on the other side."""
+        return Request(
+            request_id=self.request_id,
+            token_ids=self.token_ids,
+            params=self.params,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            stop_token_ids=frozenset(self.stop_token_ids),
+            bad_word_ids=tuple(self.bad_word_ids),
+            priority=self.priority,
+            namespace=self.namespace,
+            group=self.group,
+            leader=leader,
+        )
+
+
+class Start(Message):
+    """The options, as built-in values; `model` is a folder."""
+
+    config: dict[str, Any]
+
+
+class AddRequests(Message):
+    """The requests of one prompt, the leader first."""
+
+    requests: list[NewRequest]
+
+
+class FinishRequests(Message):
+    """End requests: their client has gone, or a stop string was seen."""
+
+    request_ids: list[str]
+    reason: FinishReason = "abort"
+    stop_reason: str | None = None
+
+
+class Shutdown(Message):
+    """End the process."""
+
+
+class Ready(Message):
+    """The model is loaded; `report` says how long each stage took."""
+
+    max_model_len: int
+    report: str
+
+
+class Failed(Message):
+    """The engine cannot start, or a step failed; the process ends."""
+
+    reason: str
+
+
+class Events(Message):
+    """What one step did."""
+
+    events: list[TokenEvent]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_engine = msgspec.msgpack.Decoder(Start | AddRequests | FinishRequests | Shutdown).decode
+decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | Events).decode

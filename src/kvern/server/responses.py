@@ -1,0 +1,117 @@
+"""HTTP answers: JSON, OpenAI's error shape, and event streams that end when their client goes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvern.errors import EngineDied, KvernError
+
+MAX_BODY_BYTES = 16 << 20
+"""Of a request: beyond, it is refused."""
+DRAINED_BYTES = 8 * MAX_BODY_BYTES
+"""So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
+
+T = TypeVar("T")
+
+
+class HttpError(Exception):
+    """An answer that is an error. `param` names the field that is wrong."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape of an error."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Any value as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def error_response(error: Exception) -> Response:
+    """The answer to what went wrong: 4xx for the request, 5xx for the server."""
+    if isinstance(error, HttpError):
+        return json_response(error_body(error.status, error.message, error.param, error.code), error.status)
+    status = 500 if isinstance(error, EngineDied) else 400
+    return json_response(error_body(status, str(error)), status)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object. Raises HttpError."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= MAX_BODY_BYTES:
+            parts.append(part)
+        elif size > DRAINED_BYTES:
+            break
+    if size > MAX_BODY_BYTES:
+        raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
+    try:
+        body = msgspec.json.decode(b"".join(parts))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")
+    return body
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_gone(work: Awaitable[T], receive: Receive) -> T | None:
+    """The result of `work`, which is cancelled, with None, if the client goes first."""
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await working
+
+
+class EventStream:
+    """An ASGI answer of server-sent events, each a JSON value; `[DONE]` after the last."""
+
+    def __init__(self, events: AsyncIterator[object], headers: Mapping[str, str]) -> None:
+        self._events = events
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await until_gone(self._write(send), receive)
+
+    async def _write(self, send: Send) -> None:
+        async def event(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+
+        events = self._events
+        try:
+            async for content in events:
+                await event(msgspec.json.encode(content))
+        except KvernError as error:
+            await event(msgspec.json.encode(error_body(500, str(error))))
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+        await event(b"[DONE]", more=False)
