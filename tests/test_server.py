@@ -1,6 +1,7 @@
 """The server as a process, driven by the official client and by raw sockets."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,20 +246,85 @@ def test_the_http_process_does_not_import_torch() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_a_dead_engine_is_told_and_a_signal_ends_all() -> None:
-    served = Served("kvern-1m", "--threads", "1", "--max-model-len", "256")
-    engine = served.engine_pid()
-    stream = served.client().completions.create(
-        model="kvern-1m", prompt="Once", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    os.kill(engine, signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="the engine process ended with exit code -9"):
-        list(stream)
-    eventually(lambda: served.raw("GET", "/ready")[0] == 503)
-    status, _, content = served.raw("POST", "/v1/completions", b'{"prompt": "a"}')
-    assert (status, content["error"]["type"]) == (500, "server_error")
-    assert served.stop(signal.SIGINT) in (0, -signal.SIGINT, 130)
+SMALL = ("kvern-1m", "--threads", "1", "--max-model-len", "512", "--dtype", "float32")
+STORY: dict[str, Any] = {"model": "kvern-1m", "max_tokens": 300, "temperature": 0.8, "extra_body": {"ignore_eos": True}}
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Served]:
+    served = Served(*arguments)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.stop()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_survive_their_engine(how: int) -> None:
+    """Killed, or hanging, in mid-answer: another engine goes on, and no token is lost or doubled."""
+    prompts = [f"Once upon a time there were {number}" for number in range(12)]
+    params = SamplingParams(temperature=0.8, seed=9, max_tokens=300, ignore_eos=True)
+    expected = [
+        output.outputs[0].text for output in LLM("kvern-1m", threads=1, dtype="float32").generate(prompts, params)
+    ]
+    with serving(*SMALL, "--engine-timeout", "3") as served:
+        client = served.client()
+        begun = threading.Barrier(len(prompts) + 1)
+
+        def read(prompt: str) -> str:
+            stream = client.completions.create(prompt=prompt, seed=9, stream=True, **STORY)
+            text = next(iter(stream)).choices[0].text
+            begun.wait(30)
+            return text + "".join(chunk.choices[0].text for chunk in stream)
+
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            texts = [pool.submit(read, prompt) for prompt in prompts]
+            engine = served.engine_pid()
+            begun.wait(30)
+            os.kill(engine, how)
+            eventually(lambda: served.raw("GET", "/ready")[0] == 503)
+            late = client.completions.create(prompt=prompts[0], seed=9, **STORY)  # waits for the next engine
+            assert [text.result(60) for text in texts] == expected
+        assert late.choices[0].text == expected[0]
+        assert served.engine_pid() != engine
+        assert served.raw("GET", "/ready")[0] == 200
+
+
+def test_a_request_that_was_there_at_two_crashes_is_refused() -> None:
+    with serving(*SMALL) as served:
+        client = served.client()
+        stream = client.completions.create(prompt="Once", stream=True, **(STORY | {"max_tokens": 500}))
+        next(iter(stream))
+        for _ in range(2):
+            engine = served.engine_pid()
+            os.kill(engine, signal.SIGKILL)
+            eventually(lambda engine=engine: served.raw("GET", "/ready")[0] == 200 and served.engine_pid() != engine)
+        with pytest.raises(openai.APIError, match="was running at 2 crashes of the engine and is not tried again"):
+            list(stream)
+        assert client.completions.create(model="kvern-1m", prompt="Once", max_tokens=2).usage.completion_tokens
+
+
+def test_an_engine_that_keeps_crashing_ends_the_server() -> None:
+    with serving(*SMALL) as served:
+        for _ in range(6):
+            eventually(lambda: served.raw("GET", "/ready")[0] == 200)
+            engine = served.engine_pid()
+            os.kill(engine, signal.SIGKILL)
+            eventually(lambda engine=engine: not Path(f"/proc/{engine}").exists())  # the server has seen its end
+        assert served.process.wait(30) == 1
+        assert served.process.stderr is not None
+        with served.process.stderr as errors:
+            last = errors.read().strip().splitlines()[-1]
+        assert last == "kvern: error: 6 crashes in 600 seconds, the last: the engine process ended with exit code -9"
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_both_processes(how: int) -> None:
+    with serving(*SMALL) as served:
+        engine = served.engine_pid()
+        assert served.stop(how) == 0
+        eventually(lambda: not Path(f"/proc/{engine}").exists())
 
 
 def test_a_start_that_fails_is_one_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, EngineDied
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Serve:
     """Keys, one of which every request but /health must then carry."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. None: the name it was started with."""
+    engine_timeout: float = 60.0
+    """Seconds without a sign of life after which the engine is replaced; a step takes less."""
     config: Path | None = None
     """TOML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -41,7 +43,11 @@ class Serve:
             raise ConfigError(f"port is {self.port}: it must be between 0 and 65535")
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
         names = self.served_model_name or (engine.model or "kvern-12m",)
-        asyncio.run(serve(engine, names, self.host, self.port, self.api_key, lambda text: _say(text)))
+        try:
+            asyncio.run(serve(engine, names, self.host, self.port, self.api_key, self.engine_timeout, _say))
+        except EngineDied as error:
+            _say(f"error: {error}")
+            return 1
         return 0
 
 

@@ -1,52 +1,68 @@
-"""The server's side of the engine process: starts it, sends requests, and turns its token events into outputs."""
+"""The server's side of the engine: sends requests, turns token events into outputs, and replaces an engine that died.
+
+What a request needs to go on is here, not in the engine: its prompt, parameters, seed, and the tokens that arrived. A
+new engine gets all of it and computes the next token; a seeded draw depends on seed and position alone.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
-import sys
 import tempfile
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-import zmq
-import zmq.asyncio
+from typing import Any
 
 from kvern.config import EngineConfig
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
+from kvern.engine.link import EngineLink
 from kvern.engine.output import OutputProcessor, RequestOutput
-from kvern.engine.wire import (
-    AddRequests,
-    Events,
-    Failed,
-    FinishRequests,
-    Message,
-    NewRequest,
-    Ready,
-    Shutdown,
-    Start,
-    decode_for_server,
-    encode,
-)
+from kvern.engine.wire import AddRequests, Events, FinishRequests, Message, NewRequest
 from kvern.errors import ConfigError, EngineDied
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
+from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
 
-SHUTDOWN_SECONDS = 10
+logger = logging.getLogger("kvern")
+
+MOST_CRASHES = 5
+CRASH_SECONDS = 600
+"""More crashes than that within this time: something is wrong that a new engine does not mend."""
+CRASHES_OF_REQUEST = 2
+"""A request that was there at so many crashes is not tried again: it may be what causes them."""
 
 
 class Generation:
     """One prompt on its way: `output` grows, and `news` is set whenever it has."""
 
-    def __init__(self, output: RequestOutput, request_ids: list[str], news: asyncio.Event) -> None:
+    def __init__(self, output: RequestOutput, requests: list[Request], news: asyncio.Event) -> None:
         self.output = output
-        self.request_ids = request_ids
         self.news = news
         self.error: EngineDied | None = None
+        self.crashes = 0
+        self._requests = requests
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of its answers."""
+        return [request.request_id for request in self._requests]
+
+    def messages(self) -> list[NewRequest]:
+        """What an engine needs to begin it, or to go on where the answers stand."""
+        if not any(answer.token_ids for answer in self.output.outputs) and not self.crashes:
+            return [NewRequest.of(request) for request in self._requests]
+        reported = len(self.output.prompt_logprobs or [None]) - 1
+        return [
+            NewRequest.of(request).resumed(answer.token_ids, reported if answer.index == 0 else 0)
+            for request, answer in zip(self._requests, self.output.outputs, strict=True)
+            if answer.finish_reason is None
+        ]
 
 
 class EngineClient:
@@ -57,87 +73,64 @@ class EngineClient:
         generation = await client.submit("Once upon a time", SamplingParams(max_tokens=8), news=news)
         async for _ in client.follow([generation], news):
             print(generation.output.outputs[0].text)
+
+    `silence`: seconds without a sign of life after which an engine is replaced.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, silence: float = 60.0) -> None:
         self.folder = resolve_model(config.model, revision=config.revision)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder)
-        self.report = ""
+        self.restarts = 0
+        self.failed = asyncio.Event()
+        """Set when there will be no engine any more; `failure` says why."""
+        self.failure: EngineDied | None = None
+        self._silence = silence
         self._ids = itertools.count()
         self._outputs = OutputProcessor(self.tokenizer)
         self._generations: dict[str, Generation] = {}
-        self._failure: EngineDied | None = None
+        self._available = asyncio.Event()
+        self._addresses = itertools.count()
         self._inputs: InputProcessor | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def inputs(self) -> InputProcessor:
-        """Makes requests, once the engine is ready."""
+        """Makes requests, once the first engine is ready."""
         assert self._inputs is not None, "the engine is not ready"
         return self._inputs
 
     @property
     def is_ready(self) -> bool:
         """The engine takes requests."""
-        return self._inputs is not None and self._failure is None
+        return self._available.is_set() and self.failure is None
+
+    @property
+    def report(self) -> str:
+        """How long the stages of the engine's start took."""
+        return self._link.ready.report
 
     async def __aenter__(self) -> "EngineClient":
         """Start the process and wait until the model is loaded. Raises ConfigError with the engine's reason."""
-        self._folder = tempfile.TemporaryDirectory(prefix="kvern-")  # only this user may enter it
-        address = f"ipc://{Path(self._folder.name, 'engine')}"
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
-        self._socket.bind(address)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvern.engine.process", address, stdin=asyncio.subprocess.DEVNULL
-        )
+        self._directory = tempfile.TemporaryDirectory(prefix="kvern-")  # only this user may enter it
         try:
-            ready = await self._start()
-            if isinstance(ready, Failed):
-                raise ConfigError(ready.reason)
-            spec = spec_from_config(read_json(self.folder / "config.json"))
-            self._inputs = InputProcessor(self.tokenizer, spec, self.folder, ready.max_model_len, self.config.seed)
-            self.report = ready.report
+            await self._launch()
         except BaseException:
-            await self.close()
+            self._directory.cleanup()
             raise
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        spec = spec_from_config(read_json(self.folder / "config.json"))
+        length = self._link.ready.max_model_len
+        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config.seed)
+        self._supervisor = asyncio.create_task(self._supervise())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-    async def _start(self) -> Ready | Failed:
-        """Send the options and await the first message, unless the process ends before."""
-        sent = asyncio.ensure_future(self._socket.send(encode(Start(dataclasses.asdict(self.config)))))
-        message = asyncio.ensure_future(self._socket.recv())
-        ended = asyncio.create_task(self._process.wait())
-        await asyncio.wait({message, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not message.done():
-            sent.cancel()
-            message.cancel()
-            raise ConfigError(f"the engine process ended while it started, with exit code {ended.result()}")
-        ended.cancel()
-        ready = decode_for_server(message.result())
-        assert isinstance(ready, Ready | Failed)
-        return ready
-
-    async def close(self) -> None:
         """Abort what runs, and end the process."""
         self._fail(EngineDied("the engine is closed"))
-        for task in self._tasks:
-            task.cancel()
-        if self._process.returncode is None:
-            self._send(Shutdown())
-            try:
-                await asyncio.wait_for(self._process.wait(), SHUTDOWN_SECONDS)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-        self._socket.close()
-        self._folder.cleanup()
+        self._supervisor.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._supervisor
+        await self._link.stop()
+        self._directory.cleanup()
 
     async def chat_prompt(self, messages: Messages, tools: Sequence[Any] | None) -> list[int]:
         """The conversation as token ids, made outside the event loop. Raises InvalidRequest."""
@@ -151,17 +144,21 @@ class EngineClient:
         news: asyncio.Event,
         priority: int = 0,
     ) -> Generation:
-        """Check a prompt and hand it to the engine. Raises InvalidRequest, InvalidParameter or EngineDied."""
+        """Check a prompt and hand it to the engine, waiting for one that is being replaced.
+
+        Raises InvalidRequest, InvalidParameter or EngineDied.
+        """
         request_id = f"{os.getpid()}-{next(self._ids)}"
         make = self.inputs.requests
         requests, resolved = await asyncio.to_thread(make, request_id, prompt, params, priority=priority)
-        if self._failure is not None:
-            raise self._failure
+        await self._available.wait()
+        if self.failure is not None:
+            raise self.failure
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, resolved)
-        generation = Generation(output, [request.request_id for request in requests], news)
+        generation = Generation(output, requests, news)
         self._generations[request_id] = generation
-        self._send(AddRequests([NewRequest.of(request) for request in requests]))
+        self._send(AddRequests(generation.messages()))
         return generation
 
     async def follow(self, generations: Sequence[Generation], news: asyncio.Event) -> AsyncIterator[None]:
@@ -191,36 +188,73 @@ class EngineClient:
                 self._send(FinishRequests(generation.request_ids))
 
     def _send(self, message: Message) -> None:
-        """Send without waiting. An engine that is gone cannot be reached, which `_watch` tells those who wait."""
-        with contextlib.suppress(zmq.ZMQError):
-            cast("asyncio.Future[Any]", self._socket.send(encode(message), zmq.NOBLOCK)).result()
+        if self._available.is_set():
+            self._link.send(message)
 
-    async def _read(self) -> None:
+    async def _launch(self) -> None:
+        address = f"ipc://{Path(self._directory.name, f'engine-{next(self._addresses)}')}"
+        self._link = await EngineLink.start(self.config, address)
+        self._available.set()
+
+    async def _supervise(self) -> None:
+        """Deliver what the engine says; when it dies, start another, until that helps no more."""
+        crashes: deque[float] = deque(maxlen=MOST_CRASHES)
         while True:
-            message = decode_for_server(await self._socket.recv())
-            if isinstance(message, Failed):
-                self._fail(EngineDied(message.reason))
-            elif isinstance(message, Events):
-                changed, stopped = self._outputs.process(message.events)
-                for request_id, stop in stopped:
-                    self._send(FinishRequests([request_id], "stop", stop))
-                for output in changed:
-                    generation = self._generations.get(output.request_id)
-                    if generation is not None:
-                        generation.news.set()
-                        if output.finished:
-                            del self._generations[output.request_id]
+            try:
+                async for message in self._link.messages(self._silence):
+                    if isinstance(message, Events):
+                        self._deliver(message)
+            except EngineDied as error:
+                reason = error
+            self._available.clear()
+            await self._link.stop()
+            if len(crashes) == MOST_CRASHES and time.monotonic() - crashes[0] < CRASH_SECONDS:
+                self._fail(EngineDied(f"{MOST_CRASHES + 1} crashes in {CRASH_SECONDS} seconds, the last: {reason}"))
+                return
+            crashes.append(time.monotonic())
+            logger.warning("%s; it is started again for %d requests", reason, len(self._generations))
+            self._blame(reason)
+            try:
+                await self._launch()
+            except ConfigError as error:
+                self._fail(EngineDied(f"the engine cannot be started again: {error}"))
+                return
+            self.restarts += 1
+            for generation in self._generations.values():
+                self._send(AddRequests(generation.messages()))
 
-    async def _watch(self) -> None:
-        code = await self._process.wait()
-        self._fail(EngineDied(f"the engine process ended with exit code {code}"))
+    def _blame(self, reason: EngineDied) -> None:
+        """Count a crash for every request that was there, and end those that were there too often."""
+        for generation in list(self._generations.values()):
+            generation.crashes += 1
+            if generation.crashes >= CRASHES_OF_REQUEST:
+                request_id = generation.output.request_id
+                generation.error = EngineDied(
+                    f"request {request_id} was running at {CRASHES_OF_REQUEST} crashes of the engine and is not tried "
+                    f"again: {reason}"
+                )
+                generation.news.set()
+                self.abort([generation])
+
+    def _deliver(self, message: Events) -> None:
+        changed, stopped = self._outputs.process(message.events)
+        for request_id, stop in stopped:
+            self._send(FinishRequests([request_id], "stop", stop))
+        for output in changed:
+            generation = self._generations.get(output.request_id)
+            if generation is not None:
+                generation.news.set()
+                if output.finished:
+                    del self._generations[output.request_id]
 
     def _fail(self, error: EngineDied) -> None:
-        """End everything with the first failure."""
-        if self._failure is not None:
+        """There will be no engine any more."""
+        if self.failure is not None:
             return
-        self._failure = error
+        self.failure = error
         for generation in self._generations.values():
             generation.error = error
             generation.news.set()
         self._generations.clear()
+        self._available.set()  # whoever waits for an engine learns that there is none
+        self.failed.set()

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import zmq
@@ -17,6 +18,7 @@ from kvern.engine.wire import (
     Events,
     Failed,
     FinishRequests,
+    Heartbeat,
     Ready,
     Shutdown,
     Start,
@@ -28,8 +30,8 @@ from kvern.request import Request
 
 logger = logging.getLogger("kvern")
 
-POLL_MILLISECONDS = 1000
-"""How often an idle engine looks whether its parent still lives."""
+HEARTBEAT_SECONDS = 0.5
+"""How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
 
 
 def main(address: str) -> int:
@@ -60,8 +62,9 @@ def main(address: str) -> int:
 
 def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
     """Carry out messages and steps, in turns."""
+    spoke = time.monotonic()
     while os.getppid() == parent:
-        while socket.poll(0 if core.has_work else POLL_MILLISECONDS):
+        while socket.poll(0 if core.has_work else int(1000 * HEARTBEAT_SECONDS)):
             match decode_for_engine(socket.recv()):
                 case AddRequests(requests):
                     leader: Request | None = None
@@ -73,10 +76,10 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
                     core.finish(request_ids, reason, stop_reason)
                 case Shutdown():
                     return
-        if core.has_work:
-            events = core.step()
-            if events:
-                socket.send(encode(Events(events)))
+        events = core.step() if core.has_work else []
+        if events or time.monotonic() - spoke >= HEARTBEAT_SECONDS:
+            socket.send(encode(Events(events) if events else Heartbeat()))
+            spoke = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the server's process and the engine's process say to each other: msgpack, never pickle.
 
 server --> Start, then AddRequests, FinishRequests, Shutdown       --> engine
-server <-- Ready or Failed, then Events; Failed ends the engine    <-- engine
+server <-- Ready or Failed, then Events and Heartbeats; Failed ends the engine    <-- engine
 """
 
 from typing import Any
@@ -18,7 +18,10 @@ class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class NewRequest(msgspec.Struct, array_like=True, gc=False):
-    """A request as the scheduler needs it; `leader` is the id of the group's request that computes the prompt."""
+    """A request as the scheduler needs it; `leader` is the id of the group's request that computes the prompt.
+
+    `generated` and `reported_prompt_logprobs` are what an earlier engine did for it.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -31,13 +34,15 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
     namespace: bytes
     group: str | None
     leader: str | None
+    generated: list[int] = []
+    reported_prompt_logprobs: int = 0
 
     @classmethod
     def of(cls, request: Request) -> "NewRequest":
         """What is sent for a request that has not run."""
         return cls(
             request.request_id,
-            request.token_ids,
+            request.token_ids[: request.prompt_length],
             request.params,
             request.max_tokens,
             request.seed,
@@ -49,9 +54,19 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             None if request.leader is None else request.leader.request_id,
         )
 
+    def resumed(self, generated: list[int], reported_prompt_logprobs: int) -> "NewRequest":
+        """The same, to go on behind these tokens, alone: the others of its group may have ended."""
+        return msgspec.structs.replace(
+            self,
+            group=None,
+            leader=None,
+            generated=generated,
+            reported_prompt_logprobs=reported_prompt_logprobs,
+        )
+
     def request(self, leader: Request | None) -> Request:
-        """The request again, on the other side."""
-        return Request(
+        """The request again, on the other side; `leader` is the first one of its message."""
+        request = Request(
             request_id=self.request_id,
             token_ids=self.token_ids,
             params=self.params,
@@ -62,8 +77,11 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             priority=self.priority,
             namespace=self.namespace,
             group=self.group,
-            leader=leader,
+            leader=None if self.leader is None else leader,
         )
+        request.token_ids += self.generated
+        request.reported_prompt_logprobs = self.reported_prompt_logprobs
+        return request
 
 
 class Start(Message):
@@ -109,6 +127,10 @@ class Events(Message):
     events: list[TokenEvent]
 
 
+class Heartbeat(Message):
+    """The engine lives, and has nothing else to say."""
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(Start | AddRequests | FinishRequests | Shutdown).decode
-decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | Events).decode
+decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | Events | Heartbeat).decode

@@ -1,0 +1,91 @@
+"""One engine process and the socket to it."""
+
+import asyncio
+import contextlib
+import dataclasses
+import sys
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from kvern.config import EngineConfig
+from kvern.engine.wire import Events, Failed, Message, Ready, Shutdown, Start, decode_for_server, encode
+from kvern.errors import ConfigError, EngineDied
+
+SHUTDOWN_SECONDS = 10
+
+
+class EngineLink:
+    """Start with `start`, end with `stop`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
+        self.process = process
+        self.ready = Ready(0, "")
+        self._socket = socket
+
+    @classmethod
+    async def start(cls, config: EngineConfig, address: str) -> "EngineLink":
+        """Start a process that loads `config.model`, a folder, and wait for it. Raises ConfigError with its reason."""
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
+        socket.bind(address)
+        command = [sys.executable, "-m", "kvern.engine.process", address]
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+        link = cls(process, socket)
+        sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config)))))
+        try:
+            async for message in link.messages():
+                if isinstance(message, Ready):
+                    link.ready = message
+                    break
+        except EngineDied as error:
+            sent.cancel()
+            await link.stop()
+            raise ConfigError(str(error)) from error
+        except BaseException:
+            sent.cancel()
+            await link.stop()
+            raise
+        return link
+
+    def send(self, message: Message) -> None:
+        """Send without waiting. If the process is gone nothing happens: `messages` tells."""
+        with contextlib.suppress(zmq.ZMQError):
+            cast("asyncio.Future[Any]", self._socket.send(encode(message), zmq.NOBLOCK)).result()
+
+    async def messages(self, silence: float | None = None) -> AsyncIterator[Ready | Events]:
+        """What the engine says, until it fails, ends, or is silent for so many seconds and is killed: EngineDied."""
+        ended = asyncio.create_task(self.process.wait())
+        try:
+            while True:
+                received = asyncio.ensure_future(self._socket.recv())
+                try:
+                    await asyncio.wait({received, ended}, timeout=silence, return_when=asyncio.FIRST_COMPLETED)
+                    if not received.done():
+                        if ended.done():
+                            raise EngineDied(f"the engine process ended with exit code {ended.result()}")
+                        self.process.kill()
+                        raise EngineDied(f"the engine gave no sign of life for {silence:g} seconds")
+                    message = decode_for_server(received.result())
+                finally:
+                    received.cancel()
+                if isinstance(message, Failed):
+                    raise EngineDied(message.reason)
+                if isinstance(message, Ready | Events):
+                    yield message
+        finally:
+            ended.cancel()
+
+    async def stop(self) -> None:
+        """End the process, by force if it does not end by itself."""
+        if self.process.returncode is None:
+            self.send(Shutdown())
+            try:
+                await asyncio.wait_for(self.process.wait(), SHUTDOWN_SECONDS)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        self._socket.close()
