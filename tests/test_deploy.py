@@ -185,8 +185,8 @@ class TestUnit:
         assert "'Restrt'" in self.analyze(text("kvern.service").replace("Restart=", "Restrt="), tmp_path, *verify)[1]
 
     def test_is_hardened(self, tmp_path: Path) -> None:
-        """An exposure of at most 2.0 of 10."""
-        code, report = self.analyze(text("kvern.service"), tmp_path, "security", "--offline=true", "--threshold=20")
+        """An exposure of at most 1.6 of 10."""
+        code, report = self.analyze(text("kvern.service"), tmp_path, "security", "--offline=true", "--threshold=16")
         assert code == 0, report
 
 
