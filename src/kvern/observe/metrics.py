@@ -13,6 +13,11 @@ MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+GPU_FIGURES = {
+    "gpu_memory_used_bytes": "GPU memory in use, by all processes.",
+    "gpu_memory_total_bytes": "GPU memory in all.",
+    "gpu_utilization": "Share of the last moments in which the GPU computed, 0 to 1.",
+}
 
 
 class Metrics:
@@ -142,11 +147,7 @@ class GpuCollector(Collector):
         """Memory in bytes, and the share of the last moments in which a kernel ran."""
         memory = self._driver.nvmlDeviceGetMemoryInfo(self._handle)
         busy = self._driver.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
-        for name, text, value in (
-            ("gpu_memory_used_bytes", "GPU memory in use, by all processes.", memory.used),
-            ("gpu_memory_total_bytes", "GPU memory in all.", memory.total),
-            ("gpu_utilization", "Share of the last moments in which the GPU computed, 0 to 1.", busy),
-        ):
+        for (name, text), value in zip(GPU_FIGURES.items(), (memory.used, memory.total, busy), strict=True):
             family = GaugeMetricFamily(f"kvern:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
