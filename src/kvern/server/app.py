@@ -7,7 +7,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -15,7 +15,7 @@ import kvern
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
 from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest
-from kvern.server import messages, openai
+from kvern.server import messages, openai, openapi
 from kvern.server.batches import EMBEDDINGS, Answerer, Batches
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
@@ -25,7 +25,6 @@ from kvern.server.http import (
     EventStream,
     HttpError,
     error_body,
-    error_response,
     json_response,
     read_object,
     until_gone,
@@ -55,6 +54,8 @@ class Server:
 
     def app(self, keys: Sequence[ApiKey] = ()) -> ASGIApp:
         """The ASGI application. With keys, every route but /health needs one of them."""
+        inputs = self.service.client.inputs
+        self._described = openapi.document(self.service.models, inputs.vocab_size, bool(keys))
         responses, claude, files, batches = (
             Responses(self.service),
             messages.MessagesApi(self.service),
@@ -66,6 +67,8 @@ class Server:
             Route("/ready", self.ready),
             Route("/version", self.version),
             Route("/metrics", self.metrics),
+            Route("/openapi.json", self.description),
+            Route("/docs", self.documentation),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
@@ -117,6 +120,15 @@ class Server:
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""
         return Response(self.service.client.metrics.text(), headers={"content-type": METRICS_TYPE})
+
+    async def description(self, request: Request) -> Response:
+        """The API as an OpenAPI document."""
+        return json_response(self._described)
+
+    async def documentation(self, request: Request) -> Response:
+        """The same for readers."""
+        headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        return HTMLResponse(openapi.page(self._described), headers=headers)
 
     async def list_models(self, request: Request) -> Response:
         """The names that `model` may have."""
@@ -190,9 +202,7 @@ def header_of(names: Sequence[str]) -> str:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    if request.url.path.startswith(messages.PATH):
-        return messages.anthropic_error(error)
-    return error_response(error)
+    return messages.error_for(request.url.path, error)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.errors import EngineDied, KvernError
-from kvern.server.files import file_object
+from kvern.server.files import OUTPUT, file_object, page_of
 from kvern.server.http import HttpError, error_body, json_response, read_object, status_of
 from kvern.server.keys import ApiKey
 from kvern.server.service import typed
@@ -110,20 +110,8 @@ class Batches:
 
     async def list(self, request: Request) -> Response:
         """GET /v1/batches, the newest first, `limit` of them behind the one named `after`."""
-        try:
-            limit = max(1, min(100, int(request.query_params.get("limit", "20"))))
-        except ValueError as error:
-            raise HttpError(400, "limit must be a whole number", param="limit") from error
         found = [self._now(body) for _, body in await self._store.all("batch", request.state.key.name)]
-        after = request.query_params.get("after")
-        if after is not None:
-            places = [index for index, body in enumerate(found) if body["id"] == after]
-            if not places:
-                raise HttpError(404, f"there is no batch {after!r:.80}", param="after", code="batch_not_found")
-            found = found[places[0] + 1 :]
-        page = found[:limit]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return json_response({"object": "list", "data": page, **ends, "has_more": len(found) > limit})
+        return json_response(page_of(found, request))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/batches/{batch_id}."""
@@ -259,7 +247,7 @@ class Work:
                 file_id = f"file-{path.name}"
                 size = path.stat().st_size
                 path.rename(self._store.path(file_id))
-                body = file_object(file_id, size, f"{self.body['id']}_{name}.jsonl", "batch_output")
+                body = file_object(file_id, size, f"{self.body['id']}_{name}.jsonl", OUTPUT)
                 await self._store.save("file", self._owner, body)
                 self.body[f"{name}_file_id"] = file_id
 

@@ -15,7 +15,10 @@ from kvern.server.store import Object, Store
 
 MOST_FILE_BYTES = 512 << 20
 PURPOSES = ("batch", "user_data")
+OUTPUT = "batch_output"
+"""The purpose of files that batches write."""
 PART_BYTES = 1 << 20
+MOST_ON_PAGE = 10_000
 
 
 class Files:
@@ -50,8 +53,10 @@ class Files:
         """GET /v1/files."""
         found = await self._store.all("file", request.state.key.name)
         purpose = request.query_params.get("purpose")
-        data = [body for _, body in found if purpose in (None, body["purpose"])]
-        return json_response({"object": "list", "data": data, "has_more": False})
+        if purpose not in (None, *PURPOSES, OUTPUT):
+            message = f"purpose is {purpose!r:.40}: it must be one of {', '.join((*PURPOSES, OUTPUT))}"
+            raise HttpError(400, message, param="purpose")
+        return json_response(page_of([body for _, body in found if purpose in (None, body["purpose"])], request))
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/files/{file_id}."""
@@ -73,6 +78,21 @@ class Files:
 
     async def _find(self, request: Request) -> Object:
         return await self._store.load("file", request.state.key.name, request.path_params["file_id"])
+
+
+def page_of(found: list[Object], request: Request) -> Object:
+    """`limit` of the objects behind the one named `after`. Raises HttpError."""
+    limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_ON_PAGE:
+        raise HttpError(400, f"limit is {limit!r:.20}: it must be 1 to {MOST_ON_PAGE}", param="limit")
+    if after is not None:
+        places = [index for index, body in enumerate(found) if body["id"] == after]
+        if not places:
+            raise HttpError(404, f"there is no {after!r:.80} in the list", param="after", code="not_found")
+        found = found[places[0] + 1 :]
+    page = found[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": len(found) > len(page)}
 
 
 def file_object(file_id: str, size: int, name: str, purpose: str) -> Object:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvern.server.http import error_body, json_response
+from kvern.server.http import HttpError, error_body, json_response
 from kvern.server.keys import ApiKey, find_key
+from kvern.server.messages import error_for
 
 logger = logging.getLogger("kvern.requests")
 
@@ -57,7 +58,7 @@ class Gate:
         elif self._keys and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_ROUTES:
             found = find_key(self._keys, secret_of(headers))
             if found is None:
-                app = _no_key()
+                app = _no_key(scope["path"])
             else:
                 key = found
         scope.setdefault("state", {}).update(key=key, request_id=request_id.decode())
@@ -84,7 +85,7 @@ def secret_of(headers: dict[bytes, bytes]) -> bytes:
     return headers.get(b"x-api-key", b"")
 
 
-def _no_key() -> ASGIApp:
+def _no_key(path: str) -> ASGIApp:
     message = "the API key is missing or unknown: send it as Authorization: Bearer KEY"
     headers = {"www-authenticate": 'Basic realm="kvern"'}
-    return json_response(error_body(401, message, code="invalid_api_key"), 401, headers)
+    return error_for(path, HttpError(401, message, code="invalid_api_key", headers=headers))

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
-from kvern.server.http import EventStream, HttpError, json_response, read_object, status_of, until_gone
+from kvern.server.http import EventStream, HttpError, error_response, json_response, read_object, status_of, until_gone
 from kvern.server.openai import conversation, text_of
 from kvern.server.service import Running, Service, typed
 
@@ -76,8 +76,10 @@ class MessagesApi:
         return await conversation(converted, None if tools is None else _chat_tools(tools), self._service)
 
 
-def anthropic_error(error: Exception) -> Response:
-    """An error in Anthropic's shape."""
+def error_for(path: str, error: Exception) -> Response:
+    """An error in the shape that a path's clients know."""
+    if PATH not in path:
+        return error_response(error)
     status = status_of(error)
     return json_response(_error(status, str(error)), status, getattr(error, "headers", None))
 

@@ -1,0 +1,394 @@
+"""The description of the API (OpenAPI 3.1), and a page that shows it."""
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+import kvern
+from kvern.batch.openai_format import CHAT, COMPLETIONS
+from kvern.documentation import field_documents
+from kvern.sampling_params import SamplingParams
+from kvern.server import messages
+from kvern.server.batches import EMBEDDINGS, ENDPOINTS
+from kvern.server.files import MOST_ON_PAGE, OUTPUT, PURPOSES
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
+SWITCH: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+PAGE: dict[str, Schema] = {"limit": {"type": "integer", "minimum": 1, "maximum": MOST_ON_PAGE}, "after": TEXT}
+
+
+def listed(items: Schema, **limits: int) -> Schema:
+    """A list."""
+    return {"type": "array", "items": items, **limits}
+
+
+def optional(schema: Schema) -> Schema:
+    """Null is the same as leaving it out."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def record(properties: Mapping[str, Schema], *required: str) -> Schema:
+    """An object; fields that are not named are ignored."""
+    return {"type": "object", "properties": dict(properties), "required": list(required)}
+
+
+def one_of(*values: str) -> Schema:
+    """One of these texts."""
+    return {"type": "string", "enum": list(values)}
+
+
+def sampling() -> dict[str, Schema]:
+    """The fields of SamplingParams, with what is said of them."""
+    described = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
+    documents = field_documents(SamplingParams)
+    return {name: _nullable(schema) | {"description": documents[name]} for name, schema in described.items()}
+
+
+def _nullable(schema: Schema) -> Schema:
+    schema = {name: value for name, value in schema.items() if name != "default"}
+    if "anyOf" in schema:
+        return {"anyOf": [*schema["anyOf"], *([] if {"type": "null"} in schema["anyOf"] else [{"type": "null"}])]}
+    return optional(schema)
+
+
+def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
+    """What this server can be asked."""
+    token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    prompt = {"anyOf": [TEXT, listed(token, minItems=1), listed(TEXT, minItems=1, maxItems=256)]}
+    common = {
+        "model": optional(one_of(*models)),
+        "priority": optional(WHOLE),
+        "timeout": optional({"type": "number", "exclusiveMinimum": 0}),
+        "cache_salt": optional({"type": "string", "maxLength": 256}),
+    }
+    streamed = {"stream": optional(SWITCH), "stream_options": optional(record({"include_usage": optional(SWITCH)}))}
+    part = record({"type": one_of("text"), "text": TEXT}, "type", "text")
+    message = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(part)]})}, "role")
+    tools = optional(listed(OBJECT))
+    completion_fields = {
+        **sampling(),
+        **common,
+        **streamed,
+        "prompt": prompt,
+        "echo": optional(SWITCH),
+        "best_of": optional(WHOLE),
+    }
+    chat_fields = {
+        **sampling(),
+        **common,
+        **streamed,
+        "messages": listed(message, minItems=1),
+        "tools": tools,
+        "max_completion_tokens": optional({"type": "integer", "minimum": 1}),
+        "logprobs": optional(SWITCH),
+        "top_logprobs": optional({"type": "integer", "minimum": 0, "maximum": 100}),
+    }
+    response_fields = {
+        **{name: schema for name, schema in sampling().items() if name not in ("n", "logprobs", "prompt_logprobs")},
+        **common,
+        "input": {"anyOf": [TEXT, listed(OBJECT, minItems=1)]},
+        "instructions": optional(TEXT),
+        "previous_response_id": optional(TEXT),
+        "max_output_tokens": optional({"type": "integer", "minimum": 1}),
+        "stream": optional(SWITCH),
+        "background": optional(SWITCH),
+        "store": optional(SWITCH),
+        "metadata": optional(OBJECT),
+        "tools": tools,
+    }
+    claude_message = record(
+        {"role": one_of("user", "assistant"), "content": {"anyOf": [TEXT, listed(part)]}}, "role", "content"
+    )
+    claude_fields = {
+        **common,
+        "messages": listed(claude_message, minItems=1),
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "system": optional({"anyOf": [TEXT, listed(part)]}),
+        "stop_sequences": optional(listed({"type": "string", "minLength": 1}, maxItems=64)),
+        "temperature": optional(NUMBER),
+        "top_k": optional(WHOLE),
+        "top_p": optional(NUMBER),
+        "stream": optional(SWITCH),
+        "tools": tools,
+    }
+    identified = record({"id": TEXT, "object": TEXT}, "id", "object")
+    listing = record({"object": one_of("list"), "data": listed(OBJECT)}, "object", "data")
+    answer = record(
+        {"id": TEXT, "choices": listed(OBJECT), "usage": OBJECT}, "id", "object", "created", "model", "choices", "usage"
+    )
+    paths: dict[str, Schema] = {
+        "/health": {"get": get("The process lives.", record({"status": TEXT}, "status"), open_to_all=True)},
+        "/ready": {
+            "get": get("The engine takes requests; 503 while it does not.", record({"ready": SWITCH}, "ready"), 503)
+        },
+        "/version": {"get": get("Which kvern this is.", record({"version": TEXT}, "version"))},
+        "/metrics": {"get": get("Figures for Prometheus.", None, kind="text/plain")},
+        "/tokenize": {
+            "post": post(
+                "A text, or a conversation, as token ids.",
+                record(
+                    {
+                        "model": common["model"],
+                        "prompt": optional(TEXT),
+                        "add_special_tokens": optional(SWITCH),
+                        "return_token_strs": optional(SWITCH),
+                    }
+                ),
+                record({"tokens": listed(WHOLE), "count": WHOLE, "max_model_len": WHOLE}, "tokens", "count"),
+            )
+        },
+        "/detokenize": {
+            "post": post(
+                "Token ids as text.",
+                record(
+                    {
+                        "model": common["model"],
+                        "tokens": optional(listed({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})),
+                    }
+                ),
+                record({"prompt": TEXT}, "prompt"),
+            )
+        },
+        "/v1/models": {"get": get("The names that `model` may have.", listing)},
+        "/v1/models/{model}": {"get": get("One of them.", identified, 404, path=("model",))},
+        COMPLETIONS: {"post": post("Continue a text.", record(completion_fields, "prompt"), answer, streams=True)},
+        CHAT: {"post": post("Answer a conversation.", record(chat_fields, "messages"), answer, streams=True)},
+        EMBEDDINGS: {
+            "post": post(
+                "The last token's last hidden state, for models that were trained for that.",
+                record(
+                    {
+                        **common,
+                        "input": prompt,
+                        "dimensions": optional({"type": "integer", "minimum": 1}),
+                        "encoding_format": optional(one_of("float", "base64")),
+                    },
+                    "input",
+                ),
+                listing,
+            )
+        },
+        "/v1/responses": {
+            "post": post(
+                "Answer, remember, and go on later.", record(response_fields, "input"), identified, streams=True
+            )
+        },
+        "/v1/responses/{response_id}": {
+            "get": get("How a response stands.", identified, 404, path=("response_id",)),
+            "delete": get("Forget a response.", identified, 404, path=("response_id",)),
+        },
+        "/v1/responses/{response_id}/cancel": {
+            "post": get("End one in the background.", identified, 400, 404, path=("response_id",))
+        },
+        messages.PATH: {
+            "post": post(
+                "Anthropic's messages.",
+                record(claude_fields, "messages", "max_tokens"),
+                record({"id": TEXT, "content": listed(OBJECT), "usage": OBJECT}, "id", "content", "usage"),
+                streams=True,
+                error=CLAUDE_ERROR,
+            )
+        },
+        messages.COUNT_PATH: {
+            "post": post(
+                "Tokens of a conversation.",
+                record({name: claude_fields[name] for name in ("model", "messages", "system", "tools")}, "messages"),
+                record({"input_tokens": WHOLE}, "input_tokens"),
+                error=CLAUDE_ERROR,
+            )
+        },
+        "/v1/files": {
+            "get": get(
+                "The files of this key.",
+                listing,
+                400,
+                404,
+                503,
+                507,
+                query={**PAGE, "purpose": one_of(*PURPOSES, OUTPUT)},
+            ),
+            "post": post(
+                "Upload a file.",
+                record(
+                    {
+                        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+                        "purpose": one_of(*PURPOSES),
+                    },
+                    "file",
+                    "purpose",
+                ),
+                identified,
+                kind="multipart/form-data",
+            ),
+        },
+        "/v1/files/{file_id}": {
+            "get": get("One of them.", identified, 404, 503, 507, path=("file_id",)),
+            "delete": get("Remove it.", identified, 404, 503, 507, path=("file_id",)),
+        },
+        "/v1/files/{file_id}/content": {
+            "get": get("What it holds.", None, 404, 503, 507, path=("file_id",), kind="application/octet-stream")
+        },
+        "/v1/batches": {
+            "get": get(
+                "The batches of this key, the newest first.",
+                listing,
+                400,
+                404,
+                503,
+                507,
+                query=PAGE,
+            ),
+            "post": post(
+                "Begin a batch.",
+                record(
+                    {
+                        "input_file_id": TEXT,
+                        "endpoint": one_of(*ENDPOINTS),
+                        "completion_window": one_of("24h"),
+                        "metadata": optional(OBJECT),
+                    },
+                    "input_file_id",
+                    "endpoint",
+                ),
+                identified,
+            ),
+        },
+        "/v1/batches/{batch_id}": {"get": get("How a batch stands.", identified, 404, 503, 507, path=("batch_id",))},
+        "/v1/batches/{batch_id}/cancel": {
+            "post": get("End it, and keep what it has.", identified, 400, 404, 503, 507, path=("batch_id",))
+        },
+    }
+    secured = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if keys else {}
+    about = (
+        "Beside the parameters of each API, bodies may hold kvern's own; fields that are not known are ignored and "
+        "named in the header x-kvern-ignored-fields."
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvern", "version": kvern.__version__, "description": about},
+        "paths": paths,
+        "components": secured,
+        "security": [{"key": []}] if keys else [],
+    }
+
+
+ERROR = record(
+    {
+        "error": record(
+            {"message": TEXT, "type": TEXT, "param": optional(TEXT), "code": optional(TEXT)},
+            "message",
+            "type",
+            "param",
+            "code",
+        )
+    },
+    "error",
+)
+CLAUDE_ERROR = record(
+    {"type": one_of("error"), "error": record({"type": TEXT, "message": TEXT}, "type", "message")}, "type", "error"
+)
+REASONS = {
+    400: "The request cannot be carried out as it is; the message says why.",
+    401: "The API key is missing or unknown.",
+    404: "There is no such thing.",
+    408: "The deadline has passed, or the body came too slowly.",
+    413: "The body is too large.",
+    429: "Too much at once: try again after the seconds in the header Retry-After.",
+    500: "The server has a fault, or the engine died over the request twice.",
+    503: "Not now.",
+    507: "The server's disk is full.",
+}
+
+
+def get(
+    summary: str,
+    answer: Schema | None,
+    *statuses: int,
+    path: tuple[str, ...] = (),
+    query: Mapping[str, Schema] | None = None,
+    kind: str = "application/json",
+    open_to_all: bool = False,
+) -> Schema:
+    """An operation without a body."""
+    parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in path]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
+    refusals = () if open_to_all else (401, *statuses)
+    operation = {"summary": summary, "parameters": parameters, "responses": _responses(answer, kind, refusals, ERROR)}
+    return {**operation, "security": []} if open_to_all else operation
+
+
+def post(
+    summary: str,
+    body: Schema,
+    answer: Schema,
+    *,
+    streams: bool = False,
+    kind: str = "application/json",
+    error: Schema = ERROR,
+) -> Schema:
+    """An operation with a body."""
+    responses = _responses(answer, "application/json", (400, 401, 404, 408, 413, 429, 500, 503, 507), error)
+    if streams:
+        responses["200"]["content"]["text/event-stream"] = {"schema": TEXT}
+    content = {kind: {"schema": body}}
+    return {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}
+
+
+def _responses(answer: Schema | None, kind: str, statuses: tuple[int, ...], error: Schema) -> Schema:
+    done = {"description": "Done.", "content": {kind: {"schema": answer} if answer is not None else {}}}
+    refused = {
+        str(status): {"description": REASONS[status], "content": {"application/json": {"schema": error}}}
+        for status in sorted(set(statuses))
+    }
+    return {"200": done, **refused}
+
+
+def page(described: Schema) -> str:
+    """The description for readers: one file without scripts."""
+    parts = []
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            body = operation.get("requestBody", {}).get("content", {})
+            fields = "".join(_fields(content["schema"]) for content in body.values())
+            codes = ", ".join(operation["responses"])
+            parts.append(
+                f"<details><summary><b>{method.upper()}</b> <code>{html.escape(path)}</code> "
+                f"{html.escape(operation['summary'])}</summary>{fields}<p>Answers: {codes}</p></details>"
+            )
+    about = html.escape(described["info"]["description"])
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        "<title>kvern: API</title><style>:root{color-scheme:light dark}body{font:16px/1.5 system-ui;max-width:60rem;"
+        "margin:2rem auto;padding:0 1rem}td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
+        "summary{cursor:pointer;padding:.3rem 0}</style>"
+        f"<h1>kvern {html.escape(described['info']['version'])}</h1><p>{about}</p>"
+        f'<p>As a document: <a href="openapi.json">openapi.json</a></p>{"".join(parts)}</html>'
+    )
+
+
+def _fields(schema: Schema) -> str:
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        need = "required" if name in schema.get("required", ()) else ""
+        text = html.escape(field.get("description", ""))
+        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(kind_of(field))}<td>{need}<td>{text}")
+    return f"<table><tr><th>field<th>type<th><th>{''.join(rows)}</table>" if rows else ""
+
+
+def kind_of(schema: Schema) -> str:
+    """A type in words."""
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    if "anyOf" in schema:
+        kinds = [kind_of(option) for option in schema["anyOf"] if option != {"type": "null"}]
+        return " or ".join(dict.fromkeys(kinds))
+    if schema.get("type") == "array":
+        return f"list of {kind_of(schema['items'])}"
+    return str(schema.get("type", "anything"))
