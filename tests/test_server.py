@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvern import LLM, SamplingParams
 
@@ -27,7 +28,8 @@ QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 class Served:
     """A running `kvern serve`."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, log: Path | None = None) -> None:
+        """`log`: a file for what it says after its start."""
         command = [sys.executable, "-m", "kvern", "serve", "--port", "0", *arguments]
         self._clients: list[openai.OpenAI] = []
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -35,10 +37,20 @@ class Served:
         lines = []
         for line in self.process.stderr:
             lines.append(line)
-            if found := re.search(r"on http://([\d.]+):(\d+)", line):
-                self.host, self.port = found[1], int(found[2])
-                return
-        raise AssertionError("".join(lines))
+            if found := re.search(r"on (?:https?://([\d.]+):(\d+)|unix:)", line):
+                self.host, self.port = found[1], int(found[2] or 0)
+                break
+        else:
+            raise AssertionError("".join(lines))
+        self._reader = None
+        if log is not None:
+            self._reader = threading.Thread(target=self._copy, args=(log,))
+            self._reader.start()
+
+    def _copy(self, log: Path) -> None:
+        assert self.process.stderr is not None
+        with log.open("w") as file:
+            file.writelines(self.process.stderr)
 
     @property
     def url(self) -> str:
@@ -64,16 +76,37 @@ class Served:
         headers = dict(line.lower().split(": ", 1) for line in lines)
         return int(status.split()[1]), headers, json.loads(content) if content else None
 
+    def figure(self, name: str, key: str = KEY, **labels: str) -> float:
+        """One of the metrics: the sum of those with these labels; 0 if there is none."""
+        head = f"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n\r\n"
+        with socket.create_connection((self.host, self.port), timeout=60) as connection:
+            connection.sendall(head.encode())
+            data = b""
+            while part := connection.recv(65536):
+                data += part
+        families = text_string_to_metric_families(data.partition(b"\r\n\r\n")[2].decode())
+        samples = [sample for family in families for sample in family.samples if sample.name == f"kvern:{name}"]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def kill_engine(self) -> None:
+        os.kill(self.engine_pid(), signal.SIGKILL)
+
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         (child,) = [int(pid) for pid in children]
         return child
 
     def stop(self, how: int = signal.SIGTERM) -> int:
+        self.process.send_signal(how)
+        return self.close()
+
+    def close(self) -> int:
+        """Wait for its end, and let go of everything."""
         for client in self._clients:
             client.close()
-        self.process.send_signal(how)
         assert self.process.stderr is not None
+        if self._reader is not None:
+            self._reader.join(30)
         with self.process.stderr:
             return self.process.wait(30)
 
@@ -257,13 +290,15 @@ STORY: dict[str, Any] = {"model": "kvern-1m", "max_tokens": 300, "temperature": 
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Served]:
-    served = Served(*arguments)
+def serving(*arguments: str, log: Path | None = None) -> Iterator[Served]:
+    served = Served(*arguments, log=log)
     try:
         yield served
     finally:
         if served.process.poll() is None:
             served.stop()
+        else:
+            served.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -12,6 +12,7 @@ import tyro
 import kvern
 from kvern.cli.bench import Kernels, Offline, Profile
 from kvern.cli.chat import Chat
+from kvern.cli.help import help_word, print_help_about
 from kvern.cli.models import Models
 from kvern.cli.options import Defaults, read_defaults
 from kvern.cli.run import INTERRUPTED, Run
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"kvern {kvern.__version__}\n")
         return 0
     try:
+        word = help_word(arguments)
+        if word is not None:
+            return print_help_about(word)
         defaults = read_defaults(arguments, os.environ)
         command = tyro.cli(
             commands(defaults),

@@ -26,6 +26,7 @@ from kvern.server.http import (
     HttpError,
     error_body,
     json_response,
+    path_of,
     read_object,
     until_gone,
 )
@@ -102,7 +103,7 @@ class Server:
         app = Starlette(routes=routes, exception_handlers=handled)
         config = self.service.config
         default = ApiKey(ANYONE.name, b"", config.concurrent_per_key, config.per_minute_per_key)
-        return Gate(app, keys, default, config.log_requests != "none")
+        return Gate(app, keys, default, config.request_timeout, config.log_requests != "none")
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -178,7 +179,7 @@ class Server:
         service = self.service
         if service.config.log_requests == "prompts":
             openai.log_body(body, request.state.request_id)
-        call = await openai.read_call(body, request.url.path, service, request.state.key)
+        call = await openai.read_call(body, path_of(request.scope), service, request.state.key)
         headers = {IGNORED_HEADER: header_of(call.ignored)} if call.ignored else {}
         if call.stream:
             running = await service.start(call.ask)
@@ -202,7 +203,7 @@ def header_of(names: Sequence[str]) -> str:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return messages.error_for(request.url.path, error)
+    return messages.error_for(path_of(request.scope), error)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -39,6 +39,8 @@ class ServerConfig:
     """Let each key reuse only blocks that its own requests cached, so that timing tells nothing about others."""
     engine_timeout: float = 60.0
     """Seconds without a sign of life after which the engine is replaced; a step takes less."""
+    request_timeout: float = 30.0
+    """Seconds in which the head of a request must have arrived, and then again its body."""
     grace_seconds: float = 30.0
     """How long running requests may go on after a signal to end; a second signal ends them at once."""
     data_dir: Path | None = None
@@ -53,7 +55,7 @@ class ServerConfig:
             raise ConfigError(f"tls_key is {self.tls_key} and there is no tls_cert: give both")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path is {self.root_path!r}: it must begin with / and not end with it")
-        for name in ("max_queue", "concurrent_per_key", "per_minute_per_key", "engine_timeout"):
+        for name in ("max_queue", "concurrent_per_key", "per_minute_per_key", "engine_timeout", "request_timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}: it must be above 0")

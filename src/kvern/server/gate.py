@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvern.server.http import HttpError, error_body, json_response
+from kvern.server.http import HttpError, error_body, json_response, path_of
 from kvern.server.keys import ApiKey, find_key
 from kvern.server.messages import error_for
 
@@ -24,14 +24,22 @@ REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 class Gate:
     """Lets requests pass that carry one of the keys; without keys, all. Each answer has a header `x-request-id`.
 
-    Handlers find an `ApiKey` as `key` in the request's state, and the id as `request_id`. `default` is for requests
-    when there are no keys.
+    Handlers find an `ApiKey` as `key` in the request's state, the id as `request_id`, and `body_seconds`. `default` is
+    for requests when there are no keys.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], default: ApiKey = ANYONE, log: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKey],
+        default: ApiKey = ANYONE,
+        body_seconds: float = 30.0,
+        log: bool = False,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._default = default
+        self._body_seconds = body_seconds
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,13 +63,13 @@ class Gate:
             request_id = uuid.uuid4().hex.encode()
             message = "x-request-id may have 128 letters, digits and . : / + = - _ at most"
             app = json_response(error_body(400, message), 400)
-        elif self._keys and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_ROUTES:
+        elif self._keys and path_of(scope) not in OPEN_ROUTES:
             found = find_key(self._keys, secret_of(headers))
             if found is None:
-                app = _no_key(scope["path"])
+                app = _no_key(path_of(scope))
             else:
                 key = found
-        scope.setdefault("state", {}).update(key=key, request_id=request_id.decode())
+        scope.setdefault("state", {}).update(key=key, request_id=request_id.decode(), body_seconds=self._body_seconds)
         try:
             await app(scope, receive, answer)
         finally:

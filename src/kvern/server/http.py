@@ -19,9 +19,6 @@ MAX_BODY_BYTES = 16 << 20
 DRAINED_BYTES = 8 * MAX_BODY_BYTES
 """So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
 
-BODY_SECONDS = 60
-"""A body that takes longer is not waited for."""
-
 T = TypeVar("T")
 
 
@@ -46,6 +43,11 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def path_of(scope: Scope) -> str:
+    """The path as routes have it, without what a proxy in front takes away."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -73,10 +75,11 @@ def status_of(error: Exception) -> int:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises HttpError."""
+    """The body as a JSON object, which has `body_seconds` of the request's state to arrive. Raises HttpError."""
+    seconds = request.state.body_seconds
     parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             async for part in request.stream():
                 size += len(part)
                 if size <= MAX_BODY_BYTES:
@@ -86,7 +89,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     except TimeoutError as error:
         headers = {"connection": "close"}
         raise HttpError(
-            408, f"the body did not arrive within {BODY_SECONDS} s: send it faster", headers=headers
+            408, f"the body did not arrive within {seconds:g} s: send it faster", headers=headers
         ) from error
     if size > MAX_BODY_BYTES:
         raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")

@@ -78,7 +78,7 @@ class MessagesApi:
 
 def error_for(path: str, error: Exception) -> Response:
     """An error in the shape that a path's clients know."""
-    if PATH not in path:
+    if not path.startswith(PATH):
         return error_response(error)
     status = status_of(error)
     return json_response(_error(status, str(error)), status, getattr(error, "headers", None))

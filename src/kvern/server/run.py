@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
+import gc
 import signal
 import socket
 import ssl
@@ -19,8 +21,6 @@ from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.keys import read_keys
 
-HEADER_SECONDS = 20
-"""A client that takes longer for the head of a request is cut off."""
 HEADER_BYTES = 1 << 16
 KEEP_ALIVE_SECONDS = 75
 """An idle connection stays open so long, longer than proxies in front keep theirs."""
@@ -57,7 +57,7 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
                     application.app(keys),
                     log_config=None,
                     access_log=False,
-                    http=Connection,
+                    http=functools.partial(Connection, server.request_timeout),  # type: ignore[arg-type]
                     ws="none",
                     lifespan="off",
                     root_path=server.root_path,
@@ -69,6 +69,7 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
                     ssl_keyfile=server.tls_key,
                 )
             )
+            gc.freeze()  # what is there now stays: collections need not look at it
             say(f"started in {client.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
             say(f"serving {models[0]} on {shown_address(listener, server)}")
@@ -94,10 +95,11 @@ class HttpServer(uvicorn.Server):
 
 
 class Connection(HttpToolsProtocol):
-    """Cuts off clients whose request takes too long or too many bytes to begin."""
+    """Cuts off clients whose request takes more than `seconds`, or too many bytes, to begin."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, seconds: float, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._seconds = seconds
         self._patience: asyncio.TimerHandle | None = None
         self._head_bytes = 0
 
@@ -128,7 +130,7 @@ class Connection(HttpToolsProtocol):
 
     def _wait(self) -> None:
         if self._patience is None:
-            self._patience = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+            self._patience = self.loop.call_later(self._seconds, self.transport.close)
 
     def _wait_no_more(self) -> None:
         if self._patience is not None:

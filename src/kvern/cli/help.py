@@ -1,0 +1,42 @@
+"""``kvern serve --help WORD``: the options about one word, of the many that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvern.config import EngineConfig
+from kvern.documentation import field_documents
+from kvern.errors import ConfigError
+from kvern.server.config import ServerConfig
+
+
+def help_word(arguments: Sequence[str]) -> str | None:
+    """The word that is asked about; None if the command line asks something else."""
+    if len(arguments) == 3 and arguments[0] == "serve" and arguments[1] in ("--help", "-h"):
+        return arguments[2]
+    return None
+
+
+def print_help_about(word: str) -> int:
+    """Print the options of the server whose name or text holds the word. Raises ConfigError if none does."""
+    wanted = word.lower().strip("-").replace("-", "_")
+    found = []
+    for kind in (ServerConfig, EngineConfig):
+        documents = field_documents(kind)
+        for field in dataclasses.fields(kind):
+            text = documents[field.name]
+            if wanted in field.name or wanted.replace("_", " ") in text.lower():
+                found.append(f"--{field.name.replace('_', '-')}  (default: {_shown(field.default)})\n      {text}\n")
+    if not found:
+        raise ConfigError(f"no option of kvern serve is about {word!r}: kvern serve --help lists all")
+    sys.stdout.write("\n".join(found))
+    return 0
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

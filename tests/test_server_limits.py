@@ -1,0 +1,252 @@
+"""Who may use the server and how much: queue, keys, fairness, deadlines, isolation, TLS, sockets, prefixes, logs."""
+
+import concurrent.futures
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.test_server import KEY, SMALL, STORY, Served, eventually, serving
+
+LONG: dict[str, Any] = STORY | {"max_tokens": 450}
+ONE_SLOT = ("--max-batch-requests", "1")
+
+
+def test_a_full_queue_tells_when_to_come_back() -> None:
+    with serving(*SMALL, *ONE_SLOT, "--max-queue", "2") as served:
+        client = served.client()
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(3)]
+            eventually(lambda: served.figure("num_requests_waiting") == 2)
+            with pytest.raises(openai.RateLimitError, match="2 sequences wait already") as full:
+                client.completions.create(prompt="Once", **LONG)
+            assert 1 <= int(full.value.response.headers["retry-after"]) <= 60
+            with pytest.raises(openai.BadRequestError, match="asks for 9 sequences, and this server runs and queues 3"):
+                client.completions.create(prompt="Once", n=9, **LONG)
+            list(pool.map(list, held))
+        assert served.figure("requests_refused_total") == 1
+        assert client.completions.create(prompt="Once", model="kvern-1m", max_tokens=1).usage.completion_tokens == 1
+
+
+def test_limits_of_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# who\nalice:{KEY}-a concurrent=1\nbob:{KEY}-b per_minute=2\n")
+    with serving(*SMALL, "--api-key-file", str(keys)) as served:
+        alice, bob = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
+        stream = alice.completions.create(prompt="Once", stream=True, **LONG)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="key alice has 1 requests at the same time"):
+            alice.completions.create(prompt="Once", **LONG)
+        for _ in range(2):
+            bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+        with pytest.raises(openai.RateLimitError, match="key bob has made 2 requests in the last minute") as limited:
+            bob.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+        assert 50 <= int(limited.value.response.headers["retry-after"]) <= 60
+        list(stream)
+        assert alice.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+
+
+def test_no_key_starves_another() -> None:
+    """One key asks for forty answers; another's single one comes before most of them."""
+    with serving(*SMALL, *ONE_SLOT, "--api-key", f"{KEY}-a", f"{KEY}-b") as served:
+        greedy, modest = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
+        done: list[str] = []
+
+        def ask(client: openai.OpenAI, name: str) -> None:
+            client.completions.create(model="kvern-1m", prompt="Once", max_tokens=60, extra_body={"ignore_eos": True})
+            done.append(name)
+
+        with concurrent.futures.ThreadPoolExecutor(41) as pool:
+            first = [pool.submit(ask, greedy, "greedy") for _ in range(40)]
+            eventually(lambda: served.figure("num_requests_waiting", f"{KEY}-a") >= 20)
+            ahead = len(done)
+            last = pool.submit(ask, modest, "modest")
+            for task in (*first, last):
+                task.result(60)
+        assert done.index("modest") - ahead <= 5
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_ends_a_request(stream: bool) -> None:
+    with serving(*SMALL) as served:
+        client = served.client()
+        options = LONG | {"extra_body": {"ignore_eos": True, "timeout": 0.2}}
+        with pytest.raises(openai.APIError, match="timeout has passed"):
+            list(client.completions.create(prompt="Once", n=8, stream=stream, **options))
+        eventually(lambda: served.figure("num_requests_running") == 0)
+        assert served.figure("kv_cache_usage_perc") == 0
+
+
+def cached(client: openai.OpenAI, **extra: Any) -> int:
+    prompt = "Tell me a story about a fox and a hen and a bear. " * 8
+    answer = client.completions.create(model="kvern-1m", prompt=prompt, max_tokens=1, extra_body=extra)
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def test_caches_of_keys_and_salts_are_apart() -> None:
+    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b", "--isolate-prefix-cache-per-key") as served:
+        one, other = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
+        assert (cached(one), cached(other)) == (0, 0)
+        assert cached(one) == cached(other) > 50
+        assert cached(one, cache_salt="x") == 0
+        assert cached(one, cache_salt="x") > 50
+        assert cached(one, cache_salt="y") == 0
+
+
+def test_request_ids_and_logs(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    secret = "a secret that nobody may read"
+    with serving(*SMALL, "--log-requests", "summary", "--api-key", f"alice:{KEY}", log=log) as served:
+        client = served.client()
+        answer = client.completions.with_raw_response.create(
+            model="kvern-1m", prompt=secret, max_tokens=1, extra_headers={"x-request-id": "mine-1"}
+        )
+        assert answer.headers["x-request-id"] == "mine-1"
+        with pytest.raises(openai.BadRequestError, match="x-request-id may have"):
+            client.models.list(extra_headers={"x-request-id": "a" * 200})
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="kvern-1m", prompt=[secret], stop=secret * 99, max_tokens=1)
+    said = log.read_text()
+    assert "mine-1 POST /v1/completions 200 key=alice" in said
+    assert secret not in said and KEY not in said
+    with serving(*SMALL, "--log-requests", "prompts", log=log) as served:
+        served.client().completions.create(model="kvern-1m", prompt=secret, max_tokens=1)
+    assert secret in log.read_text()
+
+
+def test_a_drain_lets_running_requests_end() -> None:
+    with serving(*SMALL) as served:
+        stream = served.client().completions.create(prompt="Once", stream=True, **LONG)
+        next(iter(stream))
+        served.process.send_signal(signal.SIGTERM)
+        eventually(lambda: refused(served))
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert served.process.wait(30) == 0
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with serving(*SMALL, *ONE_SLOT) as served:
+        client = served.client()
+        held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(20)]
+        served.process.send_signal(signal.SIGTERM)
+        eventually(lambda: refused(served))
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 0
+        ends = [end_of(stream) for stream in held]
+        assert not all(ends)
+
+
+def end_of(stream: Any) -> bool:
+    """Whether a stream came to its end."""
+    try:
+        return list(stream)[-1].choices[0].finish_reason is not None
+    except (openai.APIError, httpx2.TransportError, IndexError):
+        return False
+
+
+def refused(served: Served) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((served.host, served.port)) != 0
+
+
+def test_tls_and_a_prefix(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    arguments = ("--tls-cert", str(certificate), "--tls-key", str(key), "--root-path", "/llm", "--api-key", KEY)
+    with serving(*SMALL, *arguments) as served:
+        context = ssl.create_default_context(cafile=str(certificate))
+        for path, status in (("/health", 200), ("/v1/models", 401)):
+            with (
+                socket.create_connection((served.host, served.port)) as plain,
+                context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+            ):
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                assert int(connection.recv(4096).split()[1]) == status
+        body = json.dumps({"model": "kvern-1m", "prompt": "Once", "max_tokens": 1}).encode()
+        with (
+            socket.create_connection((served.host, served.port)) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        ):
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + body)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with serving(*SMALL, "--uds", str(path)) as served, socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    assert served.process.returncode == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "99999"], "port is 99999: it must be between 0 and 65535"),
+        (["--max-queue", "0"], "max_queue is 0: it must be above 0"),
+        (["--root-path", "llm/"], "root_path is 'llm/'"),
+        (["--tls-key", "k"], "there is no tls_cert"),
+        (["--tls-cert", "/nothing"], "tls_cert /nothing and tls_key cannot be used"),
+        (["--api-key-file", "/nothing"], "api_key_file /nothing cannot be read"),
+        (["--api-key", "a:b c=d"], "API key 1 is not of the form NAME:KEY"),
+        (["--api-key", "x:1", "x:2"], "two API keys have the same name"),
+        (["--uds", "/nothing/socket"], "cannot listen on /nothing/socket"),
+    ],
+    ids=range(9),
+)
+def test_bad_options_are_one_line(arguments: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvern", "serve", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvern: error: ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_figures_for_prometheus() -> None:
+    with serving(*SMALL, "--max-batch-requests", "4") as served:
+        client = served.client()
+        for prompt in ("Once upon a time there was a fox", "Once upon a time there was a fox"):
+            client.completions.create(model="kvern-1m", prompt=prompt, max_tokens=8, extra_body={"ignore_eos": True})
+        stopper = threading.Event()
+
+        def leave() -> None:
+            stream = client.completions.create(prompt="Once", stream=True, **LONG)
+            next(iter(stream))
+            stopper.wait(10)
+            stream.close()
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        eventually(lambda: served.figure("num_requests_running") == 1)
+        assert 0 < served.figure("kv_cache_usage_perc") < 1
+        stopper.set()
+        thread.join()
+        eventually(lambda: served.figure("num_requests_running") == 0)
+        assert served.figure("time_to_first_token_seconds_count") == 3
+        assert served.figure("inter_token_latency_seconds_count") >= 14
+        assert served.figure("e2e_request_latency_seconds_count") == 2
+        assert served.figure("request_success_total", finished_reason="length") == 2
+        assert served.figure("request_success_total", finished_reason="abort") == 1
+        assert served.figure("prefix_cache_hits_total") > 4
+        assert served.figure("generation_tokens_total") >= 17
+        served.kill_engine()
+        eventually(lambda: served.figure("engine_restarts_total") == 1)
+        before = served.figure("generation_tokens_total")
+        client.completions.create(model="kvern-1m", prompt="Once", max_tokens=8, extra_body={"ignore_eos": True})
+        assert served.figure("generation_tokens_total") == before + 8
