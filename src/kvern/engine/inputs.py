@@ -80,6 +80,11 @@ class InputProcessor:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_list(prompt)
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(token_ids)} tokens, and at most {self.max_model_len - 1} leave room for an "
+                f"answer in the context of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
+            )
         for position, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidRequest(f"the prompt holds {token!r} at position {position}: token ids are integers")
@@ -88,11 +93,6 @@ class InputProcessor:
                     f"the prompt holds token id {token} at position {position}: the model has ids 0 to "
                     f"{self.vocab_size - 1}"
                 )
-        if len(token_ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens, and at most {self.max_model_len - 1} leave room for an "
-                f"answer in the context of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
-            )
         return token_ids
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:

@@ -109,9 +109,10 @@ async def read_prompts(body: Mapping[str, Any], url: str, service: Service) -> l
         tools = typed(body, "tools", list, None) if body.get("tool_choice") != "none" else None
         return [await conversation(typed(body, "messages", list, []), tools, service)]
     prompt = body.get("prompt")
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)):
-        return [prompt]
-    if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if isinstance(prompt, str) or isinstance(first, int):
+        return [prompt]  # whether all of them are ids is looked at outside the event loop
+    if isinstance(prompt, list) and isinstance(first, str | list):
         if len(prompt) > MOST_PROMPTS:
             raise HttpError(400, f"prompt holds {len(prompt)} prompts: at most {MOST_PROMPTS}", param="prompt")
         return list(prompt)
