@@ -1,0 +1,123 @@
+"""Programs that people already have, against the server, as they come."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import LLM, SamplingParams
+from tests.test_server import QUESTION, Served, serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving("--threads", "1", "--max-model-len", "1024") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(threads=1, max_model_len=1024)
+
+
+CALLS = """
+import json, litellm, sys
+url, question = sys.argv[1], json.loads(sys.argv[2])
+common = {"api_base": url, "api_key": "none", "temperature": 0, "max_tokens": 24}
+answer = litellm.completion(model="openai/kvern-12m", messages=question, **common)
+stream = litellm.completion(model="openai/kvern-12m", messages=question, stream=True, **common)
+text = litellm.text_completion(model="text-completion-openai/kvern-12m", prompt="The fox", **common)
+claude = litellm.completion(
+    model="anthropic/kvern-12m", messages=question, api_base=url.removesuffix("/v1"), api_key="none", max_tokens=24,
+    extra_body={"temperature": 0},
+)
+print(json.dumps({
+    "answer": answer.choices[0].message.content,
+    "stream": "".join(chunk.choices[0].delta.content or "" for chunk in stream),
+    "text": text.choices[0].text,
+    "claude": claude.choices[0].message.content,
+}))
+"""
+
+
+def test_litellm(server: Served, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    chat, text = llm.chat(QUESTION, params)[0].outputs[0].text, llm.generate(["The fox"], params)[0].outputs[0].text
+    command = [sys.executable, "-c", CALLS, server.url, json.dumps(QUESTION)]
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"answer": chat, "stream": chat, "text": text, "claude": chat}
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+{more}
+"""
+CHOICES = 'doc_to_choice: ["42", "7", "one hundred"]\nmetric_list:\n  - metric: acc'
+GENERATE = (
+    'generation_kwargs: {until: ["\\n"], max_gen_toks: 24, temperature: 0}\nmetric_list:\n  - metric: exact_match'
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "kind", "more"),
+    [
+        ("local-completions", "completions", "multiple_choice", CHOICES),
+        ("local-completions", "completions", "generate_until", GENERATE),
+        ("local-chat-completions", "chat/completions", "generate_until", GENERATE),
+    ],
+    ids=["choices", "completions", "chat"],
+)
+def test_lm_eval(server: Served, llm: LLM, tmp_path: Path, model: str, path: str, kind: str, more: str) -> None:
+    """Its own evaluation of a task made here; what it counts is what the engine says."""
+    rows = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(10, 18)]
+    if kind == "multiple_choice":
+        rows = [{"question": "What is 17 + 25? The answer is", "answer": "0"} for _ in range(4)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "made.yaml").write_text(TASK.format(name="made", data=data, kind=kind, more=more))
+    tokenizer = llm.tokenizer.folder
+    arguments = f"model=kvern-12m,base_url={server.url}/{path},tokenizer={tokenizer},tokenizer_backend=huggingface"
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", "made"]
+    command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
+    if "chat" in model:
+        command.append("--apply_chat_template")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [samples] = (tmp_path / "out").rglob("samples_*.jsonl")
+    given = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(given) == len(rows)
+    for sample in given:
+        check(sample, kind, "chat" in model, llm)
+
+
+def check(sample: dict[str, Any], kind: str, chat: bool, llm: LLM) -> None:
+    question = sample["doc"]["question"]
+    if kind == "generate_until":
+        params = SamplingParams(temperature=0, max_tokens=24, stop=["\n"])
+        if chat:
+            [output] = llm.chat([{"role": "user", "content": question}], params)
+        else:
+            [output] = llm.generate([question], params)
+        assert sample["resps"][0][0] == output.outputs[0].text
+        return
+    for choice, (response,) in zip(["42", "7", "one hundred"], sample["resps"], strict=True):
+        context = llm.tokenizer.encode(question, add_special_tokens=False)
+        whole = llm.tokenizer.encode(f"{question} {choice}", add_special_tokens=False)
+        [output] = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        logprobs = [table[token].logprob for token, table in zip(whole, output.prompt_logprobs, strict=True) if table]
+        assert float(response[0]) == pytest.approx(sum(logprobs[len(context) - 1 :]), abs=0.01)
