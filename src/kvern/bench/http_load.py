@@ -180,8 +180,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-
-        self._transport = cast(asyncio.WriteTransport, transport)  # of uvloop, which has no common base
+        self._transport = cast("asyncio.WriteTransport", transport)  # of uvloop, which has no common base
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None:  # nothing was asked: there is no use for this connection

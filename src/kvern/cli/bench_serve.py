@@ -139,7 +139,8 @@ class ServeBench:
         return run_loop(self._measure())
 
     async def _measure(self) -> int:
-        from kvern.bench.serving import METRICS, Sender, fetch, metric, read_goodput, summarize
+        from kvern.bench.serving import Sender, fetch
+        from kvern.bench.serving_figures import METRICS, metric, read_goodput, summarize
         from kvern.progress import generation_progress
 
         limits = read_goodput(self.goodput)
@@ -313,7 +314,7 @@ def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list
     from rich.console import Console
     from rich.table import Table
 
-    from kvern.bench.serving import METRICS
+    from kvern.bench.serving_figures import METRICS
 
     table = Table(title=f"kvern bench serve: {title}", title_justify="left")
     table.add_column("" if len(parts) > 1 else "figure")
