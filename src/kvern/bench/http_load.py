@@ -10,7 +10,7 @@ HttpClient ----- idle Connections, used again, the last one first
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -161,6 +161,11 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._parser: Any = None
 
+    @property
+    def is_open(self) -> bool:
+        """Its end has not been seen."""
+        return self._transport is not None
+
     async def send(self, request: bytes, reply: Reply) -> None:
         """Return when the answer is complete. Raises BrokenReply."""
         if self._transport is None or self._transport.is_closing():
@@ -193,6 +198,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
         self._client.forget(self)
         complete = self._reply is not None and self._reply.finished
         self._end(None if complete else BrokenReply(f"the server closed the connection{f': {error}' if error else ''}"))
@@ -224,7 +230,7 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Connections to one server, as many as there are requests at the same time.
+    """Connections to one server, as many as there are requests at the same time, until the end of `async with`.
 
     Raises ConfigError if `url` is not http://host[:port][/prefix].
     """
@@ -238,6 +244,7 @@ class HttpClient:
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"base_url is {url!r}: it must look like http://host:port or http://host:port/prefix")
         self.url = url
+        self.connections: set[Connection] = set()
         self.idle: list[Connection] = []
         self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
         lines = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **(headers or {})}
@@ -266,6 +273,8 @@ class HttpClient:
                 return
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: Connection(self), self._host, self._port)
+        if connection.is_open:  # else it has been forgotten already
+            self.connections.add(connection)
         await connection.send(request, reply)
 
     def keep(self, connection: Connection) -> None:
@@ -274,11 +283,16 @@ class HttpClient:
 
     def forget(self, connection: Connection) -> None:
         """It has ended."""
+        self.connections.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
 
-    def close(self) -> None:
-        """End the connections that wait."""
-        for connection in self.idle:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """End all connections."""
+        for connection in self.connections:
             connection.close()
-        self.idle.clear()
+        while self.connections:
+            await asyncio.sleep(0)

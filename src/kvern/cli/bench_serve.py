@@ -149,20 +149,19 @@ class ServeBench:
             raise ConfigError(f"percentile_metrics has {wrong.pop()!r}: choose from {', '.join(METRICS)}")
         percents = _percents(self.metric_percentiles)
         self._check()
-        client = self._client()
-        entry = _model_entry(await fetch(client, "/v1/models"), self.model)
         seed = random.SystemRandom().randrange(1 << 32) if self.seed is None else self.seed
-        sender = Sender(
-            client,
-            self.endpoint or ENDPOINTS[self.backend],
-            entry["id"],
-            self._body(),
-            chat=self.backend == "openai-chat",
-            timeout=self.timeout,
-            progress=None if self.disable_tqdm else generation_progress,
-        )
-        parts = await self._run(sender, entry, seed)
-        client.close()
+        async with self._client() as client:
+            entry = _model_entry(await fetch(client, "/v1/models"), self.model)
+            sender = Sender(
+                client,
+                self.endpoint or ENDPOINTS[self.backend],
+                entry["id"],
+                self._body(),
+                chat=self.backend == "openai-chat",
+                timeout=self.timeout,
+                progress=None if self.disable_tqdm else generation_progress,
+            )
+            parts = await self._run(sender, entry, seed)
         found = {name: summarize(run, percents, limits, metrics) for name, run in parts.items()}
         _print(f"{self.workload or self.dataset_name}, {entry['id']}, seed {seed}", found, metrics, percents)
         for name, part in found.items():
