@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import statistics
@@ -245,10 +246,16 @@ def test_bad_options_are_one_line(bench: Bench, options: tuple[str, ...], reason
 
 def test_a_server_that_dies_midway_is_counted() -> None:
     served = Served(*SMALL)
+    engine = served.engine_pid()
+
+    def stop_after_one(done: int, tokens: int) -> None:
+        if done == 1:
+            served.stop(signal.SIGKILL)
+            os.kill(engine, signal.SIGKILL)
 
     @contextlib.contextmanager
     def progress(total: int) -> Iterator[Callable[[int, int], None]]:
-        yield lambda done, tokens: served.stop(signal.SIGKILL) if done == 1 else None
+        yield stop_after_one
 
     async def load() -> Run:
         samples = [Sample([300 + number] * 4, 2 if number == 0 else 250) for number in range(6)]
