@@ -219,7 +219,11 @@ def test_requests_that_all_fail_are_counted_and_end_with_one(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--base-url", "https://x"), "base_url is 'https://x'"),
+        (("--base-url", "https://x"), "base_url must look like http://host"),
+        (("--base-url", "http://me:secret@x"), "base_url must look like http://host"),
+        (("--tokenizer", "."), "tokenizer . has no tokenizer.json"),
+        (("--result-filename", "absent/figures.json"), "cannot be written"),
+        (("--num-warmups", "-1"), "num_warmups is -1"),
         (("--base-url", "http://127.0.0.1:1"), "does not answer"),
         (("--api-key", "wrong"), "answers 401: the API key"),
         (("--header", "nothing"), "header is 'nothing'"),
@@ -235,7 +239,7 @@ def test_requests_that_all_fail_are_counted_and_end_with_one(
         (("--dataset-name", "custom", "--dataset-path", "absent"), "dataset absent cannot be read"),
         (("--workload", "baseline", "--max-concurrency", "2"), "max_concurrency is 2"),
     ],
-    ids=range(15),
+    ids=range(19),
 )
 def test_bad_options_are_one_line(bench: Bench, options: tuple[str, ...], reason: str) -> None:
     code, _, said = bench(*options)

@@ -241,8 +241,8 @@ class HttpClient:
             port = parts.port or 80
         except ValueError as error:
             raise ConfigError(f"base_url is {url!r}: {error}") from None
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"base_url is {url!r}: it must look like http://host:port or http://host:port/prefix")
+        if parts.scheme != "http" or not parts.hostname or "@" in parts.netloc:
+            raise ConfigError("base_url must look like http://host:port or http://host:port/prefix: no TLS, no user")
         self.url = url
         self.connections: set[Connection] = set()
         self.idle: list[Connection] = []

@@ -73,13 +73,19 @@ def repeated_prefixes(
     return samples
 
 
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder. Raises ConfigError if it has none."""
+    tokenizer = Tokenizer(folder)
+    if not tokenizer.available:
+        raise ConfigError(f"tokenizer {folder} has no tokenizer.json: give the folder of a model")
+    return tokenizer
+
+
 def token_counter(folder: Path | None) -> Callable[[str], int]:
     """Counts the tokens of texts, roughly if there is no tokenizer."""
     if folder is None:
         return lambda text: max(1, len(text) // CHARACTERS_PER_TOKEN)
-    tokenizer = Tokenizer(folder)
-    if not tokenizer.available:
-        raise ConfigError(f"tokenizer {folder} has no tokenizer.json: give the folder of a model")
+    tokenizer = read_tokenizer(folder)
     return lambda text: len(tokenizer.encode(text))
 
 

@@ -176,6 +176,8 @@ class ServeBench:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups is {self.num_warmups}: it must be at least 0")
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio is {self.random_range_ratio:g}: it must be at least 0 and below 1")
         if self.workload and self.max_concurrency:
@@ -184,6 +186,13 @@ class ServeBench:
             )
         if not self.workload and self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
             raise ConfigError(f"dataset {self.dataset_name} needs a file: give --dataset-path")
+        if self.result_filename is not None:
+            try:
+                self.result_filename.open("a").close()
+            except OSError as error:
+                raise ConfigError(
+                    f"result_filename {self.result_filename} cannot be written: {error.strerror or error}"
+                ) from None
 
     def _client(self) -> HttpClient:
         from kvern.bench.http_load import HttpClient
@@ -234,9 +243,9 @@ class ServeBench:
     def _vocabulary(self, entry: dict[str, Any]) -> int:
         if self.vocab_size or self.tokenizer is None:
             return self.vocab_size or entry.get("vocab_size") or USUAL_VOCABULARY
-        from kvern.tokenizer import Tokenizer
+        from kvern.bench.serving_data import read_tokenizer
 
-        return Tokenizer(self.tokenizer).vocab_size or USUAL_VOCABULARY
+        return read_tokenizer(self.tokenizer).vocab_size
 
     def _samples(self, prompts: Prompts, length: int) -> list[Sample]:
         from kvern.bench import serving_data
@@ -316,14 +325,14 @@ def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list
     from kvern.bench.serving_figures import METRICS
 
     table = Table(title=f"kvern bench serve: {title}", title_justify="left")
-    table.add_column("" if len(parts) > 1 else "figure")
+    table.add_column("")
     for name in parts:
         table.add_column(name, justify="right")
 
-    def row(label: str, key: str, form: str = ",.2f", scale: float = 1, end_section: bool = False) -> None:
+    def row(label: str, key: str, form: str = ",.2f", end_section: bool = False) -> None:
         values = [part.get(key) for part in parts.values()]
         if any(value is not None for value in values):
-            cells = ["" if value is None else format(scale * value, form) for value in values]
+            cells = ["" if value is None else format(value, form) for value in values]
             table.add_row(label, *cells, end_section=end_section)
 
     row("successful requests", "completed", ",d")
