@@ -8,6 +8,7 @@
     |-- InvalidParameter   a sampling parameter is out of range
     |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
     |-- BatchFileError     an input or output file of a batch job cannot be used
+    |-- DeadlineExceeded   a request did not end within the time that it was given
     `-- EngineDied         the process that computes has ended
 
 A message is one line: what was wrong, its value, the limit, and what to do. The command line prints it and exits with
@@ -45,6 +46,10 @@ class InvalidRequest(KvernError, ValueError):
 
 class BatchFileError(KvernError):
     """A batch job's input or output file cannot be read or written."""
+
+
+class DeadlineExceeded(KvernError):
+    """A request's `timeout` has passed."""
 
 
 class EngineDied(KvernError):

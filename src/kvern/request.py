@@ -47,6 +47,10 @@ class Request:
     priority: int = 0
     namespace: bytes = b""
     """Only requests of one namespace share cached blocks."""
+    turn: int = 0
+    """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
+    embed: bool = False
+    """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
     group: str | None = None
     leader: "Request | None" = None
     """The request of the group that computes the shared prompt; None for the leader itself."""
@@ -65,6 +69,9 @@ class Request:
     aged: bool = False
     preemptions: int = 0
     reported_prompt_logprobs: int = 0
+    arrived_at: float = 0.0
+    begun_at: float = 0.0
+    """When it came and when its first step was planned, by the monotonic clock."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

@@ -31,6 +31,8 @@ class NewRequest:
     stop_token_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
     block_ids: list[int]
+    embed: bool = False
+    """The last hidden state of the prompt is wanted, not a token."""
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,5 @@ class ModelRunnerOutput:
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of the prompt tokens that the step's tokens predict, in their order."""
+    embeddings: dict[int, bytes] = field(default_factory=dict)
+    """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""

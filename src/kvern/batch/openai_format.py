@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -154,10 +155,12 @@ def text_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
     if completion.logprobs is None:
         return None
     pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
+    tokens = [table[token_id].token or "" for token_id, table in pairs]
     return {
-        "tokens": [table[token_id].token or "" for token_id, table in pairs],
+        "tokens": tokens,
         "token_logprobs": [finite(table[token_id].logprob) for token_id, table in pairs],
         "top_logprobs": [{entry.token or "": finite(entry.logprob) for entry in table.values()} for _, table in pairs],
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
     }
 
 

@@ -1,5 +1,6 @@
 """Runs workloads on an engine and measures them."""
 
+import copy
 import dataclasses
 import platform
 import statistics
@@ -97,7 +98,7 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> Run:
     """Run all requests at once, with a prefix cache that is empty at the start."""
     core = engine.core
     core.scheduler.cache.tree.clear()
-    before = dataclasses.replace(core.statistics())
+    before = copy.copy(core.statistics())
     params = {
         length: SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True)
         for length in set(workload.lengths)

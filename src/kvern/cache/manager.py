@@ -52,6 +52,11 @@ class KVCacheManager:
         """Blocks that are free or can be made free by eviction."""
         return self.pool.free_count + self.tree.evictable_count
 
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that running requests hold; what is merely cached can be evicted."""
+        return 1 - self.available_count / self.pool.capacity
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` positions."""
         return -(-tokens // self.block_size)

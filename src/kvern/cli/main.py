@@ -64,7 +64,7 @@ def commands(defaults: Defaults) -> Any:
     return (
         Annotated[Run, tyro.conf.subcommand("run", default=run)]
         | Annotated[Chat, tyro.conf.subcommand("chat", default=chat)]
-        | Annotated[Serve, tyro.conf.subcommand("serve", default=Serve(engine=defaults.engine))]
+        | Annotated[Serve, tyro.conf.subcommand("serve", default=Serve(server=defaults.server, engine=defaults.engine))]
         | Annotated[Models, tyro.conf.subcommand("models", default=Models())]
         | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]
         | Annotated[Profile, tyro.conf.subcommand("profile", default=profile)]

@@ -1,13 +1,14 @@
 """Where options come from: flag > environment variable > configuration file > default.
 
-The fields of ``EngineConfig`` and ``SamplingOptions`` have one name everywhere: ``--max-tokens``, ``KVERN_MAX_TOKENS``,
-``max_tokens = 64`` in a TOML file given with ``--config`` (or ``KVERN_CONFIG``).
+The fields of ``EngineConfig``, ``SamplingOptions`` and ``ServerConfig`` have one name everywhere: ``--max-tokens``,
+``KVERN_MAX_TOKENS``, ``max_tokens = 64`` in a TOML file given with ``--config`` (or ``KVERN_CONFIG``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,12 @@ import msgspec
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.sampling_params import SamplingParams
+from kvern.server.config import ServerConfig
 
 PREFIX = "KVERN_"
 CONFIG_VARIABLE = "KVERN_CONFIG"
+KUBERNETES = re.compile(r"KVERN_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)=.*|KVERN_PORT=(tcp|udp)://.*")
+"""What Kubernetes sets in all containers beside a Service named kvern; no options of ours."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,16 @@ class SamplingOptions:
         return SamplingParams(**{**values, "stop": list(self.stop) or None})
 
 
+KINDS: tuple[type, ...] = (EngineConfig, SamplingOptions, ServerConfig)
+
+
 @dataclass(frozen=True)
 class Defaults:
     """What environment and configuration file say: the values that flags then override."""
 
     engine: EngineConfig
     sampling: SamplingOptions
+    server: ServerConfig
 
 
 def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> Defaults:
@@ -72,25 +80,21 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
     Raises:
         ConfigError: a key is unknown, a value has the wrong type, or the file cannot be read.
     """
-    types = {**option_types(EngineConfig), **option_types(SamplingOptions)}
+    types = {name: kind for options in KINDS for name, kind in typing.get_type_hints(options).items()}
     values: dict[str, Any] = {}
     path = config_file(arguments, environment)
     if path is not None:
         for name, value in read_file(path).items():
             values[name] = converted(name, value, types, f"{path}: {name}", strict=True)
     for variable, text in environment.items():
-        if variable.startswith(PREFIX) and variable != CONFIG_VARIABLE:
+        ours = variable.startswith(PREFIX) and variable != CONFIG_VARIABLE
+        if ours and not KUBERNETES.fullmatch(f"{variable}={text}"):
             name = variable.removeprefix(PREFIX).lower()
             values[name] = converted(name, text, types, variable, strict=False)
-    engine, sampling = (
-        {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
-        for kind in (EngineConfig, SamplingOptions)
+    engine, sampling, server = (
+        {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values} for kind in KINDS
     )
-    return Defaults(EngineConfig(**engine), SamplingOptions(**sampling))
-
-
-def option_types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return Defaults(EngineConfig(**engine), SamplingOptions(**sampling), ServerConfig(**server))
 
 
 def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:

@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from kvern.config import EngineConfig
+from kvern.engine.core import EngineStatistics
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.link import EngineLink
 from kvern.engine.output import OutputProcessor, RequestOutput
+from kvern.engine.turns import Turns
 from kvern.engine.wire import AddRequests, Events, FinishRequests, Message, NewRequest
-from kvern.errors import ConfigError, EngineDied
+from kvern.errors import ConfigError, DeadlineExceeded, EngineDied
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
+from kvern.observe.metrics import Metrics
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
@@ -39,14 +42,22 @@ CRASHES_OF_REQUEST = 2
 
 
 class Generation:
-    """One prompt on its way: `output` grows, and `news` is set whenever it has."""
+    """One prompt on its way: `output` grows, and `news` is set whenever it has. Times are of the monotonic clock."""
 
-    def __init__(self, output: RequestOutput, requests: list[Request], news: asyncio.Event) -> None:
+    def __init__(self, output: RequestOutput, requests: list[Request], news: asyncio.Event, asked: float) -> None:
         self.output = output
         self.news = news
+        self.asked = asked
+        self.first = 0.0
+        self.last = 0.0
         self.error: EngineDied | None = None
         self.crashes = 0
         self._requests = requests
+
+    @property
+    def turn(self) -> int:
+        """Of all its answers."""
+        return self._requests[0].turn
 
     @property
     def request_ids(self) -> list[str]:
@@ -74,20 +85,22 @@ class EngineClient:
         async for _ in client.follow([generation], news):
             print(generation.output.outputs[0].text)
 
-    `silence`: seconds without a sign of life after which an engine is replaced.
+    `silence`: seconds without a sign of life after which an engine is replaced. `name`: the model's, for the metrics.
     """
 
-    def __init__(self, config: EngineConfig, silence: float = 60.0) -> None:
+    def __init__(self, config: EngineConfig, silence: float = 60.0, name: str | None = None) -> None:
         self.folder = resolve_model(config.model, revision=config.revision)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder)
-        self.restarts = 0
+        self.metrics = Metrics(name or config.model or self.folder.name)
+        self.statistics = EngineStatistics()
         self.failed = asyncio.Event()
         """Set when there will be no engine any more; `failure` says why."""
         self.failure: EngineDied | None = None
         self._silence = silence
         self._ids = itertools.count()
         self._outputs = OutputProcessor(self.tokenizer)
+        self._turns = Turns()
         self._generations: dict[str, Generation] = {}
         self._available = asyncio.Event()
         self._addresses = itertools.count()
@@ -105,6 +118,11 @@ class EngineClient:
         return self._available.is_set() and self.failure is None
 
     @property
+    def unfinished(self) -> int:
+        """Answers that have not ended, running or waiting."""
+        return len(self._outputs)
+
+    @property
     def report(self) -> str:
         """How long the stages of the engine's start took."""
         return self._link.ready.report
@@ -120,6 +138,8 @@ class EngineClient:
         spec = spec_from_config(read_json(self.folder / "config.json"))
         length = self._link.ready.max_model_len
         self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config.seed)
+        if self._link.ready.gpu is not None:
+            self._watch_gpu(self._link.ready.gpu)
         self._supervisor = asyncio.create_task(self._supervise())
         return self
 
@@ -136,6 +156,14 @@ class EngineClient:
         """The conversation as token ids, made outside the event loop. Raises InvalidRequest."""
         return await asyncio.to_thread(self.inputs.chat_prompt, messages, tools)
 
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text as token ids, made outside the event loop. Raises InvalidRequest."""
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Token ids as text, special tokens included, made outside the event loop."""
+        return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+
     async def submit(
         self,
         prompt: Prompt,
@@ -143,32 +171,51 @@ class EngineClient:
         *,
         news: asyncio.Event,
         priority: int = 0,
+        owner: str = "",
+        namespace: bytes = b"",
+        embed: bool = False,
     ) -> Generation:
         """Check a prompt and hand it to the engine, waiting for one that is being replaced.
 
+        `owner` is who shares the engine with others by turns; only requests of one `namespace` share cached blocks.
+        With `embed` the prompt's last hidden state is computed, and the only token means nothing.
         Raises InvalidRequest, InvalidParameter or EngineDied.
         """
+        asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
-        make = self.inputs.requests
-        requests, resolved = await asyncio.to_thread(make, request_id, prompt, params, priority=priority)
+        if embed:
+            request = await asyncio.to_thread(self.inputs.embedding_request, request_id, prompt)
+            requests, resolved = [request], request.params
+        else:
+            make = self.inputs.requests
+            requests, resolved = await asyncio.to_thread(make, request_id, prompt, params, priority=priority)
         await self._available.wait()
         if self.failure is not None:
             raise self.failure
+        turn = self._turns.take(owner, len(requests))
+        for request in requests:
+            request.turn, request.namespace = turn, namespace
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, resolved)
-        generation = Generation(output, requests, news)
+        generation = Generation(output, requests, news, asked)
         self._generations[request_id] = generation
         self._send(AddRequests(generation.messages()))
         return generation
 
-    async def follow(self, generations: Sequence[Generation], news: asyncio.Event) -> AsyncIterator[None]:
+    async def follow(
+        self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
+    ) -> AsyncIterator[None]:
         """Wake whenever one of them, all submitted with `news`, has grown, until all have ended. Leaving aborts them.
 
-        Raises EngineDied.
+        Raises EngineDied, or DeadlineExceeded when the loop's clock passes `deadline` before.
         """
         try:
             while True:
-                await news.wait()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await news.wait()
+                except TimeoutError as error:
+                    raise DeadlineExceeded("timeout has passed before the answer was complete: allow more") from error
                 news.clear()
                 for generation in generations:
                     if generation.error is not None:
@@ -184,6 +231,7 @@ class EngineClient:
         """End those that have not ended; their blocks are free after the step that runs."""
         for generation in generations:
             if self._generations.pop(generation.output.request_id, None) is not None:
+                self.metrics.aborted(sum(answer.finish_reason is None for answer in generation.output.outputs))
                 self._outputs.abort(generation.request_ids)
                 self._send(FinishRequests(generation.request_ids))
 
@@ -203,6 +251,8 @@ class EngineClient:
             try:
                 async for message in self._link.messages(self._silence):
                     if isinstance(message, Events):
+                        self.statistics = message.statistics
+                        self.metrics.step(message.statistics, message.seconds)
                         self._deliver(message)
             except EngineDied as error:
                 reason = error
@@ -219,7 +269,7 @@ class EngineClient:
             except ConfigError as error:
                 self._fail(EngineDied(f"the engine cannot be started again: {error}"))
                 return
-            self.restarts += 1
+            self.metrics.restarted()
             for generation in self._generations.values():
                 self._send(AddRequests(generation.messages()))
 
@@ -237,6 +287,9 @@ class EngineClient:
                 self.abort([generation])
 
     def _deliver(self, message: Events) -> None:
+        if not message.events:
+            return
+        now = time.monotonic()
         changed, stopped = self._outputs.process(message.events)
         for request_id, stop in stopped:
             self._send(FinishRequests([request_id], "stop", stop))
@@ -244,8 +297,26 @@ class EngineClient:
             generation = self._generations.get(output.request_id)
             if generation is not None:
                 generation.news.set()
+                self._count(generation, now)
                 if output.finished:
                     del self._generations[output.request_id]
+
+    def _count(self, generation: Generation, now: float) -> None:
+        if generation.first:
+            self.metrics.next_token(now - generation.last)
+        else:
+            generation.first = now
+            self._turns.began(generation.turn)
+            self.metrics.first_token(now - generation.asked, generation.output.queue_seconds)
+        generation.last = now
+        if generation.output.finished:
+            self.metrics.finished(generation.output, now - generation.asked, now - generation.first)
+
+    def _watch_gpu(self, uuid: str) -> None:
+        try:
+            self.metrics.watch_gpu(uuid)
+        except Exception as error:  # whatever the driver's library raises: figures are no reason not to serve
+            logger.warning("no GPU memory and utilisation in the metrics: %s", error)
 
     def _fail(self, error: EngineDied) -> None:
         """There will be no engine any more."""

@@ -7,10 +7,12 @@
 The number of steps in flight is bounded by `depth`: 1 is synchronous, 2 overlaps the host with the device.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvern.engine.scheduler import Scheduler
 from kvern.request import FinishReason, Request, State
@@ -20,9 +22,8 @@ if TYPE_CHECKING:
     from kvern.worker.executor import Executor, StepResult
 
 
-@dataclass(frozen=True)
-class TokenEvent:
-    """What one step did for one request. `token_id` is None when only prompt log-probabilities or an end came."""
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step did for one request. `token_id` is None when only prompt log-probabilities came."""
 
     request_id: str
     token_id: int | None = None
@@ -31,11 +32,14 @@ class TokenEvent:
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    queue_seconds: float = 0.0
+    """From arrival to the first step that computed something of it."""
+    embedding: bytes | None = None
+    """The last hidden state of the prompt, float32, of a request that asked for it."""
 
 
-@dataclass
-class EngineStatistics:
-    """Counted since the engine started."""
+class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
+    """Counted since the engine started; `running`, `waiting` and `kv_cache_usage` are of this moment."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -43,8 +47,14 @@ class EngineStatistics:
     computed_tokens: int = 0
     cached_tokens: int = 0
     queried_tokens: int = 0
+    prefill_tokens: int = 0
+    """Computed in runs of more than one."""
     steps: int = 0
     preemptions: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of the KV blocks that running requests hold."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -71,6 +81,7 @@ class EngineCore:
         """Queue a request."""
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
+        request.arrived_at = time.monotonic()
         self.scheduler.add(request)
 
     def finish(
@@ -92,7 +103,12 @@ class EngineCore:
             if output.scheduled:
                 self._counted.steps += 1
                 self._counted.computed_tokens += output.token_count
+                self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > 1)
                 requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
+                if output.joined:
+                    now = time.monotonic()
+                    for request in requests:
+                        request.begun_at = request.begun_at or now
                 self._in_flight.append((output, requests, self._executor.submit(output)))
                 if len(self._in_flight) < self._depth:
                     return []
@@ -119,6 +135,8 @@ class EngineCore:
         self._counted.cached_tokens = cache.hit_tokens
         self._counted.queried_tokens = cache.queried_tokens
         self._counted.preemptions = self.scheduler.preemption_count
+        self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        self._counted.kv_cache_usage = self.scheduler.cache.usage
         return self._counted
 
     def _collect(self, output: SchedulerOutput, requests: list[Request], result: ModelRunnerOutput) -> list[TokenEvent]:
@@ -147,6 +165,8 @@ class EngineCore:
                     request.cached_tokens,
                     request.finish_reason,
                     request.stop_reason,
+                    request.begun_at - request.arrived_at if request.output_length == 1 else 0.0,
+                    result.embeddings.get(output.scheduled[index].slot) if request.embed else None,
                 )
             )
         return events

@@ -25,7 +25,7 @@ class InputProcessor:
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, folder: Path, max_model_len: int, seed: int) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
-        self._vocab_size = spec.vocab_size
+        self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
         self._defaults = _generation_defaults(folder)
         self._seed = seed
@@ -65,6 +65,11 @@ class InputProcessor:
             )
         return requests, params
 
+    def embedding_request(self, request_id: str, prompt: Prompt) -> Request:
+        """A request for the last hidden state of a prompt. Raises InvalidRequest."""
+        params = self._resolve(SamplingParams(temperature=0, max_tokens=1))
+        return Request(f"{request_id}#0", self._token_ids(prompt), params, max_tokens=1, embed=True)
+
     def chat_prompt(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
@@ -78,10 +83,10 @@ class InputProcessor:
         for position, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidRequest(f"the prompt holds {token!r} at position {position}: token ids are integers")
-            if not 0 <= token < self._vocab_size:
+            if not 0 <= token < self.vocab_size:
                 raise InvalidRequest(
                     f"the prompt holds token id {token} at position {position}: the model has ids 0 to "
-                    f"{self._vocab_size - 1}"
+                    f"{self.vocab_size - 1}"
                 )
         if len(token_ids) >= self.max_model_len:
             raise InvalidRequest(
@@ -93,9 +98,9 @@ class InputProcessor:
     def _resolve(self, params: SamplingParams) -> SamplingParams:
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
-                if not 0 <= token < self._vocab_size:
+                if not 0 <= token < self.vocab_size:
                     raise InvalidParameter(
-                        f"{name} holds token id {token}: the model has ids 0 to {self._vocab_size - 1}"
+                        f"{name} holds token id {token}: the model has ids 0 to {self.vocab_size - 1}"
                     )
         missing = {name: value for name, value in self._defaults.items() if getattr(params, name) is None}
         return params.replace(**missing) if missing else params

@@ -37,6 +37,10 @@ class RequestOutput:
     """One entry a prompt token, None for the first, which nothing predicts."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
+    queue_seconds: float = field(default=0.0, compare=False)
+    """From arrival at the engine to the first step that computed something of it."""
+    embedding: bytes | None = None
+    """The last hidden state of the prompt, float32, little-endian, if that was asked for."""
 
 
 class Answer:
@@ -121,6 +125,10 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._answers: dict[str, tuple[RequestOutput, Answer]] = {}
 
+    def __len__(self) -> int:
+        """Answers that have not ended."""
+        return len(self._answers)
+
     def add(self, output_id: str, prompt: str | None, requests: list[Request], params: SamplingParams) -> RequestOutput:
         """Announce the requests (samples) that together answer one prompt."""
         prompt_ids = requests[0].token_ids[: requests[0].prompt_length]
@@ -145,6 +153,8 @@ class OutputProcessor:
             if event.token_id is None:
                 continue
             output.cached_tokens = max(output.cached_tokens, event.cached_tokens)
+            output.embedding = output.embedding or event.embedding
+            output.queue_seconds = max(output.queue_seconds, event.queue_seconds)
             stop = answer.add(event)
             if stop is not None and event.finish_reason is None:
                 stopped.append((event.request_id, stop))

@@ -1,7 +1,7 @@
 """Who goes first: a policy gives each waiting or running request a key, and smaller keys go first.
 
-A policy is registered in POLICIES under the name that `EngineConfig.policy` selects. Aging and ties (by arrival) are
-the scheduler's, so that no policy can starve anybody.
+A policy is registered in POLICIES under the name that `EngineConfig.policy` selects. Aging and ties (by turn, then
+arrival) are the scheduler's, so that no policy can starve anybody.
 """
 
 from collections.abc import Callable

@@ -7,10 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import zmq
 
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
+from kvern.engine.device import resolve_device
 from kvern.engine.factory import build_core
 from kvern.engine.startup import Startup
 from kvern.engine.wire import (
@@ -18,7 +20,6 @@ from kvern.engine.wire import (
     Events,
     Failed,
     FinishRequests,
-    Heartbeat,
     Ready,
     Shutdown,
     Start,
@@ -36,7 +37,8 @@ HEARTBEAT_SECONDS = 0.5
 
 def main(address: str) -> int:
     """Load the model that the first message names, then run what is asked until Shutdown or the parent's end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
+        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
@@ -50,7 +52,7 @@ def main(address: str) -> int:
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
-    socket.send(encode(Ready(plan.max_model_len, str(startup))))
+    socket.send(encode(Ready(plan.max_model_len, str(startup), gpu_uuid(config))))
     try:
         serve(socket, core, parent)
     except Exception as error:
@@ -76,10 +78,19 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
                     core.finish(request_ids, reason, stop_reason)
                 case Shutdown():
                     return
+        started = time.monotonic()
         events = core.step() if core.has_work else []
-        if events or time.monotonic() - spoke >= HEARTBEAT_SECONDS:
-            socket.send(encode(Events(events) if events else Heartbeat()))
-            spoke = time.monotonic()
+        now = time.monotonic()
+        if events or now - spoke >= HEARTBEAT_SECONDS:
+            socket.send(encode(Events(events, core.statistics(), now - started)))
+            spoke = now
+
+
+def gpu_uuid(config: EngineConfig) -> str | None:
+    """The GPU's name in the driver's own tools; None on a CPU."""
+    if resolve_device(config).type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ under a budget. A decode is one token behind, a prompt is many, a preempted requ
                  3. waiting requests, best first, while there are slots, blocks and budget
     When blocks run out in 1 or 2, the worst running request is preempted: its blocks go, its tokens stay.
 
-Best first means: aged requests by arrival, then the policy's key, then arrival. Waiting requests are admitted strictly
-in that order: if the best one does not fit, nobody overtakes it. So a request that has aged waits only for those that
-run already and those that aged before it.
+Best first means: aged requests first, then the policy's key, then turn, then arrival. Waiting requests are admitted
+strictly in that order: if the best one does not fit, nobody overtakes it. So a request that has aged waits only for
+those that run already and those that aged before it.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.policy import PolicyKey
+from kvern.engine.policy import PolicyKey, first_come
 from kvern.request import FinishReason, Request, State
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 
@@ -194,12 +194,15 @@ class Scheduler:
         self.cache.free(request, self.step)
 
     def _age(self) -> None:
+        if self._policy is first_come:
+            return  # it starves nobody, and users keep sharing by turns
         for request in self.waiting:
             request.aged = request.aged or self.step - request.waiting_since >= self.limits.aging_steps
 
     def _ordered(self, requests: Iterable[Request]) -> list[Request]:
-        def key(request: Request) -> tuple[bool, float, int]:
-            return not request.aged, 0 if request.aged else self._policy(request, self.cache), request.arrival
+        def key(request: Request) -> tuple[bool, float, int, int]:
+            policy = 0 if request.aged else self._policy(request, self.cache)
+            return not request.aged, policy, request.turn, request.arrival
 
         return sorted(requests, key=key)
 
@@ -225,4 +228,5 @@ def _joining(request: Request) -> NewRequest:
         stop_token_ids=request.stop_token_ids,
         bad_word_ids=request.bad_word_ids,
         block_ids=list(request.block_ids),
+        embed=request.embed,
     )

@@ -1,14 +1,14 @@
 """What the server's process and the engine's process say to each other: msgpack, never pickle.
 
 server --> Start, then AddRequests, FinishRequests, Shutdown       --> engine
-server <-- Ready or Failed, then Events and Heartbeats; Failed ends the engine    <-- engine
+server <-- Ready or Failed, then Events, at least twice a second; Failed ends the engine <-- engine
 """
 
 from typing import Any
 
 import msgspec
 
-from kvern.engine.core import TokenEvent
+from kvern.engine.core import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 
@@ -32,10 +32,12 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
     bad_word_ids: list[tuple[int, ...]]
     priority: int
     namespace: bytes
+    turn: int
     group: str | None
     leader: str | None
     generated: list[int] = []
     reported_prompt_logprobs: int = 0
+    embed: bool = False
 
     @classmethod
     def of(cls, request: Request) -> "NewRequest":
@@ -50,8 +52,10 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             list(request.bad_word_ids),
             request.priority,
             request.namespace,
+            request.turn,
             request.group,
             None if request.leader is None else request.leader.request_id,
+            embed=request.embed,
         )
 
     def resumed(self, generated: list[int], reported_prompt_logprobs: int) -> "NewRequest":
@@ -76,6 +80,8 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             bad_word_ids=tuple(self.bad_word_ids),
             priority=self.priority,
             namespace=self.namespace,
+            turn=self.turn,
+            embed=self.embed,
             group=self.group,
             leader=None if self.leader is None else leader,
         )
@@ -109,10 +115,11 @@ class Shutdown(Message):
 
 
 class Ready(Message):
-    """The model is loaded; `report` says how long each stage took."""
+    """The model is loaded; `report` says how long each stage took, `gpu` which one it runs on, by its UUID."""
 
     max_model_len: int
     report: str
+    gpu: str | None = None
 
 
 class Failed(Message):
@@ -122,15 +129,13 @@ class Failed(Message):
 
 
 class Events(Message):
-    """What one step did."""
+    """What one step did, and how the engine stands after it; without events a sign of life."""
 
     events: list[TokenEvent]
-
-
-class Heartbeat(Message):
-    """The engine lives, and has nothing else to say."""
+    statistics: EngineStatistics
+    seconds: float
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(Start | AddRequests | FinishRequests | Shutdown).decode
-decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | Events | Heartbeat).decode
+decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | Events).decode

@@ -1,23 +1,27 @@
-"""The HTTP application: routes, keys, and what happens to errors."""
+"""The HTTP application: which handler a route has, and what happens to errors."""
 
-import asyncio
-import hmac
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 import kvern
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
-from kvern.errors import EngineDied, InvalidParameter, InvalidRequest
-from kvern.server import openai
-from kvern.server.responses import (
+from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest
+from kvern.server import messages, openai
+from kvern.server.batches import EMBEDDINGS, Answerer, Batches
+from kvern.server.config import ServerConfig
+from kvern.server.embeddings import Embeddings
+from kvern.server.files import Files
+from kvern.server.gate import ANYONE, Gate
+from kvern.server.http import (
     EventStream,
     HttpError,
     error_body,
@@ -26,35 +30,76 @@ from kvern.server.responses import (
     read_object,
     until_gone,
 )
+from kvern.server.keys import ApiKey
+from kvern.server.responses import Responses
+from kvern.server.service import Service, typed
+from kvern.server.store import Store, default_folder
 
-OPEN_ROUTES = ("/health",)
 IGNORED_HEADER = "x-kvern-ignored-fields"
 CLIENT_GONE = 499
-"""What an access log shows for a client that left; nobody reads it."""
+"""What a log shows for a client that left; nobody reads it."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Server:
     """The handlers of one engine."""
 
-    def __init__(self, client: EngineClient, models: Sequence[str]) -> None:
-        self.client = client
-        self.models = list(models)
+    def __init__(self, client: EngineClient, config: ServerConfig, models: Sequence[str]) -> None:
+        self.service = Service(client, config, models)
+        self.embeddings = Embeddings(self.service)
+        self.store = Store(config.data_dir or default_folder())
+        answerers = {CHAT: self._answerer(CHAT), COMPLETIONS: self._answerer(COMPLETIONS)}
+        answerers[EMBEDDINGS] = self.embeddings.answer
+        self.batches = Batches(self.store, answerers, client.config.max_batch_requests)
         self.started = int(time.time())
 
-    def app(self, api_keys: Sequence[str] = ()) -> ASGIApp:
+    def app(self, keys: Sequence[ApiKey] = ()) -> ASGIApp:
         """The ASGI application. With keys, every route but /health needs one of them."""
+        responses, claude, files, batches = (
+            Responses(self.service),
+            messages.MessagesApi(self.service),
+            Files(self.store),
+            self.batches,
+        )
         routes = [
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/version", self.version),
+            Route("/metrics", self.metrics),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
+            Route("/v1/models/{model:path}", self.model),
             Route(COMPLETIONS, self.completions, methods=["POST"]),
             Route(CHAT, self.completions, methods=["POST"]),
+            Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
+            Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
+            Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+            Route(messages.PATH, claude.create, methods=["POST"]),
+            Route(messages.COUNT_PATH, claude.count_tokens, methods=["POST"]),
+            Route("/v1/files", files.create, methods=["POST"]),
+            Route("/v1/files", files.list, methods=["GET"]),
+            Route("/v1/files/{file_id}", files.retrieve, methods=["GET"]),
+            Route("/v1/files/{file_id}", files.delete, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", files.content, methods=["GET"]),
+            Route("/v1/batches", batches.create, methods=["POST"]),
+            Route("/v1/batches", batches.list, methods=["GET"]),
+            Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
+            Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
         ]
-        errors = (HttpError, InvalidParameter, InvalidRequest, EngineDied)
-        handled = {**dict.fromkeys(errors, _failed), HTTPException: _refused}
+        errors = (HttpError, InvalidParameter, InvalidRequest, EngineDied, DeadlineExceeded)
+        handled = {
+            **dict.fromkeys(errors, _failed),
+            HTTPException: _refused,
+            ClientDisconnect: _gone,
+            Exception: _broken,
+        }
         app = Starlette(routes=routes, exception_handlers=handled)
-        return KeyCheck(app, api_keys) if api_keys else app
+        config = self.service.config
+        default = ApiKey(ANYONE.name, b"", config.concurrent_per_key, config.per_minute_per_key)
+        return Gate(app, keys, default, config.log_requests != "none")
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -62,36 +107,91 @@ class Server:
 
     async def ready(self, request: Request) -> Response:
         """The engine takes requests."""
-        ready = self.client.is_ready
+        ready = self.service.client.is_ready
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def version(self, request: Request) -> Response:
         """Which kvern this is."""
         return json_response({"version": kvern.__version__})
 
+    async def metrics(self, request: Request) -> Response:
+        """Figures for Prometheus."""
+        return Response(self.service.client.metrics.text(), headers={"content-type": METRICS_TYPE})
+
     async def list_models(self, request: Request) -> Response:
         """The names that `model` may have."""
-        length = self.client.inputs.max_model_len
-        models = [
-            {"id": name, "object": "model", "created": self.started, "owned_by": "kvern", "max_model_len": length}
-            for name in self.models
-        ]
-        return json_response({"object": "list", "data": models})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.service.models]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return json_response(self._model(self.service.model({"model": request.path_params["model"]})))
+
+    def _model(self, name: str) -> dict[str, object]:
+        inputs = self.service.client.inputs
+        sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "kvern", **sizes}
+
+    async def tokenize(self, request: Request) -> Response:
+        """A text, or a conversation, as token ids."""
+        body = await read_object(request)
+        service = self.service
+        service.model(body)
+        if "messages" in body:
+            tools = typed(body, "tools", list, None)
+            token_ids = await openai.conversation(typed(body, "messages", list, []), tools, service)
+        else:
+            special = typed(body, "add_special_tokens", bool, True)
+            token_ids = await service.client.encode(typed(body, "prompt", str, ""), special)
+        answer: dict[str, Any] = {
+            "tokens": token_ids,
+            "count": len(token_ids),
+            "max_model_len": service.client.inputs.max_model_len,
+        }
+        if typed(body, "return_token_strs", bool, False):
+            answer["token_strs"] = [service.client.tokenizer.id_to_token(token) for token in token_ids]
+        return json_response(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Token ids as text."""
+        body = await read_object(request)
+        self.service.model(body)
+        tokens = typed(body, "tokens", list, [])
+        if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+            raise HttpError(400, "tokens must be a list of token ids", param="tokens")
+        return json_response({"prompt": await self.service.client.decode(tokens)})
 
     async def completions(self, request: Request) -> Response | EventStream:
         """Both of OpenAI's completion routes, streamed or at once."""
         body = await read_object(request)
-        call = await openai.read_call(body, request.url.path, self.client, self.models)
-        headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
+        service = self.service
+        if service.config.log_requests == "prompts":
+            openai.log_body(body, request.state.request_id)
+        call = await openai.read_call(body, request.url.path, service, request.state.key)
+        headers = {IGNORED_HEADER: header_of(call.ignored)} if call.ignored else {}
         if call.stream:
-            news = asyncio.Event()
-            generations = await openai.submit(call, self.client, news)
-            return EventStream(openai.events(call, self.client, generations, news), headers)
-        content = await until_gone(openai.answer(call, self.client), request.receive)
-        return Response(status_code=CLIENT_GONE) if content is None else json_response(content, headers=headers)
+            running = await service.start(call.ask)
+            return EventStream(openai.events(call, running, service), running.close, headers)
+        outputs = await until_gone(service.run(call.ask), request.receive)
+        if outputs is None:
+            return Response(status_code=CLIENT_GONE)
+        return json_response(openai.answer(call, outputs, service), headers=headers)
+
+    def _answerer(self, url: str) -> Answerer:
+        async def answer(body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
+            call = await openai.read_call(body, url, self.service, key)
+            return openai.answer(call, await self.service.run(call.ask), self.service)
+
+        return answer
+
+
+def header_of(names: Sequence[str]) -> str:
+    """Names of fields for a header: those of letters that a header can hold, and not endless."""
+    return ", ".join(name for name in names if name.isascii() and name.isprintable())[:1000]
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    if request.url.path.startswith(messages.PATH):
+        return messages.anthropic_error(error)
     return error_response(error)
 
 
@@ -101,22 +201,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     return json_response(error_body(error.status_code, message), error.status_code, error.headers)
 
 
-class KeyCheck:
-    """Lets requests pass that carry one of the keys."""
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_ROUTES or self._knows(scope):
-            await self._app(scope, receive, send)
-            return
-        message = "the API key is missing or unknown: send it as Authorization: Bearer KEY"
-        await json_response(error_body(401, message, code="invalid_api_key"), 401)(scope, receive, send)
-
-    def _knows(self, scope: Scope) -> bool:
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = header.partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]  # all: time tells nothing
-        return kind.lower() == b"bearer" and any(matches)
+async def _broken(request: Request, error: Exception) -> Response:
+    """A fault of this server: its log has the traceback, under the request's id."""
+    message = f"the server has a fault; its log tells more under request id {request.state.request_id}"
+    return json_response(error_body(500, message), 500)

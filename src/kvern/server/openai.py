@@ -1,15 +1,16 @@
-"""OpenAI's /v1/completions and /v1/chat/completions: from a body to prompts and parameters, from outputs to answers."""
+"""OpenAI's /v1/completions and /v1/chat/completions: from a body to an ask, from outputs to answers and chunks."""
 
-import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvern.batch.openai_format import (
     CHAT,
-    COMPLETIONS,
     ONLY_VALUES,
     OWN_FIELDS,
     WITHOUT_EFFECT,
@@ -20,16 +21,20 @@ from kvern.batch.openai_format import (
     text_logprobs,
 )
 from kvern.batch.requests import sampling_params
-from kvern.engine.client import EngineClient, Generation
 from kvern.engine.inputs import Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
-from kvern.server.responses import HttpError
+from kvern.server import service as shared
+from kvern.server.http import HttpError
+from kvern.server.keys import ApiKey
+from kvern.server.service import Ask, Running, Service, typed
+
+logger = logging.getLogger("kvern.requests")
 
 COMPLETION_TOKENS = 16
 """OpenAI's default length of /v1/completions."""
-MAX_PROMPTS = 256
-STREAMING = {"stream", "stream_options", "echo", "priority"}
+MOST_PROMPTS = 256
+STREAMING = {"stream", "stream_options", "echo", "best_of"}
 
 
 @dataclass
@@ -38,12 +43,15 @@ class Call:
 
     url: str
     model: str
-    prompts: list[Prompt]
-    params: SamplingParams
-    priority: int = 0
+    ask: Ask
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    answers: int = 1
+    """For each prompt: `n`. The ask has more if `best_of` was given."""
+    logprobs: bool = False
+    prompt_only: bool = False
+    """`max_tokens` is 0: only the echo is wanted."""
     ignored: list[str] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -53,121 +61,177 @@ class Call:
         return self.url == CHAT
 
 
-async def read_call(body: dict[str, Any], url: str, client: EngineClient, models: Sequence[str]) -> Call:
+async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKey) -> Call:
     """Check a body. Raises HttpError, InvalidRequest or InvalidParameter."""
     extra = body.pop("extra_body", None)
     if isinstance(extra, dict):
         body = {**extra, **body}
-    model = body.get("model") or models[0]
-    if model not in models:
-        message = f"there is no model {model!r:.100}: this server has {', '.join(models)}"
-        raise HttpError(404, message, param="model", code="model_not_found")
+    model = service.model(body)
+    is_chat = url == CHAT
     for name, values in ONLY_VALUES.items():
-        if name in body and name not in STREAMING and body[name] not in values:
+        if name in body and body[name] not in values and (name not in STREAMING or (is_chat and name == "best_of")):
             raise HttpError(400, f"{name} is {body[name]!r:.60}: this server does not do that", param=name)
-    defaults = SamplingParams(max_tokens=COMPLETION_TOKENS) if url == COMPLETIONS else SamplingParams()
+    echo = not is_chat and typed(body, "echo", bool, False)
+    prompt_only = echo and body.get("max_tokens") == 0
+    defaults = SamplingParams() if is_chat else SamplingParams(max_tokens=COMPLETION_TOKENS)
+    params = sampling_params(defaults, parameters(body, url) | ({"max_tokens": 1} if prompt_only else {}))
+    answers, logprobs = params.n, params.logprobs is not None
+    if echo and logprobs:
+        params = params.replace(prompt_logprobs=params.logprobs)
+    best_of = answers if is_chat else typed(body, "best_of", int, answers)
+    stream = typed(body, "stream", bool, False)
+    if best_of < answers or (best_of > answers and stream):
+        message = f"best_of is {best_of} with n {answers}: it must not be smaller, and a stream cannot choose the best"
+        raise HttpError(400, message, param="best_of")
+    if best_of > answers:
+        params = params.replace(n=best_of, logprobs=params.logprobs or 0)
+    if echo and logprobs and stream:
+        raise HttpError(400, "echo, logprobs and stream are set: ask for two of them at most", param="echo")
     known = WITHOUT_EFFECT | OWN_FIELDS | STREAMING | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__)
-    call = Call(
+    prompts = await read_prompts(body, url, service)
+    return Call(
         url,
         model,
-        await read_prompts(body, url, client),
-        sampling_params(defaults, parameters(body, url)),
-        priority=typed(body, "priority", int, 0),
-        stream=typed(body, "stream", bool, False),
+        service.ask(body, prompts, params, key),
+        stream=stream,
         include_usage=bool(typed(body, "stream_options", dict, {}).get("include_usage")),
-        echo=url == COMPLETIONS and typed(body, "echo", bool, False),
-        ignored=sorted(set(body) - known),
+        echo=echo,
+        answers=answers,
+        logprobs=logprobs,
+        prompt_only=prompt_only,
+        ignored=sorted(set(body) - known - set(shared.OWN_FIELDS)),
     )
-    if call.echo and call.params.logprobs is not None:
-        raise HttpError(400, "echo is true and logprobs is set: ask for one of them", param="echo")
-    return call
 
 
-def typed(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """A field of this type, or the default if it is missing or null. Raises HttpError."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise HttpError(400, f"{name} is {value!r:.60}: it must be of type {kind.__name__}", param=name)
-    return value
-
-
-async def read_prompts(body: Mapping[str, Any], url: str, client: EngineClient) -> list[Prompt]:
+async def read_prompts(body: Mapping[str, Any], url: str, service: Service) -> list[Prompt]:
     """The prompts of a body: one text or list of token ids, or several; or one conversation."""
     if url == CHAT:
-        messages = typed(body, "messages", list, [])
-        if not messages or not all(isinstance(message, dict) for message in messages):
-            raise HttpError(400, "messages must be a list of one message or more, each an object", param="messages")
         tools = typed(body, "tools", list, None) if body.get("tool_choice") != "none" else None
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        return [await client.chat_prompt(messages, tools)]
+        return [await conversation(typed(body, "messages", list, []), tools, service)]
     prompt = body.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)):
         return [prompt]
     if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
-        if len(prompt) > MAX_PROMPTS:
-            raise HttpError(400, f"prompt holds {len(prompt)} prompts: at most {MAX_PROMPTS}", param="prompt")
+        if len(prompt) > MOST_PROMPTS:
+            raise HttpError(400, f"prompt holds {len(prompt)} prompts: at most {MOST_PROMPTS}", param="prompt")
         return list(prompt)
     raise HttpError(
         400, f"prompt is {prompt!r:.60}: it must be a text, a list of token ids, or a list of these", param="prompt"
     )
 
 
-async def submit(call: Call, client: EngineClient, news: asyncio.Event) -> list[Generation]:
-    """Hand all prompts to the engine, or none. Raises InvalidRequest, InvalidParameter or EngineDied."""
-    generations: list[Generation] = []
+async def conversation(messages: list[Any], tools: list[Any] | None, service: Service) -> list[int]:
+    """Messages in OpenAI's form as token ids. Raises HttpError or InvalidRequest."""
+    if not messages or not all(isinstance(message, dict) for message in messages):
+        raise HttpError(400, "messages must be a list of one message or more, each an object", param="messages")
+    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
+        raise HttpError(400, "tools must be a list of objects", param="tools")
+    return await service.client.chat_prompt([plain_message(message) for message in messages], tools)
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: no nulls, the older name of the developer's role, content as one text."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    if plain.get("role") == "developer":
+        plain["role"] = "system"
+    if isinstance(plain.get("content"), list):
+        plain["content"] = text_of(plain["content"])
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_arguments(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call whose arguments, a JSON text in OpenAI's form, are an object, as templates expect them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
     try:
-        for prompt in call.prompts:
-            generation = await client.submit(prompt, call.params, news=news, priority=call.priority)
-            generations.append(generation)
-    except BaseException:
-        client.abort(generations)
-        raise
-    return generations
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except msgspec.DecodeError as error:
+        message = f"the arguments of a tool call are not valid JSON: {error}"
+        raise HttpError(400, message, param="messages") from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-async def answer(call: Call, client: EngineClient) -> dict[str, Any]:
-    """Generate all, then answer at once."""
-    news = asyncio.Event()
-    generations = await submit(call, client, news)
-    async for _ in client.follow(generations, news):
-        pass
-    outputs = [generation.output for generation in generations]
-    make = chat_choice if call.is_chat else text_choice
+def text_of(parts: Sequence[Any], kinds: Sequence[str] = ("text", "input_text", "output_text")) -> str:
+    """The text of a message that comes in parts. Raises HttpError for parts that are not text."""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            message = f"a content part is of type {kind!r:.40}: this model takes text ({', '.join(kinds)}) only"
+            raise HttpError(400, message, param="messages")
+    return "\n".join(part["text"] for part in parts)
+
+
+def answer(call: Call, outputs: Sequence[RequestOutput], service: Service) -> dict[str, Any]:
+    """All answers at once."""
     choices = []
     for number, output in enumerate(outputs):
-        for item in output.outputs:
-            choice = make(item)
-            choice["index"] = number * call.params.n + item.index
+        for index, item in enumerate(best(output.outputs, call.answers)):
+            choice = chat_choice(item) if call.is_chat else text_choice(item)
+            choice["index"] = number * call.answers + index
+            if not call.logprobs:
+                choice["logprobs"] = None
             if call.echo:
-                choice["text"] = echoed(output, client) + choice["text"]
+                echo(choice, output, call, service)
             choices.append(choice)
     kind = "chat.completion" if call.is_chat else "text_completion"
-    return {**envelope(call, kind), "choices": choices, "usage": usage(outputs)}
+    return {**envelope(call, kind), "choices": choices, "usage": usage(outputs, 0 if call.prompt_only else None)}
 
 
-async def events(
-    call: Call, client: EngineClient, generations: list[Generation], news: asyncio.Event
-) -> AsyncIterator[object]:
+def log_body(body: Mapping[str, Any], request_id: str) -> None:
+    """Write what was asked into the log: only for servers that were told to."""
+    logger.info("%s asks %s", request_id, msgspec.json.encode(body).decode())
+
+
+def best(answers: list[CompletionOutput], count: int) -> list[CompletionOutput]:
+    """The most probable ones, by the mean log-probability of their tokens, if there are more than wanted."""
+    if len(answers) == count:
+        return answers
+    return sorted(answers, key=lambda item: -(item.cumulative_logprob or 0.0) / max(len(item.token_ids), 1))[:count]
+
+
+def echo(choice: dict[str, Any], output: RequestOutput, call: Call, service: Service) -> None:
+    """Put the prompt before the answer, and its log-probabilities before the answer's."""
+    choice["text"] = echoed(output, service) + ("" if call.prompt_only else choice["text"])
+    if choice["logprobs"] is None:
+        return
+    prompt = CompletionOutput(0, token_ids=output.prompt_token_ids[1:])
+    prompt.logprobs = [table for table in output.prompt_logprobs or () if table is not None]
+    before = text_logprobs(prompt)
+    assert before is not None
+    first = service.client.tokenizer.id_to_token(output.prompt_token_ids[0])
+    start = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    merged = {}
+    for name, values in choice["logprobs"].items():
+        before_it, shift = before[name], 0
+        if name == "text_offset":
+            before_it = [len(first) + offset for offset in before_it]
+            shift = len(first) + sum(map(len, before["tokens"]))
+        after = [] if call.prompt_only else [value + shift for value in values] if shift else values
+        merged[name] = start[name] + before_it + after
+    choice["logprobs"] = merged
+
+
+async def events(call: Call, running: Running, service: Service) -> AsyncIterator[object]:
     """The chunks of a stream: what is new since the last, and the usage if it was asked for."""
-    outputs = [generation.output for generation in generations]
     kind = "chat.completion.chunk" if call.is_chat else "text_completion"
     parts = [
-        Part(item, number * call.params.n + item.index, call.is_chat, echoed(output, client) if call.echo else "")
-        for number, output in enumerate(outputs)
+        Part(item, number * call.answers + item.index, call.is_chat, echoed(output, service) if call.echo else "")
+        for number, output in enumerate(running.outputs)
         for item in output.outputs
     ]
     head = envelope(call, kind)
     if call.include_usage:
         head["usage"] = None
-    async for _ in client.follow(generations, news):
+    async for _ in running:
         for part in parts:
             choice = part.news()
             if choice is not None:
                 yield {**head, "choices": [choice]}
     if call.include_usage:
-        yield {**head, "choices": [], "usage": usage(outputs)}
+        yield {**head, "choices": [], "usage": usage(running.outputs)}
 
 
 class Part:
@@ -189,9 +253,12 @@ class Part:
             choice["delta"] = {"content": text} if self._begun else {"role": "assistant", "content": text}
         else:
             choice["text"] = text if self._begun else self._echo + text
-        new = CompletionOutput(self._index, token_ids=answer.token_ids[self._tokens :])
-        new.logprobs = None if answer.logprobs is None else answer.logprobs[self._tokens :]
-        choice["logprobs"] = (chat_logprobs if self._chat else text_logprobs)(new)
+        if answer.logprobs is not None:
+            new = CompletionOutput(self._index, token_ids=answer.token_ids[self._tokens :])
+            new.logprobs = answer.logprobs[self._tokens :]
+            choice["logprobs"] = (chat_logprobs if self._chat else text_logprobs)(new)
+        else:
+            choice["logprobs"] = None
         choice["finish_reason"] = answer.finish_reason
         self._characters, self._tokens = len(answer.text), len(answer.token_ids)
         self._begun, self._ended = True, answer.finish_reason is not None
@@ -204,15 +271,16 @@ def envelope(call: Call, kind: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{call.identity}", "object": kind, "created": call.created, "model": call.model}
 
 
-def echoed(output: RequestOutput, client: EngineClient) -> str:
+def echoed(output: RequestOutput, service: Service) -> str:
     """The prompt as text."""
-    return output.prompt if output.prompt is not None else client.tokenizer.decode(output.prompt_token_ids)
+    return output.prompt if output.prompt is not None else service.client.tokenizer.decode(output.prompt_token_ids)
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput], generated: int | None = None) -> dict[str, Any]:
     """Tokens of all prompts and answers."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    generated = sum(len(item.token_ids) for output in outputs for item in output.outputs)
+    if generated is None:
+        generated = sum(len(item.token_ids) for output in outputs for item in output.outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -1,117 +1,285 @@
-"""HTTP answers: JSON, OpenAI's error shape, and event streams that end when their client goes."""
+"""OpenAI's /v1/responses: conversations that the server remembers, events of named kinds, work in the background."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from typing import Any, TypeVar
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from kvern.errors import EngineDied, KvernError
+from kvern.batch.requests import sampling_params
+from kvern.engine.output import RequestOutput
+from kvern.errors import KvernError
+from kvern.sampling_params import SamplingParams
+from kvern.server.http import EventStream, HttpError, json_response, read_object, until_gone
+from kvern.server.keys import ApiKey
+from kvern.server.openai import conversation, text_of
+from kvern.server.service import Ask, Service, typed
 
-MAX_BODY_BYTES = 16 << 20
-"""Of a request: beyond, it is refused."""
-DRAINED_BYTES = 8 * MAX_BODY_BYTES
-"""So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
-
-T = TypeVar("T")
-
-
-class HttpError(Exception):
-    """An answer that is an error. `param` names the field that is wrong."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+MOST_STORED = 1000
+"""Responses that are remembered, in memory; the oldest go first."""
+REFUSED = {"conversation": None, "prompt": None, "max_tool_calls": None, "truncation": "disabled"}
+"""Fields that are accepted only with the value that asks for nothing."""
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape of an error."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+@dataclass
+class Stored:
+    """A response as it stands, the messages before it, and who asked for it."""
+
+    key: ApiKey
+    body: dict[str, Any]
+    messages: list[dict[str, Any]]
+    ask: Ask
+    task: asyncio.Task[None] | None = None
+    sequence: int = 0
+    message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
 
-def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Any value as JSON."""
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+class Responses:
+    """The handlers, and what they remember."""
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
 
-def error_response(error: Exception) -> Response:
-    """The answer to what went wrong: 4xx for the request, 5xx for the server."""
-    if isinstance(error, HttpError):
-        return json_response(error_body(error.status, error.message, error.param, error.code), error.status)
-    status = 500 if isinstance(error, EngineDied) else 400
-    return json_response(error_body(status, str(error)), status)
+    async def create(self, request: Request) -> Response | EventStream:
+        """POST /v1/responses."""
+        body = await read_object(request)
+        stored = await self._read(body, request.state.key)
+        stream, background = typed(body, "stream", bool, False), typed(body, "background", bool, False)
+        if stream and background:
+            raise HttpError(400, "stream and background are both set: choose one", param="background")
+        if stream:
+            running = await self._service.start(stored.ask)
+            return EventStream(self._events(stored, running), running.close, last=b"", failed=self._failure(stored))
+        if background:
+            stored.body["status"] = "queued"
+            stored.task = asyncio.create_task(self._work(stored))
+            return json_response(stored.body)
+        outputs = await until_gone(self._service.run(stored.ask), request.receive)
+        if outputs is None:
+            stored.body["status"] = "cancelled"
+        else:
+            self._complete(stored, outputs[0])
+        return json_response(stored.body)
 
+    async def retrieve(self, request: Request) -> Response:
+        """GET /v1/responses/{response_id}."""
+        return json_response(self._find(request.path_params["response_id"], request.state.key).body)
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises HttpError."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= MAX_BODY_BYTES:
-            parts.append(part)
-        elif size > DRAINED_BYTES:
-            break
-    if size > MAX_BODY_BYTES:
-        raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
-    try:
-        body = msgspec.json.decode(b"".join(parts))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")
-    return body
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/responses/{response_id}/cancel, for work in the background."""
+        stored = self._find(request.path_params["response_id"], request.state.key)
+        if not stored.body["background"]:
+            raise HttpError(400, "the response was not made with background: close its connection to cancel it")
+        if stored.task is not None and not stored.task.done():
+            stored.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await stored.task
+            stored.body["status"] = "cancelled"
+        return json_response(stored.body)
 
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/responses/{response_id}."""
+        response_id = request.path_params["response_id"]
+        stored = self._find(response_id, request.state.key)
+        if stored.task is not None:
+            stored.task.cancel()
+        del self._stored[response_id]
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
-async def gone(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    async def _read(self, body: dict[str, Any], key: ApiKey) -> Stored:
+        service = self._service
+        extra = body.pop("extra_body", None)
+        body = {**extra, **body} if isinstance(extra, dict) else body
+        model = service.model(body)
+        for name, value in REFUSED.items():
+            if body.get(name) not in (None, value):
+                raise HttpError(400, f"{name} is {body[name]!r:.60}: this server does not do that", param=name)
+        text = typed(body, "text", dict, {})
+        if text.get("format") not in (None, {"type": "text"}):
+            raise HttpError(400, f"text.format is {text['format']!r:.60}: it must be of type text", param="text")
+        tools = typed(body, "tools", list, [])
+        messages = [*self._earlier(body, key), *input_messages(body.get("input"))]
+        instructions = typed(body, "instructions", str, None)
+        prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
+        used = tools if tools and body.get("tool_choice") != "none" else None
+        token_ids = await conversation(prompt, None if used is None else chat_tools(used), service)
+        values = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
+        values.pop("logprobs", None)
+        if body.get("max_output_tokens") is not None:
+            values["max_tokens"] = body["max_output_tokens"]
+        if values.get("n", 1) != 1:
+            raise HttpError(400, f"n is {values['n']!r:.20}: a response has one answer", param="n")
+        params = sampling_params(SamplingParams(), values)
+        store = typed(body, "store", bool, True)
+        response = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": typed(body, "background", bool, False),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": instructions,
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": typed(body, "metadata", dict, {}),
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": body.get("previous_response_id"),
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": store,
+            "temperature": params.temperature if params.temperature is not None else 1.0,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": tools,
+            "top_p": params.top_p if params.top_p is not None else 1.0,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.get("user"),
+        }
+        stored = Stored(key, response, messages, service.ask(body, [token_ids], params, key))
+        if store or response["background"]:
+            self._stored[str(response["id"])] = stored
+            while len(self._stored) > MOST_STORED:
+                _, oldest = self._stored.popitem(last=False)
+                if oldest.task is not None:
+                    oldest.task.cancel()
+        return stored
 
+    def _earlier(self, body: Mapping[str, Any], key: ApiKey) -> list[dict[str, Any]]:
+        response_id = typed(body, "previous_response_id", str, None)
+        if response_id is None:
+            return []
+        stored = self._find(response_id, key)
+        if stored.body["status"] not in ("completed", "incomplete"):
+            message = f"response {response_id} is {stored.body['status']}: wait until it is completed"
+            raise HttpError(400, message, param="previous_response_id")
+        answer = stored.body["output"][0]["content"][0]["text"]
+        return [*stored.messages, {"role": "assistant", "content": answer}]
 
-async def until_gone(work: Awaitable[T], receive: Receive) -> T | None:
-    """The result of `work`, which is cancelled, with None, if the client goes first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await leaving
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await working
+    def _find(self, response_id: str, key: ApiKey) -> Stored:
+        stored = self._stored.get(response_id)
+        if stored is None or stored.key.name != key.name:
+            message = (
+                f"there is no response {response_id!r:.80}: it was not stored, or is older than {MOST_STORED} others"
+            )
+            raise HttpError(404, message, code="response_not_found")
+        return stored
 
-
-class EventStream:
-    """An ASGI answer of server-sent events, each a JSON value; `[DONE]` after the last."""
-
-    def __init__(self, events: AsyncIterator[object], headers: Mapping[str, str]) -> None:
-        self._events = events
-        self._headers = headers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        await until_gone(self._write(send), receive)
-
-    async def _write(self, send: Send) -> None:
-        async def event(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
-
-        events = self._events
+    async def _work(self, stored: Stored) -> None:
+        """In the background; what goes wrong is told by the response."""
+        stored.body["status"] = "in_progress"
         try:
-            async for content in events:
-                await event(msgspec.json.encode(content))
-        except KvernError as error:
-            await event(msgspec.json.encode(error_body(500, str(error))))
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
-        await event(b"[DONE]", more=False)
+            [output] = await self._service.run(stored.ask)
+        except (KvernError, HttpError) as error:
+            self._fail(stored, error)
+        else:
+            self._complete(stored, output)
+
+    def _complete(self, stored: Stored, output: RequestOutput) -> None:
+        answer = output.outputs[0]
+        cut = answer.finish_reason == "length"
+        stored.body["status"] = "incomplete" if cut else "completed"
+        stored.body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        stored.body["output"] = [message_item(stored, answer.text, stored.body["status"])]
+        prompt, generated = len(output.prompt_token_ids), len(answer.token_ids)
+        stored.body["usage"] = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": output.cached_tokens},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + generated,
+        }
+
+    def _fail(self, stored: Stored, error: Exception) -> None:
+        stored.body["status"] = "failed"
+        stored.body["error"] = {"code": "server_error", "message": str(error)}
+
+    def _failure(self, stored: Stored) -> Any:
+        def failed(error: Exception) -> object:
+            self._fail(stored, error)
+            return event(stored, "response.failed", response=stored.body)
+
+        return failed
+
+    async def _events(self, stored: Stored, running: Any) -> AsyncIterator[object]:
+        answer = running.outputs[0].outputs[0]
+        place = {"output_index": 0, "content_index": 0, "item_id": stored.message_id}
+        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield event(stored, "response.created", response=stored.body)
+        yield event(stored, "response.in_progress", response=stored.body)
+        item = message_item(stored, "", "in_progress") | {"content": []}
+        yield event(stored, "response.output_item.added", output_index=0, item=item)
+        yield event(stored, "response.content_part.added", **place, part=empty)
+        sent = 0
+        async for _ in running:
+            if len(answer.text) > sent:
+                delta, sent = answer.text[sent:], len(answer.text)
+                yield event(stored, "response.output_text.delta", **place, delta=delta, logprobs=[])
+        self._complete(stored, running.outputs[0])
+        [item] = stored.body["output"]
+        yield event(stored, "response.output_text.done", **place, text=answer.text, logprobs=[])
+        yield event(stored, "response.content_part.done", **place, part=item["content"][0])
+        yield event(stored, "response.output_item.done", output_index=0, item=item)
+        yield event(stored, f"response.{stored.body['status']}", response=stored.body)
+
+
+def event(stored: Stored, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """A named event; they are numbered."""
+    number, stored.sequence = stored.sequence, stored.sequence + 1
+    return kind, {"type": kind, "sequence_number": number, **fields}
+
+
+def message_item(stored: Stored, text: str, status: str) -> dict[str, Any]:
+    """The answer as an item of the response's output."""
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {
+        "id": stored.message_id,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def input_messages(value: object) -> list[dict[str, Any]]:
+    """`input`, a text or a list of items, as messages of a conversation. Raises HttpError."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        raise HttpError(400, f"input is {value!r:.60}: it must be a text or a list of items", param="input")
+    return [_input_message(item) for item in value]
+
+
+def _input_message(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    if kind == "message" and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list):
+        content = item["content"] if isinstance(item["content"], str) else text_of(item["content"])
+        return {"role": item["role"], "content": content}
+    if kind == "function_call" and isinstance(item.get("arguments"), str):
+        call = {"id": item.get("call_id"), "type": "function"}
+        function = {"name": item.get("name"), "arguments": item["arguments"]}
+        return {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]}
+    if kind == "function_call_output" and isinstance(item.get("output"), str | list):
+        content = item["output"] if isinstance(item["output"], str) else text_of(item["output"])
+        return {"role": "tool", "content": content, "tool_call_id": item.get("call_id")}
+    raise HttpError(400, f"an input item of type {kind!r:.40} is not understood: {item!r:.80}", param="input")
+
+
+def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
+    """Tools in the form that templates know. Raises HttpError for those that are no functions."""
+    for tool in tools:
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+            raise HttpError(400, f"a tool is {tool!r:.60}: it must be of type function, with a name", param="tools")
+    return [
+        {"type": "function", "function": {name: tool[name] for name in tool if name not in ("type", "strict")}}
+        for tool in tools
+    ]

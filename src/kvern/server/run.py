@@ -4,33 +4,36 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.errors import ConfigError
 from kvern.server.app import Server
+from kvern.server.config import ServerConfig
+from kvern.server.keys import read_keys
 
-GRACE_SECONDS = 5
-"""How long running requests may go on after a signal."""
+HEADER_SECONDS = 20
+"""A client that takes longer for the head of a request is cut off."""
+HEADER_BYTES = 1 << 16
+KEEP_ALIVE_SECONDS = 75
+"""An idle connection stays open so long, longer than proxies in front keep theirs."""
 
 
-async def serve(
-    config: EngineConfig,
-    models: Sequence[str],
-    host: str,
-    port: int,
-    api_keys: Sequence[str],
-    silence: float,
-    say: Callable[[str], None],
-) -> None:
+async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str], say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises ConfigError if the address is taken or the engine cannot start, EngineDied if it keeps crashing.
     """
-    listener = listen(host, port)
+    keys = read_keys(server)
+    check_tls(server)
+    listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
     loop, loading = asyncio.get_running_loop(), asyncio.current_task()
     assert loading is not None
     http: HttpServer | None = None
@@ -40,23 +43,39 @@ async def serve(
         if http is None:
             loading.cancel()
         else:
-            http.handle_exit(signal.SIGTERM, None)
+            http.force_exit = http.should_exit  # the second signal
+            http.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
-    with contextlib.suppress(asyncio.CancelledError):
-        async with EngineClient(config, silence) as client:
-            app = Server(client, models).app(api_keys)
+    with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
+        async with EngineClient(config, server.engine_timeout, models[0]) as client:
+            application = Server(client, server, models)
+            await application.batches.resume()
             http = HttpServer(
-                uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS)
+                uvicorn.Config(
+                    application.app(keys),
+                    log_config=None,
+                    access_log=False,
+                    http=Connection,
+                    ws="none",
+                    lifespan="off",
+                    root_path=server.root_path,
+                    server_header=False,
+                    backlog=2048,
+                    timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                    timeout_graceful_shutdown=int(server.grace_seconds),
+                    ssl_certfile=server.tls_cert,
+                    ssl_keyfile=server.tls_key,
+                )
             )
             say(f"started in {client.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
-            shown, taken = listener.getsockname()[:2]
-            say(f"serving {models[0]} on http://{shown}:{taken}")
+            say(f"serving {models[0]} on {shown_address(listener, server)}")
             watch = asyncio.create_task(_end_with_engine(client, http))
             await http.serve(sockets=[listener])
             watch.cancel()
+            await application.batches.stop()
             if client.failure is not None:
                 raise client.failure
 
@@ -74,6 +93,54 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+class Connection(HttpToolsProtocol):
+    """Cuts off clients whose request takes too long or too many bytes to begin."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._patience: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._wait()
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name + value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._wait_no_more()
+        super().on_headers_complete()
+
+    def _wait(self) -> None:
+        if self._patience is None:
+            self._patience = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _wait_no_more(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _count(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        if self._head_bytes > HEADER_BYTES:
+            self.transport.close()
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket with the address, taken before the model loads. Raises ConfigError."""
     try:
@@ -84,3 +151,43 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A Unix socket at the path. Raises ConfigError."""
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {path}: {error.strerror or error}; remove it if no server uses it"
+        ) from error
+    return listener
+
+
+@contextlib.contextmanager
+def _removed(path: Path | None) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def shown_address(listener: socket.socket, server: ServerConfig) -> str:
+    """Where the server is, as one would type it."""
+    if server.uds is not None:
+        return f"unix:{server.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if server.tls_cert is not None else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{server.root_path}"
+
+
+def check_tls(server: ServerConfig) -> None:
+    """Find out now whether certificate and key can be used. Raises ConfigError."""
+    if server.tls_cert is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.tls_cert, server.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls_cert {server.tls_cert} and tls_key cannot be used: {error}") from error

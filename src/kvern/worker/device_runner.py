@@ -25,7 +25,7 @@ from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, Scheduler
 from kvern.worker.cuda_graph import DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
-from kvern.worker.result import PendingStep, PromptLogprobs, prompt_logprobs, tokens_wanted
+from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, tokens_wanted
 
 logger = logging.getLogger("kvern")
 
@@ -41,6 +41,8 @@ class Needs(enum.IntFlag):
     LOGPROBS = 4
     TYPICAL = 8
     """typical_p sorts the vocabulary; PyTorch does that."""
+    EMBEDDING = 16
+    """The hidden state is wanted, which a graph does not give."""
 
 
 def needs_of(request: NewRequest) -> Needs:
@@ -51,6 +53,8 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.CONSTRAINTS
     if params.logprobs is not None:
         needs |= Needs.LOGPROBS
+    if request.embed:
+        needs |= Needs.EMBEDDING
     if params.temperature is None or params.temperature >= GREEDY_BELOW:
         if params.typical_p < 1.0:
             needs |= Needs.TYPICAL
@@ -73,6 +77,7 @@ class Results:
             [token for output in outputs for token in output.token_ids],
             [entry for output in outputs for entry in output.logprobs],
             [entry for output in outputs for entry in output.prompt_logprobs],
+            {slot: state for output in outputs for slot, state in output.embeddings.items()},
         )
 
 
@@ -176,7 +181,7 @@ class DeviceRunner:
         rows, slots = self._rows, batch.sample_slots
         everyone = len(slots) == hidden.shape[0]
         sampling = hidden if everyone else hidden.index_select(0, batch.sample_tokens)
-        logits = self._decoder.logits(sampling, upcast=bool(needs & ~Needs.FILTERS))
+        logits = self._decoder.logits(sampling, upcast=bool(needs & ~(Needs.FILTERS | Needs.EMBEDDING)))
         counts: list[int | None] = []
         original = logits
         if needs & Needs.LOGPROBS:
@@ -203,7 +208,8 @@ class DeviceRunner:
         if needs & Needs.LOGPROBS:
             most = max(count for count in counts if count is not None)
             logprobs = token_logprobs(original, chosen, most)
-        return PendingStep(scheduled, chosen, counts, logprobs, prompts)
+        states = embeddings(rows, slots, sampling) if needs & Needs.EMBEDDING else None
+        return PendingStep(scheduled, chosen, counts, logprobs, prompts, states)
 
 
 class JoinedPieces:
@@ -215,4 +221,5 @@ class JoinedPieces:
     def result(self) -> ModelRunnerOutput:
         outputs = [part.result() for part in self._parts]
         prompts = [entry for output in outputs for entry in output.prompt_logprobs[0] or ()]
-        return ModelRunnerOutput([outputs[-1].token_ids[0]], [outputs[-1].logprobs[0]], [prompts or None])
+        last = outputs[-1]
+        return ModelRunnerOutput([last.token_ids[0]], [last.logprobs[0]], [prompts or None], last.embeddings)

@@ -41,13 +41,18 @@ class PendingStep:
         counts: Sequence[int | None] = (),
         logprobs: DeviceLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs | None] = (),
+        embeddings: tuple[Sequence[int], torch.Tensor] | None = None,
     ) -> None:
-        """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked."""
+        """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked.
+
+        `embeddings`: slots [E] and their hidden states [E, hidden].
+        """
         self._scheduled = scheduled
         self._counts = counts
         self._sampled = None if sampled is None else fetch(sampled)
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
+        self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self._done: torch.cuda.Event | None = None
         if sampled is not None and sampled.device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -63,13 +68,30 @@ class PendingStep:
             entries = self._logprobs.entries(tokens, [count or 0 for count in self._counts])
             logprobs = [None if count is None else entry for count, entry in zip(self._counts, entries, strict=True)]
         prompts = [None if item is None else item.entries() for item in self._prompt_logprobs]
+        embeddings = {}
+        if self._embeddings is not None:
+            slots, states = self._embeddings
+            embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
         if len(tokens) == len(self._scheduled):
-            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens))
+            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens), embeddings)
         pairs = iter(zip(tokens, logprobs, strict=True))
         chosen = [next(pairs) if item.sample else (None, None) for item in self._scheduled]
         return ModelRunnerOutput(
-            [token for token, _ in chosen], [logprob for _, logprob in chosen], prompts or [None] * len(chosen)
+            [token for token, _ in chosen],
+            [logprob for _, logprob in chosen],
+            prompts or [None] * len(chosen),
+            embeddings,
         )
+
+
+def embeddings(
+    rows: BatchRows, slots: Sequence[int], hidden: torch.Tensor
+) -> tuple[Sequence[int], torch.Tensor] | None:
+    """Slots [E] and states [E, hidden] of those among the sampling `slots` [S] that want theirs, of `hidden` [S]."""
+    wanted = [index for index, slot in enumerate(slots) if rows.request(slot).embed]
+    if not wanted:
+        return None
+    return [slots[index] for index in wanted], hidden[upload(wanted, torch.int64, hidden.device)]
 
 
 def asks_prompt_logprobs(rows: BatchRows, batch: InputBatch) -> bool:

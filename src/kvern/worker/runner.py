@@ -9,7 +9,7 @@ from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
 from kvern.sample.sampler import sample
 from kvern.step import SchedulerOutput
 from kvern.worker.input_batch import InputBatch, build_input_batch
-from kvern.worker.result import PendingStep, prompt_logprobs, tokens_wanted
+from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, tokens_wanted
 from kvern.worker.rows import BatchRows
 
 
@@ -37,17 +37,19 @@ class ModelRunner:
         if not batch.sample_slots:
             return PendingStep(output.scheduled, None, prompt_logprobs=prompts)
         counts = [self._rows.request(slot).params.logprobs for slot in batch.sample_slots]
+        everyone = len(batch.sample_slots) == hidden.shape[0]
+        hidden = hidden if everyone else hidden[batch.sample_tokens]
         chosen, logprobs = self._sample(
             batch, hidden, max((count for count in counts if count is not None), default=None)
         )
-        return PendingStep(output.scheduled, chosen, counts, logprobs, prompts)
+        states = embeddings(self._rows, batch.sample_slots, hidden)
+        return PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states)
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
         slots = batch.sample_slots
-        everyone = len(slots) == hidden.shape[0]
-        logits = self._decoder.logits(hidden if everyone else hidden[batch.sample_tokens])
+        logits = self._decoder.logits(hidden)
         original = None if wanted is None else logits.clone()
         if any(is_constrained(self._rows.request(slot)) or is_penalized(self._rows.request(slot)) for slot in slots):
             ends = [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]

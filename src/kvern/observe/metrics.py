@@ -1,0 +1,153 @@
+"""What Prometheus reads: names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvern.engine.core import EngineStatistics
+from kvern.engine.output import RequestOutput
+
+MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+GPU_FIGURES = {
+    "gpu_memory_used_bytes": "GPU memory in use, by all processes.",
+    "gpu_memory_total_bytes": "GPU memory in all.",
+    "gpu_utilization": "Share of the last moments in which the GPU computed, 0 to 1.",
+}
+
+
+class Metrics:
+    """The figures of one engine, in a registry of their own. `model` is the label `model_name` of them all."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._seen = EngineStatistics()
+        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+        self._running = gauge("num_requests_running", "Sequences in the running batch.")
+        self._waiting = gauge("num_requests_waiting", "Sequences that wait for their first step.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that running requests hold, 0 to 1.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens taken from the prefix cache.")
+        self._preemptions = counter("num_preemptions", "Times that a running request lost its blocks to others.")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._prefill_tokens = counter("prefill_tokens", "Tokens computed in runs of more than one.")
+        self._restarts = counter("engine_restarts", "Times that a dead or silent engine was replaced.")
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", TOKENS)
+        self._step_requests = histogram("step_requests", "Sequences in one step.", SEQUENCES)
+        self._step_seconds = histogram("step_duration_seconds", "Time of one step.", MILLISECONDS)
+        self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self._next_token = histogram("inter_token_latency_seconds", "Between two tokens of a request.", MILLISECONDS)
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step.", SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS)
+        self._prompt_length = histogram("request_prompt_tokens", "Tokens of one prompt.", TOKENS)
+        self._answer_length = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
+        self._finished = Counter(
+            "kvern:request_success",
+            "Answers that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "kvern:requests_refused",
+            "Requests that were not run, by reason.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+
+    def text(self) -> bytes:
+        """All figures in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def watch_gpu(self, uuid: str) -> None:
+        """Report memory and utilisation of this GPU as well, as far as the driver tells."""
+        self.registry.register(GpuCollector(uuid, self._model))
+
+    def step(self, statistics: EngineStatistics, seconds: float) -> None:
+        """Take an engine's counters after a step, or in idle times."""
+        seen, self._seen = self._seen, statistics
+        self._running.set(statistics.running)
+        self._waiting.set(statistics.waiting)
+        self._usage.set(statistics.kv_cache_usage)
+        steps = statistics.steps - seen.steps
+        if not steps:
+            return
+        self._queries.inc(statistics.queried_tokens - seen.queried_tokens)
+        self._hits.inc(statistics.cached_tokens - seen.cached_tokens)
+        self._preemptions.inc(statistics.preemptions - seen.preemptions)
+        self._prompt_tokens.inc(statistics.prompt_tokens - seen.prompt_tokens)
+        self._generation_tokens.inc(statistics.generation_tokens - seen.generation_tokens)
+        self._prefill_tokens.inc(statistics.prefill_tokens - seen.prefill_tokens)
+        self._step_tokens.observe((statistics.computed_tokens - seen.computed_tokens) / steps)
+        self._step_requests.observe(statistics.running)
+        self._step_seconds.observe(seconds)
+
+    def restarted(self) -> None:
+        """Another engine has taken over; its counters begin at nothing."""
+        self._restarts.inc()
+        self._seen = EngineStatistics()
+
+    def first_token(self, seconds: float, queue_seconds: float) -> None:
+        """A request's first token came so long after the request, which had waited in the engine for so long."""
+        self._first_token.observe(seconds)
+        self._queue.observe(queue_seconds)
+        self._prefill.observe(max(0.0, seconds - queue_seconds))
+
+    def next_token(self, seconds: float) -> None:
+        """Another token came so long after the one before."""
+        self._next_token.observe(seconds)
+
+    def finished(self, output: RequestOutput, seconds: float, decode_seconds: float) -> None:
+        """A request has ended, so long after it came."""
+        self._whole.observe(seconds)
+        self._decode.observe(decode_seconds)
+        self._prompt_length.observe(len(output.prompt_token_ids))
+        for answer in output.outputs:
+            self._answer_length.observe(len(answer.token_ids))
+            self._finished.labels(self._model, answer.finish_reason).inc()
+
+    def aborted(self, answers: int) -> None:
+        """So many answers were ended by their clients."""
+        self._finished.labels(self._model, "abort").inc(answers)
+
+    def refused(self, reason: str) -> None:
+        """A request was turned away."""
+        self._refused.labels(self._model, reason).inc()
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"kvern:{name}", text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"kvern:{name}", text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"kvern:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+        return family.labels(self._model)
+
+
+class GpuCollector(Collector):
+    """Asks the driver whenever somebody looks."""
+
+    def __init__(self, uuid: str, model: str) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._driver = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """Memory in bytes, and the share of the last moments in which a kernel ran."""
+        memory = self._driver.nvmlDeviceGetMemoryInfo(self._handle)
+        busy = self._driver.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+        for (name, text), value in zip(GPU_FIGURES.items(), (memory.used, memory.total, busy), strict=True):
+            family = GaugeMetricFamily(f"kvern:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family

@@ -1,0 +1,61 @@
+"""Every option of the HTTP server."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvern.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of one server; each is a flag, an environment variable and a configuration key of the same name."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every address of this machine."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    uds: Path | None = None
+    """Listen on this Unix socket instead of an address."""
+    root_path: str = ""
+    """Prefix of all paths that a proxy in front takes away, such as /llm."""
+    tls_cert: Path | None = None
+    """Certificate chain, PEM: serve HTTPS."""
+    tls_key: Path | None = None
+    """Private key of the certificate, PEM. None: it is in the certificate's file."""
+    api_key: tuple[str, ...] = ()
+    """Keys, one of which every request but /health must then carry."""
+    api_key_file: Path | None = None
+    """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N and per_minute=N."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model in the API. None: the name it was started with."""
+    max_queue: int = 2048
+    """Sequences that may wait; beyond, requests are refused with 429 and a time to try again."""
+    concurrent_per_key: int | None = None
+    """Requests of one key at the same time, at most."""
+    per_minute_per_key: int | None = None
+    """Requests of one key in a minute, at most."""
+    isolate_prefix_cache_per_key: bool = False
+    """Let each key reuse only blocks that its own requests cached, so that timing tells nothing about others."""
+    engine_timeout: float = 60.0
+    """Seconds without a sign of life after which the engine is replaced; a step takes less."""
+    grace_seconds: float = 30.0
+    """How long running requests may go on after a signal to end; a second signal ends them at once."""
+    data_dir: Path | None = None
+    """Folder for files and batches of the API. None: kvern's among the user's data."""
+    log_requests: Literal["none", "summary", "prompts"] = "none"
+    """Write a line for each request: not at all, without anything it holds, or with its body."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port is {self.port}: it must be between 0 and 65535")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ConfigError(f"tls_key is {self.tls_key} and there is no tls_cert: give both")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path is {self.root_path!r}: it must begin with / and not end with it")
+        for name in ("max_queue", "concurrent_per_key", "per_minute_per_key", "engine_timeout"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}: it must be above 0")
+        if self.grace_seconds < 0:
+            raise ConfigError(f"grace_seconds is {self.grace_seconds}: it must not be negative")

@@ -1,0 +1,109 @@
+"""OpenAI's /v1/files."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.types import Message
+
+from kvern.server.http import HttpError, json_response
+from kvern.server.store import Object, Store
+
+MOST_FILE_BYTES = 512 << 20
+PURPOSES = ("batch", "user_data")
+PART_BYTES = 1 << 20
+
+
+class Files:
+    """The handlers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/files."""
+        request = Request(request.scope, limited(request))
+        try:
+            await request.form(max_files=1, max_fields=10)
+        except HTTPException as error:
+            raise HttpError(400, f"the form is malformed: {error.detail}") from error
+        except OSError as error:  # it grows on disk while it arrives
+            raise HttpError(507, f"the server cannot store this: {error.strerror or error}", code="storage") from error
+        async with request.form() as form:
+            upload, purpose = form.get("file"), form.get("purpose")
+            if not isinstance(upload, UploadFile):
+                raise HttpError(400, "file is missing: send a multipart form with file and purpose", param="file")
+            if purpose not in PURPOSES:
+                message = f"purpose is {purpose!r:.40}: it must be one of {', '.join(PURPOSES)}"
+                raise HttpError(400, message, param="purpose")
+            file_id, size = await self._store.write(parts_of(upload))
+            name = (upload.filename or "file")[:255]
+        body = file_object(file_id, size, name, purpose)
+        await self._store.save("file", request.state.key.name, body)
+        return json_response(body)
+
+    async def list(self, request: Request) -> Response:
+        """GET /v1/files."""
+        found = await self._store.all("file", request.state.key.name)
+        purpose = request.query_params.get("purpose")
+        data = [body for _, body in found if purpose in (None, body["purpose"])]
+        return json_response({"object": "list", "data": data, "has_more": False})
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET /v1/files/{file_id}."""
+        return json_response(await self._find(request))
+
+    async def content(self, request: Request) -> Response:
+        """GET /v1/files/{file_id}/content."""
+        body = await self._find(request)
+        path = self._store.path(body["id"])
+        if not path.is_file():
+            raise HttpError(404, f"the content of file {body['id']} is gone", code="file_not_found")
+        return FileResponse(path, media_type="application/octet-stream", filename=body["filename"])
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/files/{file_id}."""
+        body = await self._find(request)
+        await self._store.remove(body["id"])
+        return json_response({"id": body["id"], "object": "file", "deleted": True})
+
+    async def _find(self, request: Request) -> Object:
+        return await self._store.load("file", request.state.key.name, request.path_params["file_id"])
+
+
+def file_object(file_id: str, size: int, name: str, purpose: str) -> Object:
+    """A file as the API shows it."""
+    return {
+        "id": file_id,
+        "object": "file",
+        "bytes": size,
+        "created_at": int(time.time()),
+        "filename": name,
+        "purpose": purpose,
+        "status": "processed",
+    }
+
+
+def limited(request: Request) -> Any:
+    """The request's `receive`, which refuses more bytes than a file may have. Raises HttpError."""
+    size = 0
+
+    async def receive() -> Message:
+        nonlocal size
+        message = await request.receive()
+        size += len(message.get("body", b""))
+        if size > MOST_FILE_BYTES:
+            raise HttpError(413, f"the file has more than {MOST_FILE_BYTES} bytes: split it")
+        return message
+
+    return receive
+
+
+async def parts_of(upload: UploadFile) -> AsyncIterator[bytes]:
+    """The content of an upload, a part at a time."""
+    while part := await upload.read(PART_BYTES):
+        yield part

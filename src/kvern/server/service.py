@@ -1,0 +1,194 @@
+"""What the handlers of all APIs share: one engine, who may use it, and requests of any API on their way through it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.engine.client import EngineClient, Generation
+from kvern.engine.inputs import Prompt
+from kvern.engine.output import RequestOutput
+from kvern.errors import InvalidParameter
+from kvern.sampling_params import SamplingParams
+from kvern.server.admission import Admission
+from kvern.server.config import ServerConfig
+from kvern.server.http import HttpError
+from kvern.server.keys import ApiKey
+
+LONGEST_LISTS = {
+    "stop": 64,
+    "stop_token_ids": 1024,
+    "bad_words": 1024,
+    "allowed_token_ids": 1 << 20,
+    "logit_bias": 4096,
+}
+LONGEST_STOP = 1024
+"""Characters of one stop string or bad word."""
+MOST_SAMPLES = 128
+MOST_SEQUENCES = 1024
+"""Prompts times `n` of one request."""
+LONGEST_TIMEOUT = 7 * 24 * 3600.0
+LONGEST_SALT = 256
+
+OWN_FIELDS = ("priority", "timeout", "cache_salt")
+"""What every API takes beside its own parameters and those of SamplingParams."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Prompts to answer, as the engine needs to know. `deadline` is of the event loop's clock."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    key: ApiKey
+    priority: int = 0
+    namespace: bytes = b""
+    deadline: float | None = None
+    embed: bool = False
+    """The prompts' last hidden states are wanted."""
+
+    @property
+    def sequences(self) -> int:
+        """Answers that will be generated."""
+        return len(self.prompts) * self.params.n
+
+
+class Running:
+    """An ask that the engine works on: iterate to wake at each news, until all have ended. `close` it in any case."""
+
+    def __init__(
+        self,
+        service: "Service",
+        ask: Ask,
+        generations: list[Generation],
+        news: asyncio.Event,
+        held: contextlib.ExitStack,
+    ) -> None:
+        self.outputs = [generation.output for generation in generations]
+        self._service, self._ask, self._generations, self._news, self._held = service, ask, generations, news, held
+
+    def __aiter__(self) -> AsyncIterator[None]:
+        return self._service.client.follow(self._generations, self._news, self._ask.deadline)
+
+    def close(self) -> None:
+        """End what has not ended."""
+        self._held.close()
+
+
+class Service:
+    """One engine behind any number of APIs."""
+
+    def __init__(self, client: EngineClient, config: ServerConfig, models: Sequence[str]) -> None:
+        self.client = client
+        self.config = config
+        self.models = list(models)
+        self.admission = Admission(client, config.max_queue)
+
+    def model(self, body: Mapping[str, Any]) -> str:
+        """The model that a body names, or the only one. Raises HttpError."""
+        model = body.get("model") or self.models[0]
+        if model not in self.models:
+            message = f"there is no model {model!r:.100}: this server has {', '.join(self.models)}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        return str(model)
+
+    def ask(
+        self,
+        body: Mapping[str, Any],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        key: ApiKey,
+        embed: bool = False,
+    ) -> Ask:
+        """With the fields that every API takes. Raises HttpError or InvalidParameter."""
+        check_bounds(params, len(prompts))
+        timeout = typed(body, "timeout", (int, float), None)
+        if timeout is not None and not 0 < timeout <= LONGEST_TIMEOUT:
+            raise HttpError(
+                400, f"timeout is {timeout}: it must be above 0 and at most {LONGEST_TIMEOUT}", param="timeout"
+            )
+        salt = typed(body, "cache_salt", str, "")
+        if len(salt) > LONGEST_SALT:
+            message = f"cache_salt has {len(salt)} characters: at most {LONGEST_SALT}"
+            raise HttpError(400, message, param="cache_salt")
+        owner = key.name if self.config.isolate_prefix_cache_per_key else ""
+        return Ask(
+            prompts,
+            params,
+            key,
+            priority=typed(body, "priority", int, 0),
+            namespace=f"{owner}\0{salt}".encode() if owner or salt else b"",
+            deadline=None if timeout is None else asyncio.get_running_loop().time() + timeout,
+            embed=embed,
+        )
+
+    async def start(self, ask: Ask) -> Running:
+        """Hand all prompts to the engine, or none. Raises HttpError, InvalidRequest, InvalidParameter, EngineDied."""
+        news = asyncio.Event()
+        generations: list[Generation] = []
+        with contextlib.ExitStack() as held:
+            held.enter_context(self.admission.enter(ask.key, ask.sequences))
+            held.callback(self.client.abort, generations)
+            for prompt in ask.prompts:
+                generation = await self.client.submit(
+                    prompt,
+                    ask.params,
+                    news=news,
+                    priority=ask.priority,
+                    owner=ask.key.name,
+                    namespace=ask.namespace,
+                    embed=ask.embed,
+                )
+                generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
+            return Running(self, ask, generations, news, held.pop_all())
+
+    async def run(self, ask: Ask) -> list[RequestOutput]:
+        """Generate all. Raises what `start` raises, and DeadlineExceeded."""
+        running = await self.start(ask)
+        try:
+            async for _ in running:
+                pass
+        finally:
+            running.close()
+        return running.outputs
+
+
+def check_bounds(params: SamplingParams, prompts: int) -> None:
+    """Refuse what would cost the server more than any use needs. Raises InvalidParameter."""
+    for name, most in LONGEST_LISTS.items():
+        value = getattr(params, name)
+        if value is not None and not isinstance(value, str) and len(value) > most:
+            raise InvalidParameter(f"{name} has {len(value)} entries: this server takes {most} at most")
+    for word in (*params.stop_strings, *(params.bad_words or ())):
+        if len(word) > LONGEST_STOP:
+            raise InvalidParameter(f"stop or bad_words hold a text of {len(word)} characters: at most {LONGEST_STOP}")
+    if params.n > MOST_SAMPLES:
+        raise InvalidParameter(f"n is {params.n}: this server takes {MOST_SAMPLES} at most")
+    if prompts * params.n > MOST_SEQUENCES:
+        raise InvalidParameter(
+            f"{prompts} prompts times n {params.n} are {prompts * params.n} answers: this server gives "
+            f"{MOST_SEQUENCES} at most to one request"
+        )
+
+
+def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    """A field of this type, or the default if it is missing or null. Raises HttpError."""
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join(JSON_NAMES[kind] for kind in kinds)
+        raise HttpError(400, f"{name} is {value!r:.60}: it must be {expected}", param=name)
+    return value
+
+
+JSON_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
