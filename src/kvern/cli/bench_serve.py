@@ -186,13 +186,9 @@ class ServeBench:
             )
         if not self.workload and self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
             raise ConfigError(f"dataset {self.dataset_name} needs a file: give --dataset-path")
-        if self.result_filename is not None:
-            try:
-                self.result_filename.open("a").close()
-            except OSError as error:
-                raise ConfigError(
-                    f"result_filename {self.result_filename} cannot be written: {error.strerror or error}"
-                ) from None
+        target = self.result_filename
+        if target is not None and (target.is_dir() or not target.parent.is_dir()):
+            raise ConfigError(f"result_filename {target} cannot be written: it must be a file in a folder that exists")
 
     def _client(self) -> HttpClient:
         from kvern.bench.http_load import HttpClient
@@ -292,7 +288,10 @@ class ServeBench:
             "options": options,
             "results": found,
         }
-        path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"result_filename {path} cannot be written: {error.strerror or error}") from error
         sys.stderr.write(f"kvern: figures: {path}\n")
 
 
