@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvern import EngineConfig
-from kvern.bench.offline import check, percentile, run_once
+from kvern.bench.offline import check, run_once
+from kvern.bench.percentile import percentile
 from kvern.bench.profile import part_of
 from kvern.bench.workloads import SUITES, WORKLOADS, Workload, resolve
 from kvern.cli.main import main

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import kvern
+from kvern.bench.percentile import percentile
 from kvern.bench.workloads import Workload
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
@@ -81,14 +82,6 @@ class Result:
                 for label, name in (("ttft", "first_token"), ("itl", "between_tokens"))
             },
         }
-
-
-def percentile(values: list[float], percent: int) -> float:
-    """The nearest-rank percentile; 0 of no values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 def check(workload: Workload, engine: Engine) -> None:

@@ -11,6 +11,7 @@ import tyro
 
 import kvern
 from kvern.cli.bench import Kernels, Offline, Profile
+from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import Chat
 from kvern.cli.help import help_word, print_help_about
 from kvern.cli.models import Models
@@ -20,7 +21,7 @@ from kvern.cli.serve import Serve
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
-BENCH = "Measure speed: of an engine on workloads (offline), or of its GPU kernels."
+BENCH = "Measure speed: of an engine on workloads (offline), of a running server (serve), or of GPU kernels."
 DESCRIPTION = "An inference engine for large language models, with a small model inside."
 
 
@@ -60,6 +61,7 @@ def commands(defaults: Defaults) -> Any:
     chat = Chat(sampling=defaults.sampling, engine=defaults.engine)
     benches = (
         Annotated[Offline, tyro.conf.subcommand("offline", default=Offline(engine=defaults.engine))]
+        | Annotated[ServeBench, tyro.conf.subcommand("serve", default=ServeBench())]
         | Annotated[Kernels, tyro.conf.subcommand("kernels", default=Kernels(engine=defaults.engine))]
     )
     profile = Profile(engine=defaults.engine)

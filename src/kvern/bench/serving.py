@@ -1,0 +1,233 @@
+"""Load on a completion server over HTTP, and what its clients saw.
+
+Sample (prompt, lengths) --Sender--> LoadRequest (bytes) --arrives at its time--> Outcome
+                                                                   all of a Run --> summary, as JSON
+"""
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvern.bench.http_load import BrokenReply, HttpClient, Reply, StreamReply, message_of
+from kvern.errors import ConfigError
+
+Progress = Callable[[int], AbstractContextManager[Callable[[int, int], None]]]
+"""Makes a report(requests done, tokens generated) for so many requests."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request: token ids, a text or chat messages; and how many tokens it wants. `kind` sorts the outcomes."""
+
+    prompt: list[int] | str | list[dict[str, Any]]
+    output_tokens: int | None
+    prompt_tokens: int = 0
+    """As far as they are known here: the server's own count goes before."""
+    kind: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one client saw. Times in seconds; a request that failed has an error and counts for nothing else."""
+
+    kind: str
+    started: float
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    ttft: float = 0.0
+    e2e: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    error_kind: str = ""
+    error: str = ""
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None of a single token."""
+        return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All outcomes of a load, the seconds it took, and the processor seconds that the clients took of them."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    client_seconds: float
+
+    def of(self, kind: str) -> "Run":
+        """The outcomes of one kind of request."""
+        return Run([outcome for outcome in self.outcomes if outcome.kind == kind], self.seconds, self.client_seconds)
+
+
+class Sender:
+    """Sends samples to one model of one server.
+
+    `body` holds the fields that are the same in all requests. `timeout` is what a request may take, in seconds.
+    """
+
+    def __init__(
+        self,
+        client: HttpClient,
+        endpoint: str,
+        model: str,
+        body: Mapping[str, Any],
+        *,
+        chat: bool = False,
+        timeout: float = 3600.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.chat = chat
+        self._client, self._endpoint, self._timeout, self._progress = client, endpoint, timeout, progress
+        self._own = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        self._body = dict(body)
+
+    async def run(
+        self, samples: Sequence[Sample], arrivals: Sequence[float] | None = None, concurrency: int | None = None
+    ) -> Run:
+        """Send each sample at its time in seconds from now (None: all now), at most `concurrency` at once."""
+        bodies = [self._encode(sample) for sample in samples]
+        gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
+        done = tokens = 0
+
+        async def one(sample: Sample, body: bytes) -> Outcome:
+            nonlocal done, tokens
+            async with gate:
+                outcome = await self._send(sample, body)
+            done += 1
+            tokens += outcome.output_tokens
+            report(done, tokens)
+            return outcome
+
+        with self._progress(len(samples)) if self._progress else contextlib.nullcontext(_ignore) as report:
+            began, busy = time.perf_counter(), time.process_time()
+            async with asyncio.TaskGroup() as group:
+                tasks = []
+                for sample, body, at in zip(samples, bodies, arrivals or [0.0] * len(samples), strict=True):
+                    wait = began + at - time.perf_counter()
+                    if wait > 0:
+                        await asyncio.sleep(wait)
+                    tasks.append(group.create_task(one(sample, body)))
+            seconds, busy = time.perf_counter() - began, time.process_time() - busy
+        return Run([task.result() for task in tasks], seconds, busy)
+
+    def _encode(self, sample: Sample) -> bytes:
+        body: dict[str, Any] = dict(self._own)
+        prompt = sample.prompt
+        if self.chat:
+            body["messages"] = prompt if _is_conversation(prompt) else [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if sample.output_tokens is not None:
+            body["max_completion_tokens" if self.chat else "max_tokens"] = sample.output_tokens
+        return msgspec.json.encode({**body, **self._body})
+
+    async def _send(self, sample: Sample, body: bytes) -> Outcome:
+        reply = StreamReply()
+        outcome = Outcome(sample.kind, time.perf_counter())
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._client.send("POST", self._endpoint, body, reply)
+        except TimeoutError:
+            outcome.error_kind, outcome.error = "timeout", f"no complete answer within {self._timeout:g} seconds"
+        except OSError as error:
+            outcome.error_kind, outcome.error = "no connection", str(error)
+        except BrokenReply as error:
+            outcome.error_kind, outcome.error = "broken stream" if reply.status else "no answer", str(error)
+        else:
+            _read(reply, sample, outcome)
+        return outcome
+
+
+def _ignore(done: int, tokens: int) -> None:
+    pass
+
+
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def _read(reply: StreamReply, sample: Sample, outcome: Outcome) -> None:
+    """Fill in the outcome of a reply that is complete."""
+    if reply.status != 200:
+        outcome.error_kind, outcome.error = f"HTTP {reply.status}", _text(bytes(reply.content))
+    elif reply.error is not None:
+        outcome.error_kind, outcome.error = "error in stream", reply.error
+    elif not reply.finished:
+        outcome.error_kind, outcome.error = "broken stream", "it ended without [DONE]"
+    elif not reply.last:
+        outcome.error_kind, outcome.error = "empty stream", "it held no choices"
+    else:
+        usage = reply.usage
+        outcome.prompt_tokens = (usage and usage.prompt_tokens) or sample.prompt_tokens
+        outcome.output_tokens = (usage and usage.completion_tokens) or reply.token_chunks
+        outcome.cached_tokens = (
+            usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None
+        )
+        outcome.ttft = (reply.first or reply.last) - outcome.started
+        outcome.e2e = reply.last - outcome.started
+        outcome.gaps = reply.gaps
+
+
+def _text(content: bytes) -> str:
+    try:
+        return message_of(msgspec.json.decode(content))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return content.decode(errors="replace")[:300].strip()
+
+
+def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
+    """When requests arrive, in seconds: the gaps between them have a gamma distribution.
+
+    A burstiness of 1 is a Poisson process; below, requests come in bursts; above, more evenly. The times are stretched
+    so that the last request arrives at count / rate: the rate is what was asked for in every draw.
+    """
+    if rate <= 0 or burstiness <= 0:
+        name, value = ("request_rate", rate) if rate <= 0 else ("burstiness", burstiness)
+        raise ConfigError(f"{name} is {value:g}: it must be above 0")
+    if rate == float("inf"):
+        return [0.0] * count
+    times, now = [], 0.0
+    for _ in range(count):
+        now += rng.gammavariate(burstiness, 1 / burstiness)
+        times.append(now)
+    return [moment / now * count / rate for moment in times]
+
+
+async def fetch(client: HttpClient, endpoint: str, timeout: float = 30.0) -> Any:
+    """The JSON at an endpoint; None if the server has no such thing. Raises ConfigError if it does not answer."""
+    reply = Reply()
+    try:
+        async with asyncio.timeout(timeout):
+            await client.send("GET", endpoint, b"", reply)
+    except (OSError, BrokenReply) as error:
+        raise ConfigError(f"{client.url} does not answer: {error or 'no answer in time'}; is the server up?") from None
+    if reply.status in (401, 403):
+        raise ConfigError(f"{client.url} answers {reply.status}: {_text(bytes(reply.content))}")
+    try:
+        return msgspec.json.decode(reply.content) if reply.status == 200 else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop where there is one, with as many open connections as the system allows."""
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import resource
+
+    import uvloop
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return uvloop.run(work)

@@ -1,0 +1,145 @@
+"""What a load is made of: drawn prompts, or those of a file."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvern.bench.serving import Sample
+from kvern.errors import ConfigError
+from kvern.tokenizer import Tokenizer
+
+_COMMON_WORDS = (
+    "the of and to in is it you that he was for on are with as his they be at one have this from or had by but some "
+    "what there we can out other were all your when up use word how said an each she which do their time if will way "
+    "about many then them would like so these her long make thing see him two has look more day could go come did my "
+    "no most who over know than call first people may down side been now find any new work part take get place made"
+)
+WORDS = _COMMON_WORDS.split()
+"""Nearly every tokenizer has one token for each of them with the space before it."""
+
+CHARACTERS_PER_TOKEN = 4
+"""Roughly, in English: for lengths of texts where no tokenizer is at hand."""
+
+
+class Prompts:
+    """Draws prompts of so many tokens: token ids below `vocabulary`, or, if that is None, as many common words."""
+
+    def __init__(self, vocabulary: int | None, rng: random.Random) -> None:
+        self.rng = rng
+        self._as_text = vocabulary is None
+        size = len(WORDS) if vocabulary is None else vocabulary
+        self._range = range(0 if vocabulary is None else min(1000, size // 2), size)
+        """Low ids are often special tokens."""
+
+    def tokens(self, count: int) -> list[int]:
+        """Drawn ids; for words, their numbers."""
+        return self.rng.choices(self._range, k=count)
+
+    def sample(self, tokens: list[int], output_tokens: int, kind: str = "") -> Sample:
+        """A request with these tokens as its prompt."""
+        prompt = " ".join(WORDS[token] for token in tokens) if self._as_text else tokens
+        return Sample(prompt, output_tokens, len(tokens), kind)
+
+    def length(self, mean: int, ratio: float) -> int:
+        """A length drawn evenly within `ratio` of its mean; at least 1."""
+        return max(1, self.rng.randint(int(mean * (1 - ratio)), int(mean * (1 + ratio))))
+
+
+def random_samples(
+    prompts: Prompts, count: int, input_tokens: int, output_tokens: int, ratio: float = 0.0, prefix_tokens: int = 0
+) -> list[Sample]:
+    """Lengths within `ratio` of the given ones, behind a prefix that all share."""
+    prefix = prompts.tokens(prefix_tokens)
+    return [
+        prompts.sample(
+            prefix + prompts.tokens(prompts.length(input_tokens, ratio)), prompts.length(output_tokens, ratio)
+        )
+        for _ in range(count)
+    ]
+
+
+def repeated_prefixes(
+    prompts: Prompts, count: int, prefix_tokens: int, suffix_tokens: int, prefixes: int, output_tokens: int
+) -> list[Sample]:
+    """Each of some prefixes before as many suffixes of their own, in drawn order."""
+    heads = [prompts.tokens(prefix_tokens) for _ in range(prefixes)]
+    samples = [
+        prompts.sample(heads[number % prefixes] + prompts.tokens(suffix_tokens), output_tokens)
+        for number in range(count)
+    ]
+    prompts.rng.shuffle(samples)
+    return samples
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder. Raises ConfigError if it has none."""
+    tokenizer = Tokenizer(folder)
+    if not tokenizer.available:
+        raise ConfigError(f"tokenizer {folder} has no tokenizer.json: give the folder of a model")
+    return tokenizer
+
+
+def token_counter(folder: Path | None) -> Callable[[str], int]:
+    """Counts the tokens of texts, roughly if there is no tokenizer."""
+    if folder is None:
+        return lambda text: max(1, len(text) // CHARACTERS_PER_TOKEN)
+    tokenizer = read_tokenizer(folder)
+    return lambda text: len(tokenizer.encode(text))
+
+
+def sharegpt_samples(
+    path: Path, count: int, rng: random.Random, tokens: Callable[[str], int], output_tokens: int | None, longest: int
+) -> list[Sample]:
+    """First questions of conversations, with the lengths of their answers; too short or long ones are left out."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"dataset {path} cannot be read: {error}") from None
+    found = []
+    if isinstance(rows, list):
+        rng.shuffle(rows)
+        for row in rows:
+            turns = row.get("conversations", []) if isinstance(row, dict) else []
+            texts = [
+                turn["value"] for turn in turns[:2] if isinstance(turn, dict) and isinstance(turn.get("value"), str)
+            ]
+            if len(texts) < 2:
+                continue
+            read, written = tokens(texts[0]), output_tokens or tokens(texts[1])
+            if read >= 4 and written >= 4 and read + written <= longest:
+                found.append(Sample(texts[0], written, read))
+            if len(found) == count:
+                break
+    return _repeated(found, count, f"dataset {path} has no conversations of at most {longest} tokens")
+
+
+def custom_samples(path: Path, count: int, output_tokens: int, tokens: Callable[[str], int]) -> list[Sample]:
+    """The prompts of a JSONL file in their order: {"prompt": text or ids} or {"messages": [...]}, "output_tokens"."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"dataset {path} cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt: Any = row["messages"] if "messages" in row else row["prompt"]
+            written = int(row.get("output_tokens", output_tokens))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f'{path}, line {number}: {error!r}; a line is {{"prompt": "text"}}') from None
+        if not isinstance(prompt, str | list) or not prompt or written < 1:
+            raise ConfigError(f"{path}, line {number}: the prompt must be text or a list, output_tokens at least 1")
+        found.append(Sample(prompt, written, tokens(prompt) if isinstance(prompt, str) else len(prompt)))
+        if len(found) == count:
+            break
+    return _repeated(found, count, f"dataset {path} has no prompts")
+
+
+def _repeated(samples: Sequence[Sample], count: int, nothing: str) -> list[Sample]:
+    if not samples:
+        raise ConfigError(nothing)
+    return [samples[number % len(samples)] for number in range(count)]

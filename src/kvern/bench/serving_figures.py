@@ -1,0 +1,90 @@
+"""What a run on a server amounts to: throughput, percentiles of times, goodput and errors."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvern.bench.percentile import percentile
+from kvern.bench.serving import Outcome, Run
+from kvern.errors import ConfigError
+
+METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token after it",
+    "itl": "time between tokens",
+    "e2e": "request, from end to end",
+}
+GOODPUT_METRICS = ("ttft", "tpot", "e2e")
+
+
+def read_goodput(limits: Iterable[str]) -> dict[str, float]:
+    """Limits like ttft:200, in milliseconds, as seconds. Raises ConfigError."""
+    found = {}
+    for text in limits:
+        name, _, value = text.partition(":")
+        name = metric(name)
+        try:
+            found[name] = float(value) / 1000
+        except ValueError:
+            found[name] = 0.0
+        if name not in GOODPUT_METRICS or not 0 < found[name] < float("inf"):
+            names = ", ".join(GOODPUT_METRICS)
+            raise ConfigError(f"goodput is {text!r}: it must be NAME:MILLISECONDS, NAME one of {names}")
+    return found
+
+
+def metric(name: str) -> str:
+    """A metric's name; e2el is what other benchmarks call e2e."""
+    return "e2e" if name == "e2el" else name
+
+
+def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
+    """It succeeded within all limits; a single token has no time per output token to be too long."""
+    values = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2e": outcome.e2e}
+    return not outcome.error_kind and all(values[name] <= limit for name, limit in limits.items())
+
+
+def summarize(
+    run: Run,
+    percents: Sequence[float] = (50, 90, 99),
+    limits: Mapping[str, float] | None = None,
+    metrics: Iterable[str] = tuple(METRICS),
+) -> dict[str, Any]:
+    """The figures of a run as JSON. Times are milliseconds, rates are per second; they count what succeeded."""
+    answered = [outcome for outcome in run.outcomes if not outcome.error_kind]
+    errors = Counter(outcome.error_kind for outcome in run.outcomes if outcome.error_kind)
+    first: dict[str, str] = {}
+    for outcome in run.outcomes:
+        first.setdefault(outcome.error_kind, outcome.error)
+    read, written = (sum(getattr(outcome, f"{name}_tokens") for outcome in answered) for name in ("prompt", "output"))
+    cached = [outcome.cached_tokens for outcome in answered if outcome.cached_tokens is not None]
+    seconds = max(run.seconds, 1e-9)
+    found: dict[str, Any] = {
+        "completed": len(answered),
+        "failed": len(run.outcomes) - len(answered),
+        "errors": {kind: {"count": count, "first": first[kind]} for kind, count in errors.items()},
+        "duration": run.seconds,
+        "total_input_tokens": read,
+        "total_output_tokens": written,
+        "cached_input_tokens": sum(cached) if cached else None,
+        "request_throughput": len(answered) / seconds,
+        "output_throughput": written / seconds,
+        "total_token_throughput": (read + written) / seconds,
+        "client_cpu_share": run.client_seconds / seconds,
+    }
+    if limits:
+        found["request_goodput"] = sum(is_good(outcome, limits) for outcome in answered) / seconds
+    for name in metrics:
+        values = [1000 * value for value in _values(answered, name)]
+        found[f"mean_{name}_ms"] = statistics.fmean(values) if values else 0.0
+        found[f"median_{name}_ms"] = percentile(values, 50)
+        found |= {f"p{percent:g}_{name}_ms": percentile(values, percent) for percent in percents}
+    return found
+
+
+def _values(outcomes: Iterable[Outcome], name: str) -> list[float]:
+    if name == "itl":
+        return [gap for outcome in outcomes for gap in outcome.gaps]
+    values = (getattr(outcome, name) for outcome in outcomes)
+    return [value for value in values if value is not None]

@@ -1,0 +1,354 @@
+"""``kvern bench serve``: load on a server that speaks OpenAI's API, and how it bears it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvern.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvern.bench.http_load import HttpClient
+    from kvern.bench.serving import Run, Sample, Sender
+    from kvern.bench.serving_data import Prompts
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+USUAL_VOCABULARY = 4096
+USUAL_LENGTH = 2048
+"""For servers that do not say how long their sequences may be."""
+WORKLOAD = Literal["baseline", "continuous_batching", "paged_attention", "chunked_prefill", "prefix_caching"]
+
+
+@dataclass(frozen=True)
+class ServeBench:
+    """Send streams of requests to a running server and measure what its clients see. See docs/benchmarking.md."""
+
+    workload: WORKLOAD | None = None
+    """One of five ready loads; --num-prompts, --request-rate and --burstiness change it, the options of data do not."""
+    backend: Literal["openai", "openai-chat"] = "openai"
+    """Which route: completions, or chat completions."""
+    base_url: str | None = None
+    """http://host:port, with a prefix if there is one. None: from --host and --port."""
+    host: str = "127.0.0.1"
+    """Where the server listens."""
+    port: int = 8000
+    """Its port."""
+    endpoint: str | None = None
+    """Path of the route. None: the backend's, /v1/completions or /v1/chat/completions."""
+    model: str | None = None
+    """Name of the model. None: the first of /v1/models."""
+    api_key: str | None = None
+    """Sent as bearer token. None: OPENAI_API_KEY, if that is set."""
+    header: tuple[str, ...] = ()
+    """More headers, each NAME=VALUE."""
+    extra_body: str = "{}"
+    """JSON object that every request's body gets as well."""
+
+    dataset_name: Literal["random", "sharegpt", "custom", "prefix_repetition"] = "random"
+    """Where prompts come from."""
+    dataset_path: Path | None = None
+    """File of sharegpt (JSON) or custom (JSONL: prompt or messages, output_tokens)."""
+    num_prompts: int | None = None
+    """Requests. None: 1000, or the workload's own number."""
+    num_warmups: int = 0
+    """Requests before them that are not measured."""
+    tokenizer: Path | None = None
+    """Folder with the model's tokenizer.json, which tells its vocabulary and counts tokens of texts."""
+    vocab_size: int | None = None
+    """Random token ids lie below. None: from the tokenizer, else what /v1/models says, else 4096."""
+    random_input_len: int = 1024
+    """Tokens of a random prompt; for chat, about as many words."""
+    random_output_len: int = 128
+    """Tokens that are asked for."""
+    random_range_ratio: float = 0.0
+    """Lengths are drawn within this share of the two above, below and beyond; 0 makes all the same."""
+    random_prefix_len: int = 0
+    """Tokens that all random prompts begin with, in addition."""
+    sharegpt_output_len: int | None = None
+    """Tokens that are asked for. None: as many as the data's answer has."""
+    custom_output_len: int = 256
+    """Tokens that are asked for where a row does not say it."""
+    prefix_repetition_prefix_len: int = 256
+    """Tokens of each shared prefix."""
+    prefix_repetition_suffix_len: int = 256
+    """Tokens of each request's own."""
+    prefix_repetition_num_prefixes: int = 10
+    """Different prefixes."""
+    prefix_repetition_output_len: int = 128
+    """Tokens that are asked for."""
+    seed: int | None = None
+    """Of prompts and arrivals. None: another one each time, so that nothing of an earlier run is cached."""
+
+    request_rate: float | None = None
+    """Requests a second, arriving at random. None: all at once, or the workload's own rate."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution between arrivals: 1 is Poisson, below comes in bursts, above is more even."""
+    max_concurrency: int | None = None
+    """Requests on their way at most; others wait here and are not measured meanwhile."""
+    timeout: float = 3600.0
+    """Seconds after which a request has failed."""
+
+    ignore_eos: bool = False
+    """Ask for answers that go on after the model's end; workloads always do."""
+    temperature: float | None = None
+    """None, here and below: the server's default."""
+    top_p: float | None = None
+    """Sample from the smallest set of tokens with this probability in all."""
+    top_k: int | None = None
+    """Sample from the k most probable tokens."""
+    min_p: float | None = None
+    """Sample from tokens at least this probable, relative to the most probable one."""
+    repetition_penalty: float | None = None
+    """Divide the logits of tokens that are already there."""
+    presence_penalty: float | None = None
+    """Subtracted from the logits of tokens already generated."""
+    frequency_penalty: float | None = None
+    """Subtracted from them once for each time."""
+
+    goodput: tuple[str, ...] = ()
+    """Limits in milliseconds, like ttft:200 tpot:50 e2e:2000: requests a second that keep them all are shown."""
+    percentile_metrics: str = "ttft,tpot,itl,e2e"
+    """Which times are shown."""
+    metric_percentiles: str = "99"
+    """Which percentiles, beside mean and median."""
+    save_result: bool = False
+    """Write all figures as JSON."""
+    result_filename: Path | None = None
+    """To this file, which --save-result then need not say. None: a name with the time."""
+    disable_tqdm: bool = False
+    """No progress on stderr."""
+
+    def execute(self) -> int:
+        """Run the load, print the table and return the exit code: 1 if every request failed. Raises KvernError."""
+        from kvern.bench.serving import run_loop
+
+        return run_loop(self._measure())
+
+    async def _measure(self) -> int:
+        from kvern.bench.serving import Sender, fetch
+        from kvern.bench.serving_figures import METRICS, metric, read_goodput, summarize
+        from kvern.progress import generation_progress
+
+        limits = read_goodput(self.goodput)
+        metrics = [metric(name.strip()) for name in self.percentile_metrics.split(",")]
+        if wrong := set(metrics) - set(METRICS):
+            raise ConfigError(f"percentile_metrics has {wrong.pop()!r}: choose from {', '.join(METRICS)}")
+        percents = _percents(self.metric_percentiles)
+        self._check()
+        seed = random.SystemRandom().randrange(1 << 32) if self.seed is None else self.seed
+        async with self._client() as client:
+            entry = _model_entry(await fetch(client, "/v1/models"), self.model)
+            sender = Sender(
+                client,
+                self.endpoint or ENDPOINTS[self.backend],
+                entry["id"],
+                self._body(),
+                chat=self.backend == "openai-chat",
+                timeout=self.timeout,
+                progress=None if self.disable_tqdm else generation_progress,
+            )
+            parts = await self._run(sender, entry, seed)
+        found = {name: summarize(run, percents, limits, metrics) for name, run in parts.items()}
+        _print(f"{self.workload or self.dataset_name}, {entry['id']}, seed {seed}", found, metrics, percents)
+        for name, part in found.items():
+            for kind, error in part["errors"].items():
+                sys.stderr.write(f"kvern: {name}: {error['count']} requests failed: {kind}: {error['first']}\n")
+        if self.save_result or self.result_filename:
+            self._save(found, entry["id"], seed, client.url)
+        return 0 if any(part["completed"] for part in found.values()) else 1
+
+    def _check(self) -> None:
+        for name in ("num_prompts", "max_concurrency", "vocab_size", "random_input_len", "random_output_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups is {self.num_warmups}: it must be at least 0")
+        if not 0 <= self.random_range_ratio < 1:
+            raise ConfigError(f"random_range_ratio is {self.random_range_ratio:g}: it must be at least 0 and below 1")
+        if self.workload and self.max_concurrency:
+            raise ConfigError(
+                f"max_concurrency is {self.max_concurrency}: workload {self.workload} has its own; drop one"
+            )
+        if not self.workload and self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
+            raise ConfigError(f"dataset {self.dataset_name} needs a file: give --dataset-path")
+        target = self.result_filename
+        if target is not None and (target.is_dir() or not target.parent.is_dir()):
+            raise ConfigError(f"result_filename {target} cannot be written: it must be a file in a folder that exists")
+
+    def _client(self) -> HttpClient:
+        from kvern.bench.http_load import HttpClient
+
+        headers = {}
+        key = self.api_key or os.environ.get("OPENAI_API_KEY")
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        for text in self.header:
+            name, found, value = text.partition("=")
+            if not found:
+                raise ConfigError(f"header is {text!r:.60}: it must be NAME=VALUE")
+            headers[name.strip()] = value.strip()
+        return HttpClient(self.base_url or f"http://{self.host}:{self.port}", headers)
+
+    def _body(self) -> dict[str, Any]:
+        body = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
+        if self.ignore_eos or self.workload:
+            body["ignore_eos"] = True
+        try:
+            extra = json.loads(self.extra_body)
+        except ValueError:
+            extra = None
+        if not isinstance(extra, dict):
+            raise ConfigError(f"extra_body is {self.extra_body!r:.60}: it must be a JSON object")
+        return {**body, **extra}
+
+    async def _run(self, sender: Sender, entry: dict[str, Any], seed: int) -> dict[str, Run]:
+        from kvern.bench.serving import arrival_times
+        from kvern.bench.serving_data import Prompts
+        from kvern.bench.serving_workloads import WORKLOADS, Setting
+
+        prompts = Prompts(None if sender.chat else self._vocabulary(entry), random.Random(seed))
+        length = entry.get("max_model_len") or USUAL_LENGTH
+        if self.workload:
+            setting = Setting(sender, prompts, length, self.num_prompts, self.request_rate, self.burstiness)
+            if self.num_warmups:
+                await sender.run([prompts.sample(prompts.tokens(8), 8)] * self.num_warmups)
+            return await WORKLOADS[self.workload](setting)
+        samples = self._samples(prompts, length)
+        warmups, samples = samples[: self.num_warmups], samples[self.num_warmups :]
+        rate = float("inf") if self.request_rate is None else self.request_rate
+        arrivals = arrival_times(len(samples), rate, self.burstiness, random.Random(f"arrivals {seed}"))
+        if warmups:
+            await sender.run(warmups)
+        return {self.dataset_name: await sender.run(samples, arrivals, self.max_concurrency)}
+
+    def _vocabulary(self, entry: dict[str, Any]) -> int:
+        if self.vocab_size or self.tokenizer is None:
+            return self.vocab_size or entry.get("vocab_size") or USUAL_VOCABULARY
+        from kvern.bench.serving_data import read_tokenizer
+
+        return read_tokenizer(self.tokenizer).vocab_size
+
+    def _samples(self, prompts: Prompts, length: int) -> list[Sample]:
+        from kvern.bench import serving_data
+
+        count = (self.num_prompts or 1000) + self.num_warmups
+        if self.dataset_name == "random":
+            sizes = self.random_input_len, self.random_output_len, self.random_range_ratio, self.random_prefix_len
+            return serving_data.random_samples(prompts, count, *sizes)
+        if self.dataset_name == "prefix_repetition":
+            return serving_data.repeated_prefixes(
+                prompts,
+                count,
+                self.prefix_repetition_prefix_len,
+                self.prefix_repetition_suffix_len,
+                self.prefix_repetition_num_prefixes,
+                self.prefix_repetition_output_len,
+            )
+        assert self.dataset_path is not None
+        tokens = serving_data.token_counter(self.tokenizer)
+        if self.dataset_name == "custom":
+            return serving_data.custom_samples(self.dataset_path, count, self.custom_output_len, tokens)
+        return serving_data.sharegpt_samples(
+            self.dataset_path, count, prompts.rng, tokens, self.sharegpt_output_len, length
+        )
+
+    def _save(self, found: dict[str, Any], model: str, seed: int, url: str) -> None:
+        import dataclasses
+        import datetime
+        import platform
+
+        import kvern
+
+        now = datetime.datetime.now(datetime.UTC)
+        path = self.result_filename or Path(f"kvern-bench-serve-{now:%Y%m%d-%H%M%S}.json")
+        secrets = {"api_key", "header"}
+        options = {key: value for key, value in dataclasses.asdict(self).items() if key not in secrets}
+        report = {
+            "date": now.isoformat(timespec="seconds"),
+            "kvern": kvern.__version__,
+            "python": platform.python_version(),
+            "url": url,
+            "model": model,
+            "seed": seed,
+            "options": options,
+            "results": found,
+        }
+        try:
+            path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"result_filename {path} cannot be written: {error.strerror or error}") from error
+        sys.stderr.write(f"kvern: figures: {path}\n")
+
+
+def _percents(text: str) -> list[float]:
+    try:
+        percents = [float(part) for part in text.split(",")]
+    except ValueError:
+        percents = []
+    if not percents or not all(0 < percent <= 100 for percent in percents):
+        raise ConfigError(f"metric_percentiles is {text!r:.60}: it must be numbers up to 100, like 50,99")
+    return percents
+
+
+def _model_entry(answer: Any, model: str | None) -> dict[str, Any]:
+    """The model's entry of /v1/models, or one with nothing but its name."""
+    entries = answer.get("data", []) if isinstance(answer, dict) else []
+    for entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str) and model in (None, entry["id"]):
+            return entry
+    if model is None:
+        raise ConfigError("the server lists no models at /v1/models: give --model")
+    return {"id": model}
+
+
+def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list[float]) -> None:
+    """One column for each part."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvern.bench.serving_figures import METRICS
+
+    table = Table(title=f"kvern bench serve: {title}", title_justify="left")
+    table.add_column("")
+    for name in parts:
+        table.add_column(name, justify="right")
+
+    def row(label: str, key: str, form: str = ",.2f", end_section: bool = False) -> None:
+        values = [part.get(key) for part in parts.values()]
+        if any(value is not None for value in values):
+            cells = ["" if value is None else format(value, form) for value in values]
+            table.add_row(label, *cells, end_section=end_section)
+
+    row("successful requests", "completed", ",d")
+    row("failed requests", "failed", ",d")
+    row("duration, s", "duration")
+    row("input tokens", "total_input_tokens", ",d")
+    row("of them cached", "cached_input_tokens", ",d")
+    row("generated tokens", "total_output_tokens", ",d")
+    row("requests/s", "request_throughput")
+    row("good requests/s", "request_goodput")
+    row("generated tokens/s", "output_throughput", ",.1f")
+    row("all tokens/s", "total_token_throughput", ",.1f")
+    row("a core's share for the clients", "client_cpu_share", ".0%", end_section=True)
+    for name in metrics:
+        label = f"{name.upper()} ms"
+        row(f"{label}, mean ({METRICS[name]})", f"mean_{name}_ms")
+        row(f"{label}, median", f"median_{name}_ms")
+        for percent in percents:
+            row(f"{label}, p{percent:g}", f"p{percent:g}_{name}_ms", end_section=percent == percents[-1])
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
