@@ -22,6 +22,7 @@ import kvern.kernels.norm
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
 from tests.families import FAMILIES, make_checkpoint
+from tests.tiny_model import make_tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,6 +140,19 @@ def test_sampling_depends_on_nothing_but_the_request() -> None:
     eager = tokens(LLM(device="cuda", cuda_graphs=False, overlap=False, **SMALL).chat(prompts, params))
     on_cpu = tokens(LLM(device="cpu", dtype="float32", max_model_len=512).chat(prompts, params))
     assert together == alone == eager == on_cpu
+
+
+def test_embeddings_are_the_cpus(tmp_path: Path) -> None:
+    """Also of prompts whose last token alone is computed, beside decodes that a graph would run."""
+    folder = make_tiny_model(tmp_path / "model")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    prompts = [list(range(10, 90)), [7, 8, 9], list(range(10, 75))]
+    expected = LLM(str(folder), device="cpu").embed(prompts)
+    llm = LLM(str(folder), device="cuda")
+    for _ in range(2):
+        for given, vector in zip(llm.embed(prompts), expected, strict=True):
+            assert given == pytest.approx(vector, abs=1e-3)
 
 
 @pytest.mark.parametrize("options", [{}, {"shared_prefix_attention": False}], ids=str)

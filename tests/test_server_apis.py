@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.errors import InvalidRequest
 from tests.test_server import KEY, QUESTION, Served
 from tests.tiny_model import make_tiny_model
 
@@ -235,6 +237,15 @@ def test_embeddings_are_the_last_hidden_state(tmp_path: Any) -> None:
         for prompt in prompts:
             state = model(torch.tensor([prompt])).last_hidden_state[0, -1]
             expected.append((state / state.norm()).tolist())
+    with LLM(str(folder), threads=1) as llm:
+        with pytest.raises(InvalidRequest, match="gives no embeddings"):
+            llm.embed(prompts)
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+        for given, vector in zip(llm.embed(prompts), expected, strict=True):
+            assert given == pytest.approx(vector, abs=1e-4)
+        assert len(llm.embed(prompts[1], dimensions=4)[0]) == 4
+    shutil.rmtree(folder / "1_Pooling")
     arguments = ("--model", str(folder), "--threads", "1", "--dtype", "float32")
     served = Served(*arguments)
     try:

@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineStatistics
+from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
@@ -66,13 +67,29 @@ class LLM:
         One SamplingParams serves all prompts, a list of them one each. If any prompt is invalid, none is run.
         """
         several = as_prompts(prompts)
-        params = one_for_each(sampling_params, len(several))
+        return self._all(several, one_for_each(sampling_params, len(several)), progress)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
+    ) -> list[list[float]]:
+        """Prompts as vectors of length 1, of which the first `dimensions` are kept, for models trained for that.
+
+        Raises InvalidRequest for other models.
+        """
+        check_pooling(self._engine.folder, self.config.model or self._engine.folder.name)
+        several = as_prompts(prompts)
+        outputs = self._all(several, [None] * len(several), progress, embed=True)
+        return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
+
+    def _all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], progress: bool, embed: bool = False
+    ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         ids = []
         try:
-            for prompt, param in zip(several, params, strict=True):
+            for prompt, param in zip(prompts, params, strict=True):
                 request_id = next(self._ids)
-                outputs.append(self._engine.add(request_id, prompt, param))
+                outputs.append(self._engine.add(request_id, prompt, param, embed=embed))
                 ids.append(request_id)
             self._run(outputs, progress)
         except BaseException:

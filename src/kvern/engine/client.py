@@ -183,12 +183,9 @@ class EngineClient:
         """
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
-        if embed:
-            request = await asyncio.to_thread(self.inputs.embedding_request, request_id, prompt)
-            requests, resolved = [request], request.params
-        else:
-            make = self.inputs.requests
-            requests, resolved = await asyncio.to_thread(make, request_id, prompt, params, priority=priority)
+        requests, resolved = await asyncio.to_thread(
+            self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed
+        )
         await self._available.wait()
         if self.failure is not None:
             raise self.failure

@@ -23,7 +23,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.startup = Startup()
         self.config = config
-        folder = resolve_model(config.model, revision=config.revision)
+        self.folder = folder = resolve_model(config.model, revision=config.revision)
         self.core, self.spec, self.cache_plan = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder)
@@ -44,12 +44,21 @@ class Engine:
         return list(self._members)
 
     def add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        embed: bool = False,
     ) -> RequestOutput:
-        """Queue a prompt; the returned output grows with each `step`. Raises InvalidRequest or InvalidParameter."""
+        """Queue a prompt; the returned output grows with each `step`. Raises InvalidRequest or InvalidParameter.
+
+        With `embed` its last hidden state is computed, and the only token means nothing.
+        """
         if request_id in self._members:
             raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
-        requests, params = self.inputs.requests(request_id, prompt, params, priority=priority)
+        requests, params = self.inputs.requests(request_id, prompt, params, priority=priority, embed=embed)
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, params)
         self._members[request_id] = [request.request_id for request in requests]

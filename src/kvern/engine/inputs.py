@@ -17,6 +17,8 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 MAX_SEED = 2**63
+EMBEDDING = SamplingParams(temperature=0, max_tokens=1)
+"""The token that is sampled beside a hidden state means nothing."""
 
 
 class InputProcessor:
@@ -32,13 +34,19 @@ class InputProcessor:
         self._count = 0
 
     def requests(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        embed: bool = False,
     ) -> tuple[list[Request], SamplingParams]:
         """`n` requests for one prompt, and the parameters with all defaults filled in.
 
-        Raises InvalidRequest or InvalidParameter.
+        With `embed`, one for the prompt's last hidden state. Raises InvalidRequest or InvalidParameter.
         """
-        params = self._resolve(params or SamplingParams())
+        params = self._resolve(EMBEDDING if embed else params or SamplingParams())
         token_ids = self._token_ids(prompt)
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids))
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
@@ -59,16 +67,12 @@ class InputProcessor:
                     stop_token_ids=stop,
                     bad_word_ids=bad_word_ids,
                     priority=priority,
+                    embed=embed,
                     group=group,
                     leader=requests[0] if requests else None,
                 )
             )
         return requests, params
-
-    def embedding_request(self, request_id: str, prompt: Prompt) -> Request:
-        """A request for the last hidden state of a prompt. Raises InvalidRequest."""
-        params = self._resolve(SamplingParams(temperature=0, max_tokens=1))
-        return Request(f"{request_id}#0", self._token_ids(prompt), params, max_tokens=1, embed=True)
 
     def chat_prompt(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True

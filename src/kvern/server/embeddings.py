@@ -1,25 +1,19 @@
 """OpenAI's /v1/embeddings: the last token's last hidden state, scaled to length 1."""
 
 import base64
-from pathlib import Path
+from array import array
 from typing import Any
 
-import numpy
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.batch.openai_format import COMPLETIONS
-from kvern.errors import InvalidRequest
+from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.sampling_params import SamplingParams
 from kvern.server.http import HttpError, json_response, read_object, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.openai import read_prompts
 from kvern.server.service import Service, typed
-from kvern.tokenizer import read_json
-
-POOLING_FILE = "1_Pooling/config.json"
-"""Where checkpoints trained for embeddings say how the states of a text become one, as sentence-transformers does."""
 
 
 class Embeddings:
@@ -50,35 +44,9 @@ class Embeddings:
         outputs = await service.run(ask)
         data = []
         for index, output in enumerate(outputs):
-            assert output.embedding is not None
-            vector = scaled(numpy.frombuffer(output.embedding, "<f4"), dimensions)
-            value = vector.tolist() if encoding == "float" else base64.b64encode(vector.tobytes()).decode()
+            vector = embedding_of(output.embedding or b"", dimensions)
+            value = vector if encoding == "float" else base64.b64encode(array("f", vector).tobytes()).decode()
             data.append({"object": "embedding", "index": index, "embedding": value})
         tokens = sum(len(output.prompt_token_ids) for output in outputs)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "data": data, "model": model, "usage": usage}
-
-
-def check_pooling(folder: Path, model: str) -> None:
-    """Refuse models whose hidden states mean nothing by themselves. Raises InvalidRequest."""
-    if not (folder / POOLING_FILE).is_file():
-        raise InvalidRequest(
-            f"{model} gives no embeddings: it was not trained for that (its folder has no {POOLING_FILE}); serve a "
-            "model that was"
-        )
-    pooling = read_json(folder / POOLING_FILE)
-    if not pooling.get("pooling_mode_lasttoken"):
-        modes = [name for name, value in pooling.items() if name.startswith("pooling_mode") and value]
-        raise InvalidRequest(
-            f"{model} pools by {', '.join(modes) or 'nothing'}: only pooling_mode_lasttoken is supported"
-        )
-
-
-def scaled(vector: NDArray[numpy.float32], dimensions: int | None) -> NDArray[numpy.float32]:
-    """The first `dimensions` of a vector, scaled to length 1. Raises HttpError."""
-    if dimensions is not None:
-        if not 0 < dimensions <= len(vector):
-            message = f"dimensions is {dimensions}: it must be at least 1 and at most {len(vector)}, the model's"
-            raise HttpError(400, message, param="dimensions")
-        vector = vector[:dimensions]
-    return vector / max(float(numpy.linalg.norm(vector)), 1e-12)

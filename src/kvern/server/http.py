@@ -63,7 +63,9 @@ def error_response(error: Exception) -> Response:
     param = None
     if isinstance(error, InvalidParameter):  # its message begins with the field's name
         first = re.match(r"\w+", str(error))
-        param = first[0] if first is not None and first[0] in SamplingParams.__struct_fields__ else None
+        param = (
+            first[0] if first is not None and first[0] in (*SamplingParams.__struct_fields__, "dimensions") else None
+        )
     return json_response(error_body(status_of(error), str(error), param), status_of(error))
 
 

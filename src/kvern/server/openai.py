@@ -110,7 +110,7 @@ async def read_prompts(body: Mapping[str, Any], url: str, service: Service) -> l
         return [await conversation(typed(body, "messages", list, []), tools, service)]
     prompt = body.get("prompt")
     first = prompt[0] if isinstance(prompt, list) and prompt else None
-    if isinstance(prompt, str) or isinstance(first, int):
+    if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(first, int)):
         return [prompt]  # whether all of them are ids is looked at outside the event loop
     if isinstance(prompt, list) and isinstance(first, str | list):
         if len(prompt) > MOST_PROMPTS:
