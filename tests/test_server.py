@@ -107,8 +107,8 @@ class Served:
         assert self.process.stderr is not None
         if self._reader is not None:
             self._reader.join(30)
-        with self.process.stderr:
-            return self.process.wait(30)
+        self.process.stderr.close()
+        return self.process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -365,6 +365,16 @@ def test_a_signal_ends_both_processes(how: int) -> None:
     with serving(*SMALL) as served:
         engine = served.engine_pid()
         assert served.stop(how) == 0
+        eventually(lambda: not Path(f"/proc/{engine}").exists())
+
+
+def test_an_engine_does_not_outlive_its_server() -> None:
+    """Killed while it streams, so that the engine still has things to say."""
+    with serving(*SMALL) as served:
+        stream = served.client().completions.create(prompt="Once", stream=True, **(STORY | {"max_tokens": 450}))
+        next(iter(stream))
+        engine = served.engine_pid()
+        assert served.stop(signal.SIGKILL) == -signal.SIGKILL
         eventually(lambda: not Path(f"/proc/{engine}").exists())
 
 

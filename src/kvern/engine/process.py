@@ -33,6 +33,8 @@ logger = logging.getLogger("kvern")
 
 HEARTBEAT_SECONDS = 0.5
 """How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
+LINGER_MILLISECONDS = 2000
+"""So long the last words may take to reach the server; if it has died they never do."""
 
 
 def main(address: str) -> int:
@@ -42,6 +44,7 @@ def main(address: str) -> int:
     parent = os.getppid()
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
+    socket.set(zmq.LINGER, LINGER_MILLISECONDS)
     socket.connect(address)
     start = decode_for_engine(socket.recv())
     assert isinstance(start, Start)
