@@ -218,6 +218,15 @@ def test_bad_options_are_one_line(arguments: list[str], said: str) -> None:
     assert done.stderr.startswith("kvern: error: ") and said in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_chunks_of_several_tokens() -> None:
+    with serving(*SMALL, "--stream-interval", "10") as served:
+        client = served.client()
+        whole = client.completions.create(prompt="Once", seed=1, **(STORY | {"max_tokens": 45})).choices[0].text
+        chunks = list(client.completions.create(prompt="Once", seed=1, stream=True, **(STORY | {"max_tokens": 45})))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole
+        assert len(chunks) <= 6
+
+
 def test_figures_for_prometheus() -> None:
     with serving(*SMALL, "--max-batch-requests", "4") as served:
         client = served.client()

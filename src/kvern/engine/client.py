@@ -42,11 +42,17 @@ CRASHES_OF_REQUEST = 2
 
 
 class Generation:
-    """One prompt on its way: `output` grows, and `news` is set whenever it has. Times are of the monotonic clock."""
+    """One prompt on its way: `output` grows, and `news` is set whenever it has. Times are of the monotonic clock.
 
-    def __init__(self, output: RequestOutput, requests: list[Request], news: asyncio.Event, asked: float) -> None:
+    With `patient`, `news` is set only at the end.
+    """
+
+    def __init__(
+        self, output: RequestOutput, requests: list[Request], news: asyncio.Event, asked: float, patient: bool
+    ) -> None:
         self.output = output
         self.news = news
+        self.patient = patient
         self.asked = asked
         self.first = 0.0
         self.last = 0.0
@@ -174,11 +180,14 @@ class EngineClient:
         owner: str = "",
         namespace: bytes = b"",
         embed: bool = False,
+        patient: bool = False,
     ) -> Generation:
         """Check a prompt and hand it to the engine, waiting for one that is being replaced.
 
         `owner` is who shares the engine with others by turns; only requests of one `namespace` share cached blocks.
-        With `embed` the prompt's last hidden state is computed, and the only token means nothing.
+        With `embed` the prompt's last hidden state is computed, and the only token means nothing. With `patient`,
+        `news` is set only at the end.
+
         Raises InvalidRequest, InvalidParameter or EngineDied.
         """
         asked = time.monotonic()
@@ -194,7 +203,7 @@ class EngineClient:
             request.turn, request.namespace = turn, namespace
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, resolved)
-        generation = Generation(output, requests, news, asked)
+        generation = Generation(output, requests, news, asked, patient)
         self._generations[request_id] = generation
         self._send(AddRequests(generation.messages()))
         return generation
@@ -293,7 +302,8 @@ class EngineClient:
         for output in changed:
             generation = self._generations.get(output.request_id)
             if generation is not None:
-                generation.news.set()
+                if output.finished or not generation.patient:
+                    generation.news.set()
                 self._count(generation, now)
                 if output.finished:
                     del self._generations[output.request_id]

@@ -35,6 +35,8 @@ class ServerConfig:
     """Requests of one key at the same time, at most."""
     per_minute_per_key: int | None = None
     """Requests of one key in a minute, at most."""
+    stream_interval: int = 1
+    """Tokens that a chunk of a stream waits for; more make streams cheaper and coarser. The first is sent at once."""
     isolate_prefix_cache_per_key: bool = False
     """Let each key reuse only blocks that its own requests cached, so that timing tells nothing about others."""
     engine_timeout: float = 60.0
@@ -55,7 +57,14 @@ class ServerConfig:
             raise ConfigError(f"tls_key is {self.tls_key} and there is no tls_cert: give both")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path is {self.root_path!r}: it must begin with / and not end with it")
-        for name in ("max_queue", "concurrent_per_key", "per_minute_per_key", "engine_timeout", "request_timeout"):
+        for name in (
+            "max_queue",
+            "stream_interval",
+            "concurrent_per_key",
+            "per_minute_per_key",
+            "engine_timeout",
+            "request_timeout",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}: it must be above 0")

@@ -228,7 +228,7 @@ async def events(call: Call, running: Running, service: Service) -> AsyncIterato
         head["usage"] = None
     async for _ in running:
         for part in parts:
-            choice = part.news()
+            choice = part.news(service.config.stream_interval)
             if choice is not None:
                 yield {**head, "choices": [choice]}
     if call.include_usage:
@@ -243,10 +243,11 @@ class Part:
         self._characters = self._tokens = 0
         self._begun = self._ended = False
 
-    def news(self) -> dict[str, Any] | None:
-        """The next chunk's choice; None if nothing is new."""
+    def news(self, interval: int) -> dict[str, Any] | None:
+        """The next chunk's choice; None if fewer than `interval` tokens are new (one is enough for the first)."""
         answer = self._answer
-        if self._ended or (len(answer.token_ids) == self._tokens and answer.finish_reason is None):
+        waiting = len(answer.token_ids) - self._tokens
+        if self._ended or (answer.finish_reason is None and waiting < (interval if self._begun else 1)):
             return None
         text = answer.text[self._characters :]
         choice: dict[str, Any] = {"index": self._index}

@@ -123,8 +123,11 @@ class Service:
             embed=embed,
         )
 
-    async def start(self, ask: Ask) -> Running:
-        """Hand all prompts to the engine, or none. Raises HttpError, InvalidRequest, InvalidParameter, EngineDied."""
+    async def start(self, ask: Ask, patient: bool = False) -> Running:
+        """Hand all prompts to the engine, or none; with `patient`, only the ends are news.
+
+        Raises HttpError, InvalidRequest, InvalidParameter or EngineDied.
+        """
         news = asyncio.Event()
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
@@ -139,13 +142,14 @@ class Service:
                     owner=ask.key.name,
                     namespace=ask.namespace,
                     embed=ask.embed,
+                    patient=patient,
                 )
                 generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
             return Running(self, ask, generations, news, held.pop_all())
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
         """Generate all. Raises what `start` raises, and DeadlineExceeded."""
-        running = await self.start(ask)
+        running = await self.start(ask, patient=True)
         try:
             async for _ in running:
                 pass
