@@ -17,6 +17,7 @@ from kvern.engine.client import EngineClient
 from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest
 from kvern.server import messages, openai, openapi
 from kvern.server.batches import EMBEDDINGS, Answerer, Batches
+from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
 from kvern.server.files import Files
@@ -92,6 +93,7 @@ class Server:
             Route("/v1/batches", batches.list, methods=["GET"]),
             Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
             Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+            *page_routes(),
         ]
         errors = (HttpError, InvalidParameter, InvalidRequest, EngineDied, DeadlineExceeded)
         handled = {

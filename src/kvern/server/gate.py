@@ -64,7 +64,7 @@ class Gate:
             message = "x-request-id may have 128 letters, digits and . : / + = - _ at most"
             app = json_response(error_body(400, message), 400)
         elif self._keys and path_of(scope) not in OPEN_ROUTES:
-            found = find_key(self._keys, secret_of(headers))
+            found = find_key(self._keys, secret_of(scope["method"], headers))
             if found is None:
                 app = _no_key(path_of(scope))
             else:
@@ -80,12 +80,17 @@ class Gate:
                 )
 
 
-def secret_of(headers: dict[bytes, bytes]) -> bytes:
-    """The key of a request: as Bearer token, as the password of Basic (a browser asks for it), or as x-api-key."""
+def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:
+    """The key of a request: as Bearer token, as x-api-key, or as the password of Basic.
+
+    A browser asks its user for a password by itself and sends it here from then on, also for pages of other sites.
+    Those cannot send JSON here, so a body of any other type wants one of the first two.
+    """
     kind, _, value = headers.get(b"authorization", b"").partition(b" ")
     if kind.lower() == b"bearer":
         return value.strip()
-    if kind.lower() == b"basic":
+    is_json = headers.get(b"content-type", b"").startswith(b"application/json")
+    if kind.lower() == b"basic" and (is_json or method in ("GET", "HEAD")):
         try:
             return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
         except binascii.Error:
@@ -95,5 +100,5 @@ def secret_of(headers: dict[bytes, bytes]) -> bytes:
 
 def _no_key(path: str) -> ASGIApp:
     message = "the API key is missing or unknown: send it as Authorization: Bearer KEY"
-    headers = {"www-authenticate": 'Basic realm="kvern"'}
+    headers = {"www-authenticate": 'Basic realm="kvern", charset="UTF-8"'}
     return error_for(path, HttpError(401, message, code="invalid_api_key", headers=headers))
