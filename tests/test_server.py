@@ -235,9 +235,16 @@ def test_bad_requests_are_told_why(server: Served, body: bytes, status: int, sai
 
 
 def test_fields_without_meaning_are_named(server: Served) -> None:
-    body = b'{"prompt": "a", "max_tokens": 1, "colour": "red", "extra_body": {"top_k": 3}}'
-    status, headers, _ = server.raw("POST", "/v1/completions", body)
-    assert (status, headers["x-kvern-ignored-fields"]) == (200, "colour")
+    chat = {"messages": QUESTION, "max_tokens": 1}
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "extra_body": {"top_k": 3}}),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", chat),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+    ):
+        assert "x-kvern-ignored-fields" not in server.raw("POST", path, json.dumps(body).encode())[1]
+        status, headers, _ = server.raw("POST", path, json.dumps(body | {"colour": "red"}).encode())
+        assert (status, headers["x-kvern-ignored-fields"]) == (200, "colour")
 
 
 def test_keys_guard_every_route_but_health(server: Served) -> None:

@@ -45,8 +45,8 @@ class EngineConfig:
     """A request that has waited for this many steps goes before all that have not, whatever the policy."""
     max_batch_tokens: int | None = None
     """Tokens computed in one step at most. None: 1024 on a CPU, 8192 on a GPU."""
-    max_batch_requests: int = 256
-    """Requests that run at the same time at most."""
+    max_batch_requests: int | None = None
+    """Requests that run at the same time at most. None: 256 on a CPU, 512 on a GPU."""
     attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn", "torch_sdpa"] = "auto"
     """Who computes attention on a GPU; auto times those that are installed and remembers which was fastest."""
     linear_backend: Literal["auto", "cublas", "triton"] = "auto"
@@ -71,9 +71,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
-        if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_batch_requests:
+        requests = self.max_batch_requests or 1
+        if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
             raise ConfigError(
-                f"max_batch_tokens is {self.max_batch_tokens}, below max_batch_requests {self.max_batch_requests}: "
+                f"max_batch_tokens is {self.max_batch_tokens}, below max_batch_requests {requests}: "
                 "a step must have room for one token of each running request; raise the first or lower the second"
             )
         for name, options in _CHOICES.items():

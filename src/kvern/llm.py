@@ -144,7 +144,7 @@ class LLM:
         An invalid input yields a FailedRequest and disturbs nobody. At most `max_in_flight` inputs (default: twice
         the batch) are held at once, so the input may be endless.
         """
-        limit = max_in_flight or 2 * self.config.max_batch_requests
+        limit = max_in_flight or 2 * self._engine.core.scheduler.limits.max_batch_requests
         source, alive = iter(inputs), dict[str, RequestOutput]()
         exhausted = False
         try:

@@ -129,6 +129,11 @@ class EngineClient:
         return len(self._outputs)
 
     @property
+    def max_batch_requests(self) -> int:
+        """Requests that run at the same time at most."""
+        return self._link.ready.max_batch_requests
+
+    @property
     def report(self) -> str:
         """How long the stages of the engine's start took."""
         return self._link.ready.report

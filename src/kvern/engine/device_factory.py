@@ -16,6 +16,7 @@ from kvern.engine.device import GIGABYTE, LARGEST_HEAD, check_dtype, check_head_
 from kvern.engine.factory import (
     GPU_BATCH_TOKENS,
     CachePlan,
+    batch_requests,
     batch_tokens,
     make_scheduler,
     plan_cache,
@@ -90,7 +91,7 @@ def build_device_core(
         with startup.stage("tuning"), torch.inference_mode():
             timed = linear.tune(decoder, time_calls, measurements.section("linear"))
             measurements.remember("linear", timed)
-    slots = config.max_batch_requests
+    slots = batch_requests(config, device)
     tokens = batch_tokens(config, longest, slots, GPU_BATCH_TOKENS)
     with startup.stage("attention"), torch.inference_mode():
         make_attention = attention_maker(config, spec, dtype, device, longest, measurements, startup)
@@ -157,7 +158,7 @@ def attention_maker(
         return lambda blocks, block_size, dtype: TorchAttention(layers, blocks, block_size, dtype, device)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     block_size = config.block_size if config.kv_cache == "paged" else longest
-    shapes = Shapes(layers, block_size, dtype, cache_dtype, device, config.max_batch_requests + 1, longest)
+    shapes = Shapes(layers, block_size, dtype, cache_dtype, device, batch_requests(config, device) + 1, longest)
     phases, triton, table = choose(config, shapes, measurements)
     startup.report(table)
     return lambda blocks, block_size, dtype: PagedAttention(

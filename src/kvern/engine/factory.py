@@ -31,6 +31,8 @@ CPU_CACHE_BYTES = 1 << 30
 CPU_CACHE_TOKENS = 32768
 """A CPU's cache is no larger than the larger of these two: beyond, it seldom helps."""
 GPU_MEMORY_SHARE = 0.85
+CPU_BATCH_REQUESTS = 256
+GPU_BATCH_REQUESTS = 512
 CPU_BATCH_TOKENS = 1024
 GPU_BATCH_TOKENS = 8192
 
@@ -67,7 +69,7 @@ def build_core(
             folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format
         )
     plan = plan_cache(config, spec, longest, decoder.build.dtype, device)
-    slots = config.max_batch_requests
+    slots = batch_requests(config, device)
     if config.kv_cache == "contiguous":
         slots = min(slots, plan.blocks)
     attention = TorchAttention(
@@ -78,6 +80,12 @@ def build_core(
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
     runner = ModelRunner(decoder, attention, rows, plan.block_size)
     return EngineCore(scheduler, InProcessExecutor(runner)), spec, plan
+
+
+def batch_requests(config: EngineConfig, device: torch.device) -> int:
+    """Requests that may run at the same time: as many as one step may have tokens, if only tokens are limited."""
+    default = CPU_BATCH_REQUESTS if device.type == "cpu" else GPU_BATCH_REQUESTS
+    return config.max_batch_requests or min(default, config.max_batch_tokens or default)
 
 
 def batch_tokens(config: EngineConfig, max_model_len: int, slots: int, default: int) -> int:
@@ -120,7 +128,7 @@ def plan_cache(
     token_bytes = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * dtype.itemsize
     tokens = config.kv_cache_tokens
     if tokens is None:
-        tokens = min(longest * config.max_batch_requests, free_cache_tokens(device, token_bytes, reserve))
+        tokens = min(longest * batch_requests(config, device), free_cache_tokens(device, token_bytes, reserve))
     if 0 < tokens < longest and config.max_model_len is None:
         logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", tokens, longest)
         longest = tokens

@@ -22,7 +22,7 @@ class EngineLink:
 
     def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
         self.process = process
-        self.ready = Ready(0, "")
+        self.ready = Ready(0, 0, "")
         self._socket = socket
 
     @classmethod
@@ -47,6 +47,8 @@ class EngineLink:
             raise ConfigError(str(error)) from error
         except BaseException:
             sent.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()  # a model that loads hears nothing
             await link.stop()
             raise
         return link

@@ -55,7 +55,9 @@ def main(address: str) -> int:
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
-    socket.send(encode(Ready(plan.max_model_len, str(startup), gpu_uuid(config))))
+    socket.send(
+        encode(Ready(plan.max_model_len, core.scheduler.limits.max_batch_requests, str(startup), gpu_uuid(config)))
+    )
     try:
         serve(socket, core, parent)
     except Exception as error:

@@ -118,6 +118,7 @@ class Ready(Message):
     """The model is loaded; `report` says how long each stage took, `gpu` which one it runs on, by its UUID."""
 
     max_model_len: int
+    max_batch_requests: int
     report: str
     gpu: str | None = None
 

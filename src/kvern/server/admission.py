@@ -54,7 +54,7 @@ class Admission:
                 raise self._refusal("per_minute", message, wait)
 
     def _check_queue(self, sequences: int) -> None:
-        most = self._max_queue + self._client.config.max_batch_requests
+        most = self._max_queue + self._client.max_batch_requests
         if sequences > most:
             message = f"the request asks for {sequences} sequences, and this server runs and queues {most} at most"
             raise HttpError(400, f"{message}: ask for fewer at once", param="n")

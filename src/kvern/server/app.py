@@ -26,6 +26,7 @@ from kvern.server.http import (
     EventStream,
     HttpError,
     error_body,
+    ignored_header,
     json_response,
     path_of,
     read_object,
@@ -36,7 +37,6 @@ from kvern.server.responses import Responses
 from kvern.server.service import Service, typed
 from kvern.server.store import Store, default_folder
 
-IGNORED_HEADER = "x-kvern-ignored-fields"
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,7 +51,7 @@ class Server:
         self.store = Store(config.data_dir or default_folder())
         answerers = {CHAT: self._answerer(CHAT), COMPLETIONS: self._answerer(COMPLETIONS)}
         answerers[EMBEDDINGS] = self.embeddings.answer
-        self.batches = Batches(self.store, answerers, client.config.max_batch_requests)
+        self.batches = Batches(self.store, answerers, client.max_batch_requests)
         self.started = int(time.time())
 
     def app(self, keys: Sequence[ApiKey] = ()) -> ASGIApp:
@@ -182,7 +182,7 @@ class Server:
         if service.config.log_requests == "prompts":
             openai.log_body(body, request.state.request_id)
         call = await openai.read_call(body, path_of(request.scope), service, request.state.key)
-        headers = {IGNORED_HEADER: header_of(call.ignored)} if call.ignored else {}
+        headers = ignored_header(body, call.known)
         if call.stream:
             running = await service.start(call.ask)
             return EventStream(openai.events(call, running, service), running.close, headers)
@@ -197,11 +197,6 @@ class Server:
             return openai.answer(call, await self.service.run(call.ask), self.service)
 
         return answer
-
-
-def header_of(names: Sequence[str]) -> str:
-    """Names of fields for a header: those of letters that a header can hold, and not endless."""
-    return ", ".join(name for name in names if name.isascii() and name.isprintable())[:1000]
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,8 @@ MAX_BODY_BYTES = 16 << 20
 """Of a request: beyond, it is refused."""
 DRAINED_BYTES = 8 * MAX_BODY_BYTES
 """So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
+
+IGNORED_HEADER = "x-kvern-ignored-fields"
 
 T = TypeVar("T")
 
@@ -48,6 +50,12 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 def path_of(scope: Scope) -> str:
     """The path as routes have it, without what a proxy in front takes away."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def ignored_header(body: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
+    """A header with the names of a body's fields that mean nothing, as far as a header can hold them."""
+    names = sorted(name for name in body if name not in known and name.isascii() and name.isprintable())
+    return {IGNORED_HEADER: ", ".join(names)[:1000]} if names else {}
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -10,12 +10,28 @@ from starlette.responses import Response
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
-from kvern.server.http import EventStream, HttpError, error_response, json_response, read_object, status_of, until_gone
+from kvern.server.http import (
+    EventStream,
+    HttpError,
+    error_response,
+    ignored_header,
+    json_response,
+    read_object,
+    status_of,
+    until_gone,
+)
 from kvern.server.openai import conversation, text_of
-from kvern.server.service import Running, Service, typed
+from kvern.server.service import OWN_FIELDS, Running, Service, typed
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
+# fmt: off
+KNOWN = frozenset({
+    "messages", "model", "max_tokens", "system", "stop_sequences", "stream", "tools", "tool_choice", "thinking",
+    "metadata", "service_tier",
+    *SamplingParams.__struct_fields__, *OWN_FIELDS,
+})
+# fmt: on
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,12 +63,13 @@ class MessagesApi:
         if body.get("stop_sequences") is not None:
             values["stop"] = body["stop_sequences"]
         params = sampling_params(SamplingParams(), values)
+        headers = ignored_header(body, KNOWN)
         ask = service.ask(body, [await self._prompt(body)], params, request.state.key)
         if typed(body, "stream", bool, False):
             running = await service.start(ask)
-            return EventStream(_events(running, model), running.close, last=b"", failed=_failed_event)
+            return EventStream(_events(running, model), running.close, headers, last=b"", failed=_failed_event)
         outputs = await until_gone(service.run(ask), request.receive)
-        return json_response({} if outputs is None else _message(outputs[0], model))
+        return json_response({} if outputs is None else _message(outputs[0], model), headers=headers)
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""

@@ -24,9 +24,9 @@ from kvern.batch.requests import sampling_params
 from kvern.engine.inputs import Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
-from kvern.server import service as shared
 from kvern.server.http import HttpError
 from kvern.server.keys import ApiKey
+from kvern.server.service import OWN_FIELDS as OWN
 from kvern.server.service import Ask, Running, Service, typed
 
 logger = logging.getLogger("kvern.requests")
@@ -39,7 +39,7 @@ STREAMING = {"stream", "stream_options", "echo", "best_of"}
 
 @dataclass
 class Call:
-    """One request of either route. `ignored` are fields of its body that mean nothing here."""
+    """One request of either route. `known` are the fields that mean something."""
 
     url: str
     model: str
@@ -52,7 +52,7 @@ class Call:
     logprobs: bool = False
     prompt_only: bool = False
     """`max_tokens` is 0: only the echo is wanted."""
-    ignored: list[str] = field(default_factory=list)
+    known: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -63,9 +63,7 @@ class Call:
 
 async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKey) -> Call:
     """Check a body. Raises HttpError, InvalidRequest or InvalidParameter."""
-    extra = body.pop("extra_body", None)
-    if isinstance(extra, dict):
-        body = {**extra, **body}
+    merge_extra(body)
     model = service.model(body)
     is_chat = url == CHAT
     for name, values in ONLY_VALUES.items():
@@ -87,7 +85,9 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
         params = params.replace(n=best_of, logprobs=params.logprobs or 0)
     if echo and logprobs and stream:
         raise HttpError(400, "echo, logprobs and stream are set: ask for two of them at most", param="echo")
-    known = WITHOUT_EFFECT | OWN_FIELDS | STREAMING | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__)
+    known = (
+        WITHOUT_EFFECT | OWN_FIELDS | STREAMING | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__) | set(OWN)
+    )
     prompts = await read_prompts(body, url, service)
     return Call(
         url,
@@ -99,8 +99,16 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
         answers=answers,
         logprobs=logprobs,
         prompt_only=prompt_only,
-        ignored=sorted(set(body) - known - set(shared.OWN_FIELDS)),
+        known=frozenset(known),
     )
+
+
+def merge_extra(body: dict[str, Any]) -> None:
+    """Let the fields of `extra_body` stand beside the others, which go before."""
+    extra = body.pop("extra_body", None)
+    if isinstance(extra, dict):
+        for name, value in extra.items():
+            body.setdefault(name, value)
 
 
 async def read_prompts(body: Mapping[str, Any], url: str, service: Service) -> list[Prompt]:

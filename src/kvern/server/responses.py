@@ -16,15 +16,26 @@ from kvern.batch.requests import sampling_params
 from kvern.engine.output import RequestOutput
 from kvern.errors import KvernError
 from kvern.sampling_params import SamplingParams
-from kvern.server.http import EventStream, HttpError, json_response, read_object, until_gone
+from kvern.server.http import EventStream, HttpError, ignored_header, json_response, read_object, until_gone
 from kvern.server.keys import ApiKey
-from kvern.server.openai import conversation, text_of
-from kvern.server.service import Ask, Service, typed
+from kvern.server.openai import conversation, merge_extra, text_of
+from kvern.server.service import OWN_FIELDS, Ask, Service, typed
 
 MOST_STORED = 1000
-"""Responses that are remembered, in memory; the oldest go first."""
+MOST_STORED_CHARACTERS = 64 << 20
+"""Responses that are remembered, in memory, and how much their conversations may hold; the oldest go first."""
 REFUSED = {"conversation": None, "prompt": None, "max_tool_calls": None, "truncation": "disabled"}
 """Fields that are accepted only with the value that asks for nothing."""
+
+
+# fmt: off
+KNOWN = frozenset({
+    "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
+    "metadata", "tools", "tool_choice", "text", "user", "parallel_tool_calls", "service_tier", "reasoning", "include",
+    "truncation", "safety_identifier", "stream_options",
+    *SamplingParams.__struct_fields__, *OWN_FIELDS, *REFUSED,
+})
+# fmt: on
 
 
 @dataclass
@@ -39,6 +50,11 @@ class Stored:
     sequence: int = 0
     message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
+    @property
+    def characters(self) -> int:
+        """Of its conversation, without the answer."""
+        return sum(len(message["content"]) for message in self.messages)
+
 
 class Responses:
     """The handlers, and what they remember."""
@@ -46,27 +62,31 @@ class Responses:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._characters = 0
 
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/responses."""
         body = await read_object(request)
         stored = await self._read(body, request.state.key)
+        headers = ignored_header(body, KNOWN)
         stream, background = typed(body, "stream", bool, False), typed(body, "background", bool, False)
         if stream and background:
             raise HttpError(400, "stream and background are both set: choose one", param="background")
         if stream:
             running = await self._service.start(stored.ask)
-            return EventStream(self._events(stored, running), running.close, last=b"", failed=self._failure(stored))
+            return EventStream(
+                self._events(stored, running), running.close, headers, last=b"", failed=self._failure(stored)
+            )
         if background:
             stored.body["status"] = "queued"
             stored.task = asyncio.create_task(self._work(stored))
-            return json_response(stored.body)
+            return json_response(stored.body, headers=headers)
         outputs = await until_gone(self._service.run(stored.ask), request.receive)
         if outputs is None:
             stored.body["status"] = "cancelled"
         else:
             self._complete(stored, outputs[0])
-        return json_response(stored.body)
+        return json_response(stored.body, headers=headers)
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/responses/{response_id}."""
@@ -87,16 +107,13 @@ class Responses:
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{response_id}."""
         response_id = request.path_params["response_id"]
-        stored = self._find(response_id, request.state.key)
-        if stored.task is not None:
-            stored.task.cancel()
-        del self._stored[response_id]
+        self._find(response_id, request.state.key)
+        self._forget(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _read(self, body: dict[str, Any], key: ApiKey) -> Stored:
         service = self._service
-        extra = body.pop("extra_body", None)
-        body = {**extra, **body} if isinstance(extra, dict) else body
+        merge_extra(body)
         model = service.model(body)
         for name, value in REFUSED.items():
             if body.get(name) not in (None, value):
@@ -147,12 +164,20 @@ class Responses:
         }
         stored = Stored(key, response, messages, service.ask(body, [token_ids], params, key))
         if store or response["background"]:
-            self._stored[str(response["id"])] = stored
-            while len(self._stored) > MOST_STORED:
-                _, oldest = self._stored.popitem(last=False)
-                if oldest.task is not None:
-                    oldest.task.cancel()
+            self._remember(str(response["id"]), stored)
         return stored
+
+    def _remember(self, response_id: str, stored: Stored) -> None:
+        self._stored[response_id] = stored
+        self._characters += stored.characters
+        while len(self._stored) > MOST_STORED or (self._characters > MOST_STORED_CHARACTERS and len(self._stored) > 1):
+            self._forget(next(iter(self._stored)))
+
+    def _forget(self, response_id: str) -> None:
+        stored = self._stored.pop(response_id)
+        self._characters -= stored.characters
+        if stored.task is not None:
+            stored.task.cancel()
 
     def _earlier(self, body: Mapping[str, Any], key: ApiKey) -> list[dict[str, Any]]:
         response_id = typed(body, "previous_response_id", str, None)
