@@ -190,6 +190,7 @@ class SimulatedEngine:
         n: int = 1,
         namespace: int = 0,
         priority: int = 0,
+        turn: int = 0,
         stop: bool = False,
         prompt_logprobs: bool = False,
     ) -> list[Request]:
@@ -206,6 +207,7 @@ class SimulatedEngine:
                 seed=number + index,
                 stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
                 priority=priority,
+                turn=turn,
                 namespace=namespace.to_bytes(1, "big"),
                 group=str(number) if n > 1 else None,
                 leader=added[0] if added else None,
@@ -326,7 +328,10 @@ class SimulatedEngine:
         return not request.in_flight and (request.leader is None or request.leader.prompt_scheduled)
 
     def _check_waiting(self, running_before: set[Request]) -> None:
-        """No request that has waited for `aging_steps` was overtaken in the step that was just planned."""
+        """No request that has waited for `aging_steps` was overtaken in the step that was just planned.
+
+        First come, first served never lets anybody overtake, whatever they have waited.
+        """
         step = self.scheduler.step
         admitted = [request for request in self.scheduler.running if request not in running_before]
         for request in self.scheduler.waiting:
@@ -334,12 +339,14 @@ class SimulatedEngine:
                 self._waiting_since[request] = step
         old = {item for item, since in self._waiting_since.items() if step - since >= self.setup.aging_steps}
         self._aged |= old & {*self.scheduler.waiting, *admitted}
+        fcfs = self.setup.policy == "fcfs"
         passed_over = [
             request
             for request in self.scheduler.waiting
-            if request in self._aged and self._waiting_before.get(request) and self._is_ready(request)
+            if (request in self._aged or fcfs) and self._waiting_before.get(request) and self._is_ready(request)
         ]
         for newcomer in admitted:
             for request in passed_over:
-                assert newcomer in self._aged, "a request that has aged was overtaken by one that has not"
-                assert newcomer.arrival < request.arrival, "aged requests go in the order of their arrival"
+                assert fcfs or newcomer in self._aged, "a request that has aged was overtaken by one that has not"
+                order = [(item.turn, item.arrival) for item in (newcomer, request)]
+                assert order == sorted(order), "equal requests go by turn, then in the order of their arrival"

@@ -66,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from((1, 1, 1, 2, 4)),
         namespace=st.sampled_from((0, 0, 0, 1)),
         priority=st.integers(-1, 1),
+        turn=st.sampled_from((0, 0, 1, 5)),
         stop=st.booleans(),
         prompt_logprobs=st.sampled_from((False, False, False, True)),
     )
