@@ -25,7 +25,9 @@ def test_a_full_queue_tells_when_to_come_back() -> None:
     with serving(*SMALL, *ONE_SLOT, "--max-queue", "2") as served:
         client = served.client()
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            held = [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(3)]
+            held = [client.completions.create(prompt="Once", stream=True, **LONG)]
+            eventually(lambda: served.figure("num_requests_running") == 1)
+            held += [client.completions.create(prompt="Once", stream=True, **LONG) for _ in range(2)]
             eventually(lambda: served.figure("num_requests_waiting") == 2)
             with pytest.raises(openai.RateLimitError, match="2 sequences wait already") as full:
                 client.completions.create(prompt="Once", **LONG)
