@@ -21,6 +21,7 @@ from training.text import TASKS
 import kvern.kernels.norm
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
+from kvern.structured.output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
 from tests.tiny_model import make_tiny_model
 
@@ -140,6 +141,18 @@ def test_sampling_depends_on_nothing_but_the_request() -> None:
     eager = tokens(LLM(device="cuda", cuda_graphs=False, overlap=False, **SMALL).chat(prompts, params))
     on_cpu = tokens(LLM(device="cpu", dtype="float32", max_model_len=512).chat(prompts, params))
     assert together == alone == eager == on_cpu
+
+
+def test_structured_answers_are_the_cpus() -> None:
+    """Beside free requests, which keep their answers; also where the next step is planned before a token is known."""
+    form = StructuredOutput(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    prompts = held_out()[:8]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, structured=form if index % 2 else None) for index in range(8)
+    ]
+    expected = tokens(LLM(device="cpu", dtype="float32", max_model_len=512).chat(prompts, params))
+    for overlap in (True, False):
+        assert tokens(LLM(device="cuda", overlap=overlap, **SMALL).chat(prompts, params)) == expected
 
 
 def test_embeddings_are_the_cpus(tmp_path: Path) -> None:

@@ -31,3 +31,14 @@ def test_who_was_away_is_not_ahead_of_the_present() -> None:
     assert turns.take("new", 3) == many[49] + 1
     assert turns.take("new", 1) == many[49] + 4
     assert turns.take("busy", 1) == 100
+
+
+def test_what_never_began_is_not_counted() -> None:
+    turns = Turns()
+    for _ in range(1000):
+        turns.take("hasty", 1)
+    turns.give_back("hasty", 998)
+    assert turns.take("hasty", 1) == 2
+    turns.began(2)
+    turns.give_back("hasty", 50)
+    assert turns.take("hasty", 1) == 2

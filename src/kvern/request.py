@@ -49,6 +49,8 @@ class Request:
     """Only requests of one namespace share cached blocks."""
     turn: int = 0
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
+    grammar: str | None = None
+    """Compiled; the answer follows it."""
     embed: bool = False
     """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
     group: str | None = None

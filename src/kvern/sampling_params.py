@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter
+from kvern.structured.output import StructuredOutput
 
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 1024
@@ -61,6 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None
+    """What the answer must look like: a JSON schema, a regular expression, a choice or a grammar."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -92,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
+        if self.structured is not None and self.ignore_eos:
+            raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
         _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
         for name in ("bad_words", "allowed_token_ids", "stop_token_ids"):
             _check_list(name, getattr(self, name))

@@ -31,6 +31,8 @@ class NewRequest:
     stop_token_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
     block_ids: list[int]
+    grammar: str | None = None
+    """Compiled; the answer follows it."""
     embed: bool = False
     """The last hidden state of the prompt is wanted, not a token."""
 
@@ -76,5 +78,7 @@ class ModelRunnerOutput:
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of the prompt tokens that the step's tokens predict, in their order."""
+    broken: dict[int, str] = field(default_factory=dict)
+    """By slot: why a request's grammar cannot be followed any more; its token means nothing."""
     embeddings: dict[int, bytes] = field(default_factory=dict)
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""

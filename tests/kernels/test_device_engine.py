@@ -12,7 +12,9 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.device_factory import build_device_core
 from kvern.engine.startup import Startup
+from kvern.structured.output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
+from tests.tiny_model import make_tiny_model
 
 FAMILIES_BY_MECHANISM = [
     name
@@ -123,6 +125,19 @@ def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., L
     found = on_device(folder, **OPTIONS).generate(prompts, params)
     assert answers(found) == answers(expected)
     assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+
+
+def test_structured_answers(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    """Their next step is planned before their last token is known."""
+    folder = make_tiny_model(tmp_path / "model")
+    form = StructuredOutput(json={"type": "array", "items": {"enum": [1, 22, "a"]}, "maxItems": 2})
+    bound = SamplingParams(temperature=0.9, seed=3, max_tokens=12, structured=form, logprobs=1)
+    params = [bound, SamplingParams(temperature=0, max_tokens=6), bound.replace(seed=4)]
+    prompts = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 8, 9]]
+    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
+    found = on_device(folder, **OPTIONS).generate(prompts, params)
+    assert answers(found) == answers(expected)
+    assert found[0].outputs[0].finish_reason == "stop"
 
 
 def test_a_step_that_runs_out_of_memory_is_run_in_parts(

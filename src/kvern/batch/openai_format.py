@@ -16,6 +16,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvern.batch.requests import BatchRequest, sampling_params, split_prompt
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.sampling_params import SamplingParams
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
-OWN_FIELDS = {"messages", "prompt", "tools", "max_completion_tokens", "top_logprobs", "logprobs"}
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's earlier names of what `structured` holds."""
+STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
+OWN_FIELDS = {"messages", "prompt", "tools", "max_completion_tokens", "top_logprobs", "logprobs", *STRUCTURED}
 # Fields that are accepted with the value that asks for nothing special.
 ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "stream": (None, False),
@@ -34,7 +39,6 @@ ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
     "reasoning_effort": (None,),
     "modalities": (None, ["text"]),
@@ -89,6 +93,9 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     found = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
     if body.get("max_completion_tokens") is not None:
         found["max_tokens"] = body["max_completion_tokens"]
+    structured = structured_of(body)
+    if structured is not None:
+        found["structured"] = structured
     if url == CHAT:
         wanted = found.pop("logprobs", False)
         if not isinstance(wanted, bool):
@@ -96,6 +103,46 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
         if wanted:
             found["logprobs"] = body.get("top_logprobs") or 0
     return found
+
+
+def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a body asks of the form of its answer, under any of the names that clients use. Raises InvalidParameter."""
+    asked: dict[str, dict[str, Any]] = {}
+    shape = body.get("response_format")
+    if shape is not None:
+        found = response_format(shape)
+        if found is not None:
+            asked["response_format"] = found
+    for name, ours in GUIDED.items():
+        if body.get(name) is not None:
+            value = body[name]
+            asked[name] = {ours: msgspec.json.decode(value) if ours == "json" and isinstance(value, str) else value}
+    for name in ("structured_outputs", "structured"):
+        if body.get(name) is not None:
+            if not isinstance(body[name], dict):
+                raise InvalidParameter(f"{name} is {body[name]!r:.60}: it must be an object")
+            asked[name] = {key: value for key, value in body[name].items() if value is not None}
+    if len(asked) > 1:
+        raise InvalidParameter(f"{' and '.join(asked)} are set: give one of them")
+    return next(iter(asked.values()), None)
+
+
+def response_format(value: object) -> dict[str, Any] | None:
+    """OpenAI's form, of chat completions or of responses: the schema stands under `json_schema`, or beside the type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema"):
+        raise InvalidParameter(
+            f"response_format is {value!r:.80}: its type must be one of text, json_object and json_schema"
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json": True}
+    held = value.get("json_schema", value)
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise InvalidParameter("response_format of type json_schema needs a schema: an object under json_schema.schema")
+    return {"json": schema}
 
 
 def openai_answer(output: RequestOutput, *, custom_id: str, url: str, model: str, created: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from kvern.engine.wire import AddRequests, Events, FinishRequests, Message, NewR
 from kvern.errors import ConfigError, DeadlineExceeded, EngineDied
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
-from kvern.observe.metrics import Metrics
+from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
@@ -48,9 +48,16 @@ class Generation:
     """
 
     def __init__(
-        self, output: RequestOutput, requests: list[Request], news: asyncio.Event, asked: float, patient: bool
+        self,
+        output: RequestOutput,
+        requests: list[Request],
+        news: asyncio.Event,
+        asked: float,
+        owner: str,
+        patient: bool,
     ) -> None:
         self.output = output
+        self.owner = owner
         self.news = news
         self.patient = patient
         self.asked = asked
@@ -59,6 +66,10 @@ class Generation:
         self.error: EngineDied | None = None
         self.crashes = 0
         self._requests = requests
+
+    def times(self, now: float) -> RequestTimes:
+        """How long it took, if it ends now."""
+        return RequestTimes(now - self.asked, now - self.first if self.first else None)
 
     @property
     def turn(self) -> int:
@@ -208,7 +219,7 @@ class EngineClient:
             request.turn, request.namespace = turn, namespace
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, resolved)
-        generation = Generation(output, requests, news, asked, patient)
+        generation = Generation(output, requests, news, asked, owner, patient)
         self._generations[request_id] = generation
         self._send(AddRequests(generation.messages()))
         return generation
@@ -242,8 +253,10 @@ class EngineClient:
         """End those that have not ended; their blocks are free after the step that runs."""
         for generation in generations:
             if self._generations.pop(generation.output.request_id, None) is not None:
-                self.metrics.aborted(sum(answer.finish_reason is None for answer in generation.output.outputs))
                 self._outputs.abort(generation.request_ids)
+                self.metrics.finished(generation.output, generation.times(time.monotonic()))
+                if not generation.first:
+                    self._turns.give_back(generation.owner, len(generation.request_ids))
                 self._send(FinishRequests(generation.request_ids))
 
     def _send(self, message: Message) -> None:
@@ -319,10 +332,10 @@ class EngineClient:
         else:
             generation.first = now
             self._turns.began(generation.turn)
-            self.metrics.first_token(now - generation.asked, generation.output.queue_seconds)
+            self.metrics.first_token(now - generation.asked)
         generation.last = now
         if generation.output.finished:
-            self.metrics.finished(generation.output, now - generation.asked, now - generation.first)
+            self.metrics.finished(generation.output, generation.times(now))
 
     def _watch_gpu(self, uuid: str) -> None:
         try:

@@ -152,7 +152,10 @@ class EngineCore:
                 continue
             self._counted.generation_tokens += 1
             full = self.scheduler.update(request, token_id)
-            if token_id in request.stop_token_ids and request.output_length > request.params.min_tokens:
+            slot = output.scheduled[index].slot
+            if slot in result.broken:
+                self.scheduler.finish(request, "abort", f"the grammar cannot be followed: {result.broken[slot]}")
+            elif token_id in request.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_id)
             elif full:
                 self.scheduler.finish(request, "length")
@@ -166,7 +169,7 @@ class EngineCore:
                     request.finish_reason,
                     request.stop_reason,
                     request.begun_at - request.arrived_at if request.output_length == 1 else 0.0,
-                    result.embeddings.get(output.scheduled[index].slot) if request.embed else None,
+                    result.embeddings.get(slot) if request.embed else None,
                 )
             )
         return events

@@ -33,6 +33,8 @@ from kvern.models.registry import spec_from_config
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.structured.grammar import grammars_of
+from kvern.structured.masks import GrammarRows
 from kvern.worker.device_batch import DeviceBatch, DeviceRows
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.executor import InProcessExecutor
@@ -96,8 +98,11 @@ def build_device_core(
     with startup.stage("attention"), torch.inference_mode():
         make_attention = attention_maker(config, spec, dtype, device, longest, measurements, startup)
     measurements.save()
+    grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
     with startup.stage("memory"):
-        reserve = activation_bytes(config, decoder, make_attention, slots, min(tokens, longest * slots), longest)
+        reserve = activation_bytes(
+            config, decoder, grammars, make_attention, slots, min(tokens, longest * slots), longest
+        )
         plan = plan_cache(config, spec, longest, dtype, device, reserve + margin_bytes(device))
         report_others(device, decoder)
     with startup.stage("cache"):
@@ -107,7 +112,9 @@ def build_device_core(
         rows = DeviceRows(
             slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device, scratch_block=plan.blocks
         )
-    runner = DeviceRunner(decoder, attention, rows, plan.block_size, config.cuda_graphs, config.shared_prefix_attention)
+    runner = DeviceRunner(
+        decoder, attention, rows, plan.block_size, grammars, config.cuda_graphs, config.shared_prefix_attention
+    )
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
     return EngineCore(scheduler, InProcessExecutor(runner), depth=2 if config.overlap else 1), spec, plan
 
@@ -174,7 +181,13 @@ def margin_bytes(device: torch.device) -> int:
 
 
 def activation_bytes(
-    config: EngineConfig, decoder: Decoder, make_attention: MakeAttention, slots: int, tokens: int, longest: int
+    config: EngineConfig,
+    decoder: Decoder,
+    grammars: GrammarRows,
+    make_attention: MakeAttention,
+    slots: int,
+    tokens: int,
+    longest: int,
 ) -> int:
     """What the largest steps take beside weights and cache: measured by running them, over a cache of one block.
 
@@ -188,7 +201,7 @@ def activation_bytes(
     blocks = -(-longest // config.block_size)
     rows = DeviceRows(slots, longest, blocks, device, scratch_block=0)
     attention = make_attention(1, config.block_size, decoder.build.dtype)
-    runner = DeviceRunner(decoder, attention, rows, config.block_size, cuda_graphs=False)
+    runner = DeviceRunner(decoder, attention, rows, config.block_size, grammars, cuda_graphs=False)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -19,6 +19,8 @@ from kvern.errors import ConfigError
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.spec import ModelSpec
+from kvern.structured.grammar import grammars_of
+from kvern.structured.masks import GrammarRows
 from kvern.worker.executor import InProcessExecutor
 from kvern.worker.rows import BatchRows
 from kvern.worker.runner import ModelRunner
@@ -78,7 +80,8 @@ def build_core(
     rows = BatchRows(slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device)
     default = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
-    runner = ModelRunner(decoder, attention, rows, plan.block_size)
+    grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
+    runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars)
     return EngineCore(scheduler, InProcessExecutor(runner)), spec, plan
 
 

@@ -11,6 +11,7 @@ from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.spec import ModelSpec
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
+from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
 
 Prompt = str | Sequence[int]
@@ -29,6 +30,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
+        self._grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids)
         self._defaults = _generation_defaults(folder)
         self._seed = seed
         self._count = 0
@@ -54,6 +56,7 @@ class InputProcessor:
         seed = params.seed if params.seed is not None else hash((self._seed, self._count))
         bad_word_ids = self._bad_word_ids(params)
         _check_that_something_can_be_sampled(params, stop, bad_word_ids)
+        grammar = None if params.structured is None else self._grammars.compile(params.structured)
         group = request_id if params.n > 1 else None
         requests: list[Request] = []
         for index in range(params.n):
@@ -67,6 +70,7 @@ class InputProcessor:
                     stop_token_ids=stop,
                     bad_word_ids=bad_word_ids,
                     priority=priority,
+                    grammar=grammar,
                     embed=embed,
                     group=group,
                     leader=requests[0] if requests else None,

@@ -228,5 +228,6 @@ def _joining(request: Request) -> NewRequest:
         stop_token_ids=request.stop_token_ids,
         bad_word_ids=request.bad_word_ids,
         block_ids=list(request.block_ids),
+        grammar=request.grammar,
         embed=request.embed,
     )

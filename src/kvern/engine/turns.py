@@ -17,6 +17,11 @@ class Turns:
         self._next[owner] = turn + count
         return turn
 
+    def give_back(self, owner: str, count: int) -> None:
+        """Sequences were ended before they began."""
+        if owner in self._next:
+            self._next[owner] = max(self._present, self._next[owner] - count)
+
     def began(self, turn: int) -> None:
         """A sequence with this turn has begun to run."""
         if turn > self._present:

@@ -37,6 +37,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
     leader: str | None
     generated: list[int] = []
     reported_prompt_logprobs: int = 0
+    grammar: str | None = None
     embed: bool = False
 
     @classmethod
@@ -55,6 +56,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             request.turn,
             request.group,
             None if request.leader is None else request.leader.request_id,
+            grammar=request.grammar,
             embed=request.embed,
         )
 
@@ -81,6 +83,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             priority=self.priority,
             namespace=self.namespace,
             turn=self.turn,
+            grammar=self.grammar,
             embed=self.embed,
             group=self.group,
             leader=None if self.leader is None else leader,

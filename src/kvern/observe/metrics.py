@@ -1,6 +1,7 @@
 """What Prometheus reads: names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -18,6 +19,14 @@ GPU_FIGURES = {
     "gpu_memory_total_bytes": "GPU memory in all.",
     "gpu_utilization": "Share of the last moments in which the GPU computed, 0 to 1.",
 }
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Seconds from arrival to the end, and from the first token to the end; None if there was no token."""
+
+    whole: float
+    decode: float | None
 
 
 class Metrics:
@@ -43,10 +52,10 @@ class Metrics:
         self._step_seconds = histogram("step_duration_seconds", "Time of one step.", MILLISECONDS)
         self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._next_token = histogram("inter_token_latency_seconds", "Between two tokens of a request.", MILLISECONDS)
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to the first step.", SECONDS)
-        self._prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", SECONDS)
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS)
+        self._whole = self._by_reason("e2e_request_latency_seconds", "From arrival to the end.")
+        self._queue = self._by_reason("request_queue_time_seconds", "From arrival to the first step.")
+        self._prefill = self._by_reason("request_prefill_time_seconds", "From the first step to the first token.")
+        self._decode = self._by_reason("request_decode_time_seconds", "From the first token to the last.")
         self._prompt_length = histogram("request_prompt_tokens", "Tokens of one prompt.", TOKENS)
         self._answer_length = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
         self._finished = Counter(
@@ -94,32 +103,36 @@ class Metrics:
         self._restarts.inc()
         self._seen = EngineStatistics()
 
-    def first_token(self, seconds: float, queue_seconds: float) -> None:
-        """A request's first token came so long after the request, which had waited in the engine for so long."""
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came so long after the request."""
         self._first_token.observe(seconds)
-        self._queue.observe(queue_seconds)
-        self._prefill.observe(max(0.0, seconds - queue_seconds))
 
     def next_token(self, seconds: float) -> None:
         """Another token came so long after the one before."""
         self._next_token.observe(seconds)
 
-    def finished(self, output: RequestOutput, seconds: float, decode_seconds: float) -> None:
-        """A request has ended, so long after it came."""
-        self._whole.observe(seconds)
-        self._decode.observe(decode_seconds)
+    def finished(self, output: RequestOutput, times: RequestTimes) -> None:
+        """A request has ended, by itself or because its client left."""
+        for answer in output.outputs:
+            self._finished.labels(self._model, answer.finish_reason).inc()
+        reason = output.outputs[0].finish_reason
+        self._whole.labels(self._model, reason).observe(times.whole)
+        if times.decode is None:
+            return  # it never began
+        self._queue.labels(self._model, reason).observe(output.queue_seconds)
+        self._prefill.labels(self._model, reason).observe(max(0.0, times.whole - times.decode - output.queue_seconds))
+        self._decode.labels(self._model, reason).observe(times.decode)
         self._prompt_length.observe(len(output.prompt_token_ids))
         for answer in output.outputs:
             self._answer_length.observe(len(answer.token_ids))
-            self._finished.labels(self._model, answer.finish_reason).inc()
-
-    def aborted(self, answers: int) -> None:
-        """So many answers were ended by their clients."""
-        self._finished.labels(self._model, "abort").inc(answers)
 
     def refused(self, reason: str) -> None:
         """A request was turned away."""
         self._refused.labels(self._model, reason).inc()
+
+    def _by_reason(self, name: str, text: str) -> Histogram:
+        labels = ["model_name", "finished_reason"]
+        return Histogram(f"kvern:{name}", text, labels, registry=self.registry, buckets=SECONDS)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"kvern:{name}", text, ["model_name"], registry=self.registry).labels(self._model)

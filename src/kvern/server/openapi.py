@@ -69,6 +69,8 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "cache_salt": optional({"type": "string", "maxLength": 256}),
     }
     streamed = {"stream": optional(SWITCH), "stream_options": optional(record({"include_usage": optional(SWITCH)}))}
+    kinds = one_of("text", "json_object", "json_schema")
+    shaped = {"response_format": optional(record({"type": kinds, "json_schema": OBJECT}, "type"))}
     part = record({"type": one_of("text"), "text": TEXT}, "type", "text")
     message = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(part)]})}, "role")
     tools = optional(listed(OBJECT))
@@ -77,6 +79,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         **common,
         **streamed,
         "prompt": prompt,
+        **shaped,
         "echo": optional(SWITCH),
         "best_of": optional(WHOLE),
     }
@@ -86,6 +89,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         **streamed,
         "messages": listed(message, minItems=1),
         "tools": tools,
+        **shaped,
         "max_completion_tokens": optional({"type": "integer", "minimum": 1}),
         "logprobs": optional(SWITCH),
         "top_logprobs": optional({"type": "integer", "minimum": 0, "maximum": 100}),

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.batch.openai_format import response_format
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import RequestOutput
 from kvern.errors import KvernError
@@ -119,8 +120,6 @@ class Responses:
             if body.get(name) not in (None, value):
                 raise HttpError(400, f"{name} is {body[name]!r:.60}: this server does not do that", param=name)
         text = typed(body, "text", dict, {})
-        if text.get("format") not in (None, {"type": "text"}):
-            raise HttpError(400, f"text.format is {text['format']!r:.60}: it must be of type text", param="text")
         tools = typed(body, "tools", list, [])
         messages = [*self._earlier(body, key), *input_messages(body.get("input"))]
         instructions = typed(body, "instructions", str, None)
@@ -129,6 +128,10 @@ class Responses:
         token_ids = await conversation(prompt, None if used is None else chat_tools(used), service)
         values = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
         values.pop("logprobs", None)
+        form = text.get("format") or {"type": "text"}
+        structured = response_format(form)
+        if structured is not None:
+            values["structured"] = structured
         if body.get("max_output_tokens") is not None:
             values["max_tokens"] = body["max_output_tokens"]
         if values.get("n", 1) != 1:
@@ -154,7 +157,7 @@ class Responses:
             "service_tier": "default",
             "store": store,
             "temperature": params.temperature if params.temperature is not None else 1.0,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": form},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": tools,
             "top_p": params.top_p if params.top_p is not None else 1.0,

@@ -22,6 +22,7 @@ from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
 from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.structured.masks import GrammarRows
 from kvern.worker.cuda_graph import DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
@@ -43,6 +44,8 @@ class Needs(enum.IntFlag):
     """typical_p sorts the vocabulary; PyTorch does that."""
     EMBEDDING = 16
     """The hidden state is wanted, which a graph does not give."""
+    GRAMMAR = 32
+    """The host says which tokens may follow, when it knows the last one."""
 
 
 def needs_of(request: NewRequest) -> Needs:
@@ -53,6 +56,8 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.CONSTRAINTS
     if params.logprobs is not None:
         needs |= Needs.LOGPROBS
+    if request.grammar is not None:
+        needs |= Needs.GRAMMAR
     if request.embed:
         needs |= Needs.EMBEDDING
     if params.temperature is None or params.temperature >= GREEDY_BELOW:
@@ -77,6 +82,7 @@ class Results:
             [token for output in outputs for token in output.token_ids],
             [entry for output in outputs for entry in output.logprobs],
             [entry for output in outputs for entry in output.prompt_logprobs],
+            {slot: reason for output in outputs for slot, reason in output.broken.items()},
             {slot: state for output in outputs for slot, state in output.embeddings.items()},
         )
 
@@ -90,6 +96,7 @@ class DeviceRunner:
         attention: AttentionBackend[DeviceBatch],
         rows: DeviceRows,
         block_size: int,
+        grammars: GrammarRows,
         cuda_graphs: bool = True,
         shared_prefix_attention: bool = True,
     ) -> None:
@@ -97,6 +104,7 @@ class DeviceRunner:
         self._attention = attention
         self._rows = rows
         self._block_size = block_size
+        self._grammars = grammars
         self._needs = [0] * rows.scratch
         self._token_limit: int | None = None
         self._graphs = None
@@ -109,6 +117,7 @@ class DeviceRunner:
         """Start computing the scheduled tokens, and sampling where the scheduler says so."""
         self._attention.copy_blocks(output.copies)
         self._rows.join(output.joined)
+        self._grammars.join(output.joined)
         self._rows.grow(output.grown)
         for request in output.joined:
             self._needs[request.slot] = int(needs_of(request))
@@ -186,9 +195,12 @@ class DeviceRunner:
         original = logits
         if needs & Needs.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
-            original = logits.clone() if needs & Needs.CONSTRAINTS else logits
+            original = logits.clone() if needs & (Needs.CONSTRAINTS | Needs.GRAMMAR) else logits
         if needs & Needs.CONSTRAINTS:
             constrain(logits, rows, slots, [item.start + item.count for item in scheduled if item.sample])
+        broken: dict[int, str] = {}
+        if needs & Needs.GRAMMAR:
+            broken = self._grammars.restrict(logits, slots)
         if needs & Needs.TYPICAL:
             chosen = sample(logits, rows, slots, batch.sample_positions)
         else:
@@ -209,7 +221,10 @@ class DeviceRunner:
             most = max(count for count in counts if count is not None)
             logprobs = token_logprobs(original, chosen, most)
         states = embeddings(rows, slots, sampling) if needs & Needs.EMBEDDING else None
-        return PendingStep(scheduled, chosen, counts, logprobs, prompts, states)
+        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken)
+        if needs & Needs.GRAMMAR:
+            self._grammars.expect([item.slot if item.sample else None for item in scheduled], step)
+        return step
 
 
 class JoinedPieces:
@@ -222,4 +237,6 @@ class JoinedPieces:
         outputs = [part.result() for part in self._parts]
         prompts = [entry for output in outputs for entry in output.prompt_logprobs[0] or ()]
         last = outputs[-1]
-        return ModelRunnerOutput([last.token_ids[0]], [last.logprobs[0]], [prompts or None], last.embeddings)
+        return ModelRunnerOutput(
+            [last.token_ids[0]], [last.logprobs[0]], [prompts or None], last.broken, last.embeddings
+        )

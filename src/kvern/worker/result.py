@@ -42,16 +42,18 @@ class PendingStep:
         logprobs: DeviceLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs | None] = (),
         embeddings: tuple[Sequence[int], torch.Tensor] | None = None,
+        broken: dict[int, str] | None = None,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked.
 
-        `embeddings`: slots [E] and their hidden states [E, hidden].
+        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput.
         """
         self._scheduled = scheduled
         self._counts = counts
         self._sampled = None if sampled is None else fetch(sampled)
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
+        self._broken = broken or {}
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self._done: torch.cuda.Event | None = None
         if sampled is not None and sampled.device.type == "cuda":
@@ -73,13 +75,14 @@ class PendingStep:
             slots, states = self._embeddings
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
         if len(tokens) == len(self._scheduled):
-            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens), embeddings)
+            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens), self._broken, embeddings)
         pairs = iter(zip(tokens, logprobs, strict=True))
         chosen = [next(pairs) if item.sample else (None, None) for item in self._scheduled]
         return ModelRunnerOutput(
             [token for token, _ in chosen],
             [logprob for _, logprob in chosen],
             prompts or [None] * len(chosen),
+            self._broken,
             embeddings,
         )
 

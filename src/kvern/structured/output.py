@@ -1,0 +1,34 @@
+"""What a structured answer must look like, as users say it."""
+
+from typing import Any
+
+import msgspec
+
+from kvern.errors import InvalidParameter
+
+MOST_CHOICES = 10_000
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of the four. Raises InvalidParameter if it is none or several."""
+
+    json: dict[str, Any] | bool | None = None
+    """JSON that this schema describes (draft 2020-12); True: any JSON object."""
+    regex: str | None = None
+    """Text that this regular expression matches as a whole."""
+    choice: list[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """Text that this grammar derives, in Lark's notation (or GBNF, which has `::=`)."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) is not None]
+        if len(given) != 1:
+            names = ", ".join(self.__struct_fields__)
+            raise InvalidParameter(f"structured has {', '.join(given) or 'nothing'}: give exactly one of {names}")
+        if self.json is False:
+            raise InvalidParameter("structured: the schema false allows no value at all")
+        if self.choice is not None and not 0 < len(self.choice) <= MOST_CHOICES:
+            raise InvalidParameter(f"structured: choice has {len(self.choice)} texts: give 1 to {MOST_CHOICES}")
+        if "" in (self.choice or ()):
+            raise InvalidParameter("structured: choice holds an empty text: leave it out")
