@@ -45,8 +45,10 @@ class Grammars:
 
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer. Raises InvalidParameter if there are none."""
-        found = tuple(sorted({*Tokenizer(self._folder).eos_token_ids, *self._model_eos}))
+        """Tokens of the tokenizer that end an answer. Raises InvalidParameter if there are none."""
+        tokenizer = Tokenizer(self._folder)
+        named = {*tokenizer.eos_token_ids, *self._model_eos}
+        found = tuple(sorted(token for token in named if token < tokenizer.vocab_size))
         if not found:
             raise InvalidParameter("structured needs an end-of-sequence token, and this model names none")
         return found

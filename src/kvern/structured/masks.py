@@ -9,7 +9,7 @@ import torch
 from kvern.step import NewRequest
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
     from kvern.structured.grammar import Grammars
     from kvern.worker.executor import StepResult
@@ -59,12 +59,15 @@ class GrammarRows:
             return {}
         pinned = self._device.type == "cuda"
         masks = torch.empty(len(rows), self._width, dtype=torch.int32, pin_memory=pinned)
+        going = []
         for place, row in enumerate(rows):
             matcher = self._matchers[slots[row]]
             if matcher.is_stopped():
                 masks[place] = self._ended
             else:
-                matcher.unsafe_compute_mask_ptr(masks[place].data_ptr(), 4 * self._width)
+                going.append((matcher, place))
+        if going:
+            self._executor.unsafe_compute_mask_ptr(going, masks.data_ptr(), 4 * self._width, len(rows))
         index = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
         bits = (masks.to(self._device, non_blocking=True)[:, :, None] >> self._shifts) & 1
         allowed = bits.view(len(rows), -1)[:, : logits.shape[1]].bool()
@@ -73,6 +76,13 @@ class GrammarRows:
         logits[index] = torch.where(nothing & allowed, 0.0, scores)
         matchers = {slots[row]: self._matchers[slots[row]] for row in rows}
         return {slot: " ".join(matcher.get_error().split()) for slot, matcher in matchers.items() if matcher.is_error()}
+
+    @functools.cached_property
+    def _executor(self) -> "LLExecutor":
+        """Threads that make masks side by side."""
+        from llguidance import LLExecutor
+
+        return LLExecutor()
 
     @functools.cached_property
     def _ended(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whole decode steps as CUDA graphs, from the embedding to the sampled token.
+"""Whole decode steps as CUDA graphs, from the embedding to the sampled token, or to the last hidden states.
 
 A graph is captured when a batch of its size first comes, and pads smaller batches. It owns the rows and positions that
 it reads, and advances them: as long as the same requests decode, a step is one launch and the host sends nothing.
@@ -32,15 +32,18 @@ def padded_size(requests: int) -> int:
 
 @dataclass
 class DecodeGraph:
-    """A captured step: reads `inputs` [2, size] int32 (rows and positions), writes `sampled` [size] int64.
+    """A captured step: reads `inputs` [2, size] int32 (rows and positions), writes `result`.
 
-    `indices` [3, size] int32 are what it reads besides: indices of its requests, their first tokens, and ones.
+    That is the sampled tokens [size] int64, or the hidden states [size, hidden] of a graph that ends there, whose
+    `next_positions` [size] int64 are those of the tokens to be sampled. `indices` [3, size] int32 are what it reads
+    besides: indices of its requests, their first tokens, and ones.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     indices: torch.Tensor
-    sampled: torch.Tensor
+    result: torch.Tensor
+    next_positions: torch.Tensor
     shared: SharedPrefix | None
     """Which requests begin alike, if the graph was captured to read that once."""
     slots: list[int]
@@ -48,6 +51,20 @@ class DecodeGraph:
     """What the inputs hold."""
     groups: PrefixGroups | None = None
     """What `shared` holds."""
+
+
+@dataclass(frozen=True)
+class DecodedStates:
+    """A step that was run up to its hidden states [R, hidden]: what sampling from them needs, all good until the next.
+
+    `slots` [R] int32, `positions` [R] int64 of the tokens to be sampled, and, of a graph, `starts` [R] int32, which
+    whoever writes the tokens has to advance.
+    """
+
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor | None
 
 
 class DecodeGraphs:
@@ -68,12 +85,21 @@ class DecodeGraphs:
         self._prefix_members = prefix_members
         self._groups: PrefixGroups | None = None
         self._grouped: list[NewRequest] = []
-        self._graphs: dict[tuple[int, bool, bool], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, bool | None, bool], DecodeGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
     def run(self, slots: list[int], starts: list[int], filtered: bool) -> torch.Tensor:
         """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call."""
+        return self._replay(slots, starts, filtered).result[: len(slots)]
+
+    def run_to_states(self, slots: list[int], starts: list[int]) -> DecodedStates:
+        """Start a step of one token for each request, whose sampling takes more than a graph can do."""
+        graph, count = self._replay(slots, starts, None), len(slots)
+        rows, positions = graph.inputs[:, :count]
+        return DecodedStates(graph.result[:count], rows, graph.next_positions[:count], positions)
+
+    def _replay(self, slots: list[int], starts: list[int], filtered: bool | None) -> DecodeGraph:
         size = padded_size(len(slots))
         groups = self._shared_prefixes(slots, starts)
         key = size, filtered, groups is not None
@@ -90,7 +116,7 @@ class DecodeGraphs:
         graph.slots = padded_slots
         graph.starts = [start + 1 for start in starts] + [0] * padding
         graph.graph.replay()
-        return graph.sampled[: len(slots)]
+        return graph
 
     def _shared_prefixes(self, slots: list[int], starts: list[int]) -> PrefixGroups | None:
         """What the requests have in common, looked for when others decode than before."""
@@ -116,7 +142,7 @@ class DecodeGraphs:
         for target, part in zip(shared, parts, strict=True):
             target.copy_(part.view(target.shape))
 
-    def _capture(self, size: int, filtered: bool, with_prefix: bool) -> DecodeGraph:
+    def _capture(self, size: int, filtered: bool | None, with_prefix: bool) -> DecodeGraph:
         rows, device = self._rows, self._rows.device
         inputs = torch.zeros(2, size, dtype=torch.int32, device=device)
         inputs[0] = rows.scratch
@@ -134,14 +160,14 @@ class DecodeGraphs:
             self._step(inputs, indices, filtered, shared)  # compiles and loads what the capture may not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            sampled = self._step(inputs, indices, filtered, shared)
+            result, next_positions = self._step(inputs, indices, filtered, shared)
         self._pool = graph.pool()
         torch.cuda.current_stream(device).wait_stream(self._stream)
-        return DecodeGraph(graph, inputs, indices, sampled, shared, [], [])
+        return DecodeGraph(graph, inputs, indices, result, next_positions, shared, [], [])
 
     def _step(
-        self, inputs: torch.Tensor, indices: torch.Tensor, filtered: bool, shared: SharedPrefix | None
-    ) -> torch.Tensor:
+        self, inputs: torch.Tensor, indices: torch.Tensor, filtered: bool | None, shared: SharedPrefix | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self._rows
         slots, starts = inputs
         requests, zeros, ones = indices
@@ -170,6 +196,8 @@ class DecodeGraphs:
             shared=shared,
         )
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
+        if filtered is None:
+            return hidden, next_positions
         logits = self._decoder.logits(hidden, upcast=False)
         sampled = sample(
             logits,
@@ -183,4 +211,4 @@ class DecodeGraphs:
             filtered=filtered,
         )
         write_sampled(rows.tokens, slots, next_positions, sampled, starts)
-        return sampled
+        return sampled, next_positions

@@ -2,7 +2,8 @@
 
 differences --> rows on the device --> tokens, positions, cache slots read on the device
                                          |
-             a step of decodes alone: one CUDA graph, from embedding to sampled token
+             a step of decodes alone: one CUDA graph, from embedding to sampled token, or to the hidden states where
+             the host has a say in what is sampled
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
 sampled tokens <-- copied to the host behind the step, which an event marks as done
@@ -23,7 +24,7 @@ from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
 from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import GrammarRows
-from kvern.worker.cuda_graph import DecodeGraphs
+from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, tokens_wanted
@@ -166,31 +167,32 @@ class DeviceRunner:
             needs |= self._needs[item.slot]
             decodes = decodes and item.count == 1 and item.sample
         wanted = Needs(needs)
-        if decodes and self._graphs is not None and not wanted & ~Needs.FILTERS:
-            sampled = self._graphs.run(
-                [item.slot for item in scheduled], [item.start for item in scheduled], bool(wanted & Needs.FILTERS)
-            )
-            return PendingStep(scheduled, sampled)
+        if decodes and self._graphs is not None:
+            slots, starts = [item.slot for item in scheduled], [item.start for item in scheduled]
+            if not wanted & ~Needs.FILTERS:
+                return PendingStep(scheduled, self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS)))
+            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts), wanted, [])
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         states = tokens_wanted(self._rows, batch)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states)
         prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
-        return self._sample(scheduled, batch, hidden, wanted, prompts)
+        if len(batch.sample_slots) != hidden.shape[0]:
+            hidden = hidden.index_select(0, batch.sample_tokens)
+        decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions, None)
+        return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts)
 
     def _sample(
         self,
         scheduled: Sequence[ScheduledTokens],
-        batch: DeviceBatch,
-        hidden: torch.Tensor,
+        slots: Sequence[int],
+        decoded: DecodedStates,
         needs: Needs,
         prompts: Sequence[PromptLogprobs | None],
     ) -> PendingStep:
-        rows, slots = self._rows, batch.sample_slots
-        everyone = len(slots) == hidden.shape[0]
-        sampling = hidden if everyone else hidden.index_select(0, batch.sample_tokens)
-        logits = self._decoder.logits(sampling, upcast=bool(needs & ~(Needs.FILTERS | Needs.EMBEDDING)))
+        rows = self._rows
+        logits = self._decoder.logits(decoded.hidden, upcast=bool(needs & ~(Needs.FILTERS | Needs.EMBEDDING)))
         counts: list[int | None] = []
         original = logits
         if needs & Needs.LOGPROBS:
@@ -202,12 +204,12 @@ class DeviceRunner:
         if needs & Needs.GRAMMAR:
             broken = self._grammars.restrict(logits, slots)
         if needs & Needs.TYPICAL:
-            chosen = sample(logits, rows, slots, batch.sample_positions)
+            chosen = sample(logits, rows, slots, decoded.positions)
         else:
             chosen = sample_tokens(
                 logits,
-                batch.device_sample_slots,
-                batch.sample_positions,
+                decoded.slots,
+                decoded.positions,
                 rows.temperature,
                 rows.top_k,
                 rows.top_p,
@@ -215,12 +217,12 @@ class DeviceRunner:
                 rows.seeds,
                 filtered=bool(needs & Needs.FILTERS),
             )
-        write_sampled(rows.tokens, batch.device_sample_slots, batch.sample_positions, chosen)
+        write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen, decoded.starts)
         logprobs = None
         if needs & Needs.LOGPROBS:
             most = max(count for count in counts if count is not None)
             logprobs = token_logprobs(original, chosen, most)
-        states = embeddings(rows, slots, sampling) if needs & Needs.EMBEDDING else None
+        states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
         step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken)
         if needs & Needs.GRAMMAR:
             self._grammars.expect([item.slot if item.sample else None for item in scheduled], step)
