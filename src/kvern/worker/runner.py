@@ -1,12 +1,14 @@
 """Runs one step through PyTorch: rows, input batch, model, logits, sampler. For CPUs, and GPUs without Triton."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.models.decoder import Decoder
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
-from kvern.sample.sampler import sample
+from kvern.sample.sampler import GREEDY_BELOW, sample
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.input_batch import InputBatch, build_input_batch
@@ -51,9 +53,7 @@ class ModelRunner:
             batch, hidden, max((count for count in counts if count is not None), default=None)
         )
         states = embeddings(self._rows, batch.sample_slots, hidden)
-        step = PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken)
-        self._grammars.expect([item.slot if item.sample else None for item in output.scheduled], step)
-        return step
+        return PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken)
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None
@@ -65,7 +65,36 @@ class ModelRunner:
             ends = [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]
             sampling = dict(zip(batch.slots, ends, strict=True))
             constrain(logits, self._rows, slots, [sampling[slot] for slot in slots])
-        broken = self._grammars.restrict(logits, slots)
-        chosen = sample(logits, self._rows, slots, batch.sample_positions)
+        chosen, broken = self._choose(logits, slots, batch.sample_positions)
         self._rows.tokens[torch.tensor(slots, device=chosen.device), batch.sample_positions] = chosen.int()
         return chosen, None if original is None else token_logprobs(original, chosen, wanted or 0), broken
+
+    def _choose(
+        self, logits: torch.Tensor, slots: Sequence[int], positions: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Sample; grammars are asked afterwards, since they mostly allow what a model says, and masks cost more.
+
+        The most probable token of all, or the earliest drawn, is also the one among those allowed, if it is allowed
+        itself. Filters look at all probabilities: they need the mask before.
+        """
+        filtered = [row for row, slot in enumerate(slots) if slot in self._grammars and _filters(self._rows, slot)]
+        broken = self._grammars.restrict(logits, slots, filtered)
+        chosen = sample(logits, self._rows, slots, positions)
+        if any(slot in self._grammars for slot in slots):
+            refused = self._grammars.accept(slots, chosen.tolist())
+            broken |= self._grammars.restrict(logits, slots, refused)
+            if refused:
+                index = torch.tensor(refused, device=logits.device)
+                again = [slots[row] for row in refused]
+                chosen[index] = sample(logits[index], self._rows, again, positions[index])
+                self._grammars.accept(again, chosen[index].tolist())
+        return chosen, broken
+
+
+def _filters(rows: BatchRows, slot: int) -> bool:
+    """Whether the request drops improbable tokens before it samples."""
+    params = rows.request(slot).params
+    if params.temperature is not None and params.temperature < GREEDY_BELOW:
+        return False
+    few = bool(params.top_k and params.top_k > 0) or params.min_p > 0
+    return few or (params.top_p or 1.0) < 1.0 or params.typical_p < 1.0
