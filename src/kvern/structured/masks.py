@@ -164,6 +164,6 @@ class GrammarRows:
         self._left.clear()
         while sum(map(len, self._spare.values())) > SPARE_MATCHERS:
             oldest = next(iter(self._spare))
-            self._spare[oldest].pop()
+            self._spare[oldest] = self._spare[oldest][1:]
             if not self._spare[oldest]:
                 del self._spare[oldest]
