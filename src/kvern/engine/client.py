@@ -159,7 +159,7 @@ class EngineClient:
             raise
         spec = spec_from_config(read_json(self.folder / "config.json"))
         length = self._link.ready.max_model_len
-        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config.seed)
+        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config)
         if self._link.ready.gpu is not None:
             self._watch_gpu(self._link.ready.gpu)
         self._supervisor = asyncio.create_task(self._supervise())

@@ -54,7 +54,8 @@ class Answer:
         self._tokenizer = tokenizer
         self._text = ""
         prompt = request.token_ids[: request.prompt_length]
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens)
+        kept = frozenset(params.visible_token_ids or ())
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
     def add(self, event: TokenEvent) -> str | None:
         """Take one token; the stop string that it completes, if any."""

@@ -19,6 +19,7 @@ from kvern.server.keys import ApiKey
 LONGEST_LISTS = {
     "stop": 64,
     "stop_token_ids": 1024,
+    "visible_token_ids": 1024,
     "bad_words": 1024,
     "allowed_token_ids": 1 << 20,
     "logit_bias": 4096,

@@ -54,6 +54,12 @@ class Grammars:
         return found
 
     @functools.cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that no text of a grammar matches, only their ids; entries of the table without a token among them."""
+        known, padding = range(self._tokenizer.vocab_size), range(Tokenizer(self._folder).vocab_size, self._vocab_size)
+        return frozenset(token for token in known if self._tokenizer.is_special_token(token)) | frozenset(padding)
+
+    @functools.cached_property
     def _tokenizer(self) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
@@ -92,6 +98,18 @@ def _limits() -> "LLParserLimits":
 
 
 def _grammar(structured: StructuredOutput) -> str:
+    if not structured.parts:
+        return _lone_grammar(structured)
+    grammars = [{"lark_grammar": structured.grammar}]
+    for name, part in structured.parts.items():
+        written = _lone_grammar(part)
+        is_lark = part.json is None and part.regex is None
+        held = {"lark_grammar": written} if is_lark else msgspec.json.decode(written)["grammars"][0]
+        grammars.append({**held, "name": name})
+    return msgspec.json.encode({"grammars": grammars}).decode()
+
+
+def _lone_grammar(structured: StructuredOutput) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
