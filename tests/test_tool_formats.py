@@ -20,7 +20,11 @@ NAMES = frozenset({"f", "get_weather", "a-b.c"})
 BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(FORMATS)]
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(max_size=6) | st.floats(allow_nan=False, width=16),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.text(max_size=6)
+    | st.floats(allow_nan=False, width=16),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
     max_leaves=5,
 ).filter(lambda value: "Infinity" not in json.dumps(value))
@@ -178,7 +182,8 @@ def test_thinking_is_split_off(form: Any, beginning: Any, data: st.DataObject) -
     answer = data.draw(st.sampled_from(["", "Yes.", call, f"Yes. {call}"]))
     gap = data.draw(st.sampled_from(["", "\n\n"]))
     text = {"inside": "", "possible": form.begin, "over": ""}[beginning] + gap + thought + gap
-    text = (answer if beginning == "over" else text + form.end + gap + answer)
+    text = answer if beginning == "over" else text + form.end + gap + answer
+
     def fresh() -> AnswerReader:
         return reader_of(FORMATS[0], Thought(form, beginning))
 

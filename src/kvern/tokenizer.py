@@ -163,7 +163,8 @@ class IncrementalDetokenizer:
     ``append`` returns only whole characters: the bytes of a character split over several tokens wait for the rest.
     With a byte-level vocabulary all pieces plus ``flush()`` are exactly ``tokenizer.decode(ids)``. With other
     vocabularies, where a token's spelling depends on its left neighbour (SentencePiece), they are what ``ids`` add to
-    the text of ``prompt_ids``. Without a tokenizer every piece is empty. ``kept`` are special tokens that are not skipped.
+    the text of ``prompt_ids``. Without a tokenizer every piece is empty.
+    ``kept`` are special tokens that are not skipped.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import kvern
+from kvern.batch.chat_body import template_variables
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
 from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest
@@ -153,7 +154,7 @@ class Server:
         service.model(body)
         if "messages" in body:
             tools = typed(body, "tools", list, None)
-            token_ids = await openai.conversation(typed(body, "messages", list, []), tools, service)
+            token_ids = await openai.conversation(body["messages"], tools, service, template_variables(body))
         else:
             special = typed(body, "add_special_tokens", bool, True)
             token_ids = await service.client.encode(typed(body, "prompt", str, ""), special)

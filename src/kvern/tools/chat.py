@@ -57,7 +57,7 @@ class AnswerReader:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the engine needs, and how the answers are written. `is_plain`: they are content and nothing else."""
+    """What the engine needs, and how the answers are written."""
 
     prompt: list[int]
     params: SamplingParams
@@ -65,14 +65,15 @@ class ChatRequest:
     names: frozenset[str] = frozenset()
     thought: Thought | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Nothing in an answer has a meaning of its own."""
-        return self.form is None and self.thought is None
-
     def reader(self) -> AnswerReader:
         """For one answer."""
         return AnswerReader(PlainParser() if self.form is None else self.form.parser(self.names), self.thought)
+
+    def message(self, text: str) -> Message:
+        """A whole answer taken apart."""
+        reader = self.reader()
+        reader.read(text, True)
+        return reader.message
 
 
 class Chat:

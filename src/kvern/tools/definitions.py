@@ -71,7 +71,15 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
     how, named = _choice(choice, list(places))
     if how == "none" or not read:
         return NO_TOOLS
-    return ToolUse(read, tuple(definitions), how, named, parallel is not False)
+    return ToolUse(
+        read, tuple(_for_template(definition) for definition in definitions), how, named, parallel is not False
+    )
+
+
+def _for_template(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says nothing to a model."""
+    function = {name: value for name, value in definition["function"].items() if name != "strict" and value is not None}
+    return {**definition, "type": "function", "function": function}
 
 
 def _tool(definition: object, place: str) -> Tool:

@@ -32,7 +32,8 @@ class Gemma:
         self.name = name
         self.markers = (begin, end, quote)
         self.stops = (stop,)
-        self.trigger = self.opening = begin
+        self.trigger = begin
+        self.opening = begin[0]
 
     def matches(self, template: str) -> bool:
         """The template writes earlier calls with these tokens."""

@@ -80,8 +80,10 @@ class GrammarWriter:
             parts["answer"] = structured
             if use.choice != "auto":
                 return "@answer"
-        if form is None or use.choice == "none" or not (
-            structured is not None or use.choice == "required" or use.constrains_auto
+        if (
+            form is None
+            or use.choice == "none"
+            or not (structured is not None or use.choice == "required" or use.constrains_auto)
         ):
             return None
         calls = self._calls(form, use, parts)
@@ -103,7 +105,7 @@ class GrammarWriter:
         return f"(trigger {calls} | TEXT)"
 
     def _calls(self, form: ToolFormat, use: ToolUse, parts: dict[str, StructuredOutput]) -> str:
-        tools = []
+        tools: list[CallableTool] = []
         for tool in use.callable_tools:
             part = f"tool_{len(tools)}"
             parts[part] = StructuredOutput(json=tool.parameters)

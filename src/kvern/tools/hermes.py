@@ -17,7 +17,7 @@ class Hermes:
     markers = (BEGIN, END)
     stops = ()
     trigger = BEGIN
-    opening = BEGIN
+    opening = "<"
 
     def matches(self, template: str) -> bool:
         """Other formats between the same tags name what stands in them."""

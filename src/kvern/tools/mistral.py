@@ -1,4 +1,4 @@
-"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], and since 2025 [TOOL_CALLS]f[ARGS]{...} for each call."""
+"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], and since 2025 [TOOL_CALLS]f[ARGS]{...} for each."""
 
 import json
 import re
@@ -27,7 +27,7 @@ class Mistral:
     markers = (BEGIN, ARGUMENTS, IDENTITY)
     stops = ()
     trigger = BEGIN
-    opening = BEGIN
+    opening = "["
 
     def __init__(self, named: bool = False) -> None:
         """`named`: calls are written name first, not as a list."""

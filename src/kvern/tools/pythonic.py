@@ -134,7 +134,9 @@ def json_arguments(text: str) -> str | None:
             call = ast.parse(source, mode="eval").body
             if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
                 return None
-            values = {word.arg: _value(ast.get_source_segment(source, word.value), word.value) for word in call.keywords}
+            values = {
+                word.arg: _value(ast.get_source_segment(source, word.value), word.value) for word in call.keywords
+            }
         return None if None in values else json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None

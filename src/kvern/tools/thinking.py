@@ -30,7 +30,7 @@ THINKING = (
 """DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; Magistral; Seed-OSS."""
 
 Beginning = Literal["possible", "inside", "over"]
-"""How a prompt ends: before thinking, in the middle of it (the template opened it), or behind it (it is switched off)."""
+"""How a prompt ends: before thinking, in the middle of it (the template opened it), or behind it (it is off)."""
 
 
 def thinking_of(template: str, wanted: str) -> ThinkingFormat | None:

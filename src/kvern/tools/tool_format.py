@@ -38,16 +38,32 @@ class ToolParser(Protocol):
 
 
 class ToolFormat(Protocol):
-    """One format. `name` is what --tool-parser calls it."""
+    """One format. A call begins with `trigger` wherever it stands; None: calls are the whole answer."""
 
-    name: str
-    markers: tuple[str, ...]
-    """Texts that may be special tokens and must stay visible."""
-    stops: tuple[str, ...]
-    """Tokens after which the model waits for a tool's answer."""
-    trigger: str | None
-    """A call begins with this text wherever it stands; None: a call is the whole answer, and begins with `opening`."""
-    opening: str
+    @property
+    def name(self) -> str:
+        """What --tool-parser calls it."""
+        ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens and must stay visible."""
+        ...
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Tokens after which the model waits for a tool's answer."""
+        ...
+
+    @property
+    def trigger(self) -> str | None:
+        """What a call begins with; without one, `opening` is the answer's first character."""
+        ...
+
+    @property
+    def opening(self) -> str:
+        """The first character of a call."""
+        ...
 
     def matches(self, template: str) -> bool:
         """A chat template's text speaks this format."""
