@@ -1,7 +1,7 @@
 """Items of /v1/responses: those of an input as messages, and those of an output while they grow, with their events."""
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvern.batch.chat_body import plain_call, text_of
@@ -86,12 +86,16 @@ def chat_tool_choice(choice: object) -> object:
     return choice
 
 
-class OutputItems:
-    """A response's output, item by item. `event` makes an event of a kind and its fields, and numbers it."""
+def event(kind: str, **fields: Any) -> Event:
+    """What `OutputItems` tells; it is numbered when it is sent."""
+    return kind, fields
 
-    def __init__(self, event: Callable[..., Event]) -> None:
+
+class OutputItems:
+    """A response's output, item by item."""
+
+    def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._event = event
         self._open: dict[str, Any] | None = None
 
     def add(self, pieces: Sequence[Piece]) -> list[Event]:
@@ -109,7 +113,7 @@ class OutputItems:
                 case Arguments(_, text):
                     assert self._open is not None
                     self._open["arguments"] += text
-                    events.append(self._event("response.function_call_arguments.delta", **self._place, delta=text))
+                    events.append(event("response.function_call_arguments.delta", **self._place, delta=text))
         return events
 
     def end(self, status: str) -> list[Event]:
@@ -124,14 +128,14 @@ class OutputItems:
             return []
         item["status"] = status
         place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        done = self._event("response.output_item.done", output_index=place["output_index"], item=item)
+        done = event("response.output_item.done", output_index=place["output_index"], item=item)
         if item["type"] == "function_call":
             arguments = {"name": item["name"], "arguments": item["arguments"]}
-            return [self._event("response.function_call_arguments.done", **place, **arguments), done]
+            return [event("response.function_call_arguments.done", **place, **arguments), done]
         [part] = item["content"]
         extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-        ended = self._event(f"response.{part['type']}.done", **place, content_index=0, text=part["text"], **extra)
-        return [ended, self._event("response.content_part.done", **place, content_index=0, part=part), done]
+        ended = event(f"response.{part['type']}.done", **place, content_index=0, text=part["text"], **extra)
+        return [ended, event("response.content_part.done", **place, content_index=0, part=part), done]
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -145,19 +149,17 @@ class OutputItems:
             assert self._open is not None
             notes: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
             part = {"type": part_kind, "text": "", **notes}
-            events.append(self._event("response.content_part.added", **self._place, content_index=0, part={**part}))
+            events.append(event("response.content_part.added", **self._place, content_index=0, part={**part}))
             self._open["content"].append(part)
         assert self._open is not None
         self._open["content"][0]["text"] += text
         if text:
             extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            events.append(
-                self._event(f"response.{part_kind}.delta", **self._place, content_index=0, delta=text, **extra)
-            )
+            events.append(event(f"response.{part_kind}.delta", **self._place, content_index=0, delta=text, **extra))
         return events
 
     def _begin(self, kind: str, prefix: str, fields: Mapping[str, Any]) -> list[Event]:
         self._open = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
         self.items.append(self._open)
         item = {name: list(value) if isinstance(value, list) else value for name, value in self._open.items()}
-        return [self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)]
+        return [event("response.output_item.added", output_index=len(self.items) - 1, item=item)]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import time
 import uuid
 from collections import OrderedDict
@@ -233,21 +232,21 @@ class Responses:
     async def _events(self, stored: Stored, running: Any) -> AsyncIterator[object]:
         [output] = running.outputs
         answer, reader = output.outputs[0], stored.chat.reader()
-        items = OutputItems(functools.partial(event, stored))
+        items = OutputItems()
         yield event(stored, "response.created", response=stored.body)
         yield event(stored, "response.in_progress", response=stored.body)
         async for _ in running:
-            for happened in items.add(reader.read(answer.text, answer.finish_reason is not None)):
-                yield happened
-        for happened in items.end(conclude(stored, output)):
-            yield happened
+            for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None)):
+                yield event(stored, kind, **fields)
+        for kind, fields in items.end(conclude(stored, output)):
+            yield event(stored, kind, **fields)
         stored.body["output"] = items.items
         yield event(stored, f"response.{stored.body['status']}", response=stored.body)
 
 
 def complete(stored: Stored, output: RequestOutput) -> None:
     """The response to a whole answer."""
-    items = OutputItems(functools.partial(event, stored))
+    items = OutputItems()
     items.add(stored.chat.reader().read(output.outputs[0].text, True))
     items.end(conclude(stored, output))
     stored.body["output"] = items.items

@@ -55,7 +55,7 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
     """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
     if parallel is not None and not isinstance(parallel, bool):
         raise InvalidRequest(f"parallel_tool_calls is {parallel!r:.40}: it must be true or false")
-    if tools is not None and not isinstance(tools, Sequence):
+    if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
         raise InvalidRequest(f"tools is {tools!r:.60}: it must be a list")
     definitions = list(tools or ())
     if len(definitions) > MOST_TOOLS:
