@@ -34,6 +34,7 @@ from kvern.server.http import (
     until_gone,
 )
 from kvern.server.keys import ApiKey
+from kvern.server.openapi_page import page
 from kvern.server.responses import Responses
 from kvern.server.service import Service, typed
 from kvern.server.store import Store, default_folder
@@ -132,7 +133,7 @@ class Server:
     async def documentation(self, request: Request) -> Response:
         """The same for readers."""
         headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return HTMLResponse(openapi.page(self._described), headers=headers)
+        return HTMLResponse(page(self._described), headers=headers)
 
     async def list_models(self, request: Request) -> Response:
         """The names that `model` may have."""

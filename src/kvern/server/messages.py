@@ -83,6 +83,8 @@ class MessagesApi:
 
     def _chat(self, body: Mapping[str, Any]) -> ChatBody:
         system, given = body.get("system"), typed(body, "messages", list, [])
+        if not given:
+            raise HttpError(400, "messages is missing: it must be a list of one message or more", param="messages")
         converted = [] if system is None else [{"role": "system", "content": text(system)}]
         for number, message in enumerate(given):
             converted += chat_messages(message, f"messages[{number}]")

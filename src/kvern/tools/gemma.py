@@ -148,6 +148,7 @@ class _Reader:
             return self._mapping(depth)
         if self._take("["):
             items = []
+            self._blanks()
             while not self._take("]"):
                 items.append(self.value(depth + 1))
                 self._separator("]")
