@@ -2,6 +2,7 @@
 
 import json
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvern.config import EngineConfig
 from kvern.tools.chat import AnswerReader, PlainParser
 from kvern.tools.formats import FORMATS, format_of
 from kvern.tools.grammar import Thought
@@ -194,6 +196,12 @@ def test_thinking_is_split_off(form: Any, beginning: Any, data: st.DataObject) -
     assert len(message.tool_calls) == (call in answer)
     cut = text[: data.draw(st.integers(0, len(text)))]
     assert read(fresh(), cut, data.draw(everywhere)) == read(fresh(), cut)
+
+
+def test_the_options_name_all_of_them() -> None:
+    kinds = typing.get_type_hints(EngineConfig)
+    assert set(typing.get_args(kinds["tool_parser"])) == {"auto", "none", *(form.name for form in FORMATS)}
+    assert set(typing.get_args(kinds["reasoning_parser"])) == {"auto", "none", *(form.name for form in THINKING)}
 
 
 def test_prompts_that_begin_thinking() -> None:

@@ -119,7 +119,7 @@ def text_of(parts: Sequence[Any], kinds: Sequence[str] = TEXT_PARTS) -> str:
         if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidRequest(
-                f"messages hold a content part of type {kind!r:.40}: this model takes text ({', '.join(kinds)}) only"
+                f"messages: a content part is of type {kind!r:.40}: this model takes text ({', '.join(kinds)}) only"
             )
     return "\n".join(part["text"] for part in parts)
 

@@ -20,6 +20,8 @@ from kvern.tools.definitions import ToolUse
 from kvern.tools.thinking import Beginning, ThinkingFormat
 from kvern.tools.tool_format import CallableTool, ToolFormat
 
+LONGEST_CONTEXT = 1 << 20
+"""No model thinks longer, so that no budget beyond needs counting."""
 TEXT = "TEXT: /(?s:.*)/"
 GAP = r"GAP: /[\x20\n\r\t]{1,4}/"
 
@@ -150,7 +152,7 @@ class GrammarWriter:
             return [f"think[suffix={msgspec.json.encode(thought.form.end).decode()}]: /(?s:.*)/"]
         if thought.budget == 0:
             return [f"think: <[{end}]>"]
-        count = "*" if thought.budget is None else f"{{0,{thought.budget}}}"
+        count = "*" if thought.budget is None or thought.budget > LONGEST_CONTEXT else f"{{0,{thought.budget}}}"
         return [f"think: {self._tokens_but(end)}{count} <[{end}]>"]
 
     def _tokens_but(self, *others: int) -> str:
