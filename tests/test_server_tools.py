@@ -206,6 +206,26 @@ def test_bad_bodies_name_the_place(client: openai.OpenAI, body: dict[str, Any], 
         client.chat.completions.create(**{**ALL, "messages": QUESTION, **body})
 
 
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+def test_nested_too_deeply(server: Served, depth: int) -> None:
+    """In a schema, in a place where none belongs, and in a call's arguments."""
+    schema = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
+    deep = "[" * depth + "]" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
+    call = f'{{"function": {{"name": "f", "arguments": "{deep}"}}}}'
+    places = (
+        f'"tools": [{tool}], "tool_choice": "required"',
+        f'"tools": {deep}',
+        f'"response_format": {deep}',
+        f'"guided_json": {schema}',
+        f'"messages": [{{"role": "assistant", "tool_calls": [{call}]}}]',
+    )
+    for place in places:
+        body = f'{{"max_tokens": 1, "messages": [{{"role": "user", "content": "a"}}], {place}}}'
+        status, _, said = server.raw("POST", "/v1/chat/completions", body.encode())
+        assert status == 400, (place[:40], said)
+
+
 def test_responses_call_and_go_on(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "kvern-12m", "tools": FLAT, "temperature": 0}
     first = client.responses.create(**asked, input="What is the weather in Oslo?")

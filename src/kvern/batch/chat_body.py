@@ -106,7 +106,7 @@ def plain_call(call: object, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments or "{}")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"{place}.function.arguments is not valid JSON: {error}") from error
     if not isinstance(arguments, dict | None):
         raise InvalidRequest(f"{place}.function.arguments is {arguments!r:.60}: it must be a JSON object")

@@ -102,6 +102,7 @@ class Server:
             **dict.fromkeys(errors, _failed),
             HTTPException: _refused,
             ClientDisconnect: _gone,
+            RecursionError: _nested,
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
@@ -209,6 +210,12 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail.lower()}"
     return json_response(error_body(error.status_code, message), error.status_code, error.headers)
+
+
+async def _nested(request: Request, error: Exception) -> Response:
+    """Only what was sent can be so deep."""
+    refused = HttpError(400, "the body is nested too deeply: use fewer levels")
+    return messages.error_for(path_of(request.scope), refused)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

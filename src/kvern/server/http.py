@@ -106,7 +106,7 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
     try:
         body = msgspec.json.decode(b"".join(parts))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")

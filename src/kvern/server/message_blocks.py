@@ -112,7 +112,7 @@ def _decoded(arguments: str) -> Any:
     """Arguments that are cut off or wrong are shown as they are, under a name that no tool has."""
     try:
         value = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"": arguments}
 

@@ -35,7 +35,10 @@ class Grammars:
 
     def compile(self, structured: StructuredOutput) -> str:
         """The grammar as the matcher takes it. Raises InvalidParameter with what cannot be expressed."""
-        return self._compile(msgspec.json.encode(structured))
+        try:
+            return self._compile(msgspec.json.encode(structured))
+        except RecursionError as error:
+            raise InvalidParameter("structured: the schema is nested too deeply") from error
 
     def matcher(self, grammar: str) -> "LLMatcher":
         """At the beginning of an answer that follows a compiled grammar."""
