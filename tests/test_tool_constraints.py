@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -10,6 +11,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidRequest
 from kvern.structured.output import StructuredOutput
+from kvern.tools.definitions import read_tools
 from kvern.tools.formats import FORMATS
 from kvern.tools.tool_format import ToolFormat
 from tests.tiny_model import make_tiny_model
@@ -66,7 +68,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return form, LLM(str(folder), max_model_len=400, max_batch_requests=16, threads=1)
 
 
-def asked(llm: LLM, count: int = 10, params: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+def asked(llm: LLM, count: int = 6, params: dict[str, Any] | None = None, **options: Any) -> list[Any]:
     several = [SamplingParams(seed=seed, max_tokens=250, temperature=1.0, **(params or {})) for seed in range(count)]
     return [output.outputs[0] for output in llm.chat([MESSAGES] * count, several, tools=TOOLS, **options)]
 
@@ -95,7 +97,7 @@ def test_free_answers_hold_valid_calls_or_none(model: tuple[ToolFormat, LLM]) ->
     form, llm = model
     opening = form.trigger or form.opening
     token = llm.tokenizer.encode(opening, add_special_tokens=False)[0]
-    for answer in asked(llm, 6, {"logit_bias": {token: 9.0}}, parallel_tool_calls=False):
+    for answer in asked(llm, 4, {"logit_bias": {token: 9.0}}, parallel_tool_calls=False):
         if answer.finish_reason == "stop":
             for call in answer.message.tool_calls:
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
@@ -108,7 +110,7 @@ def test_an_answer_of_a_form_or_a_call(model: tuple[ToolFormat, LLM]) -> None:
         with pytest.raises(InvalidRequest, match="cannot be told from an answer"):
             asked(llm, 1, params)
         return
-    for answer in asked(llm, 6, params):
+    for answer in asked(llm, 4, params):
         if answer.finish_reason == "stop":
             assert answer.message.tool_calls or answer.message.content in ("yes", "no")
 
@@ -120,3 +122,34 @@ def test_a_schema_that_cannot_be_followed_is_named(model: tuple[ToolFormat, LLM]
         llm.chat(MESSAGES, tools=[TOOLS[0], bad], tool_choice="required")
     [output] = llm.chat(MESSAGES, SamplingParams(max_tokens=4), tools=[TOOLS[0], bad])
     assert output.outputs[0].finish_reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache_tokens": 160, "block_size": 4}, {"batching": "static"}, {"prefix_cache": False}],
+    ids=str,
+)
+def test_switches_and_preemption_change_no_call(tiny_model: Path, options: dict[str, Any]) -> None:
+    """Thinking, demanded calls and answers of a form side by side, several answers each."""
+    settings: dict[str, Any] = {
+        "max_model_len": 150,
+        "threads": 1,
+        "tool_parser": "hermes",
+        "reasoning_parser": "think",
+    }
+
+    def texts(llm: LLM) -> list[str]:
+        chat = llm._engine.inputs.chat
+        params = [SamplingParams(seed=seed, n=2, max_tokens=60) for seed in range(9)]
+        uses = [read_tools(TOOLS, choice) for choice in ("required", "auto", "none")] * 3
+        forms = [StructuredOutput(json=SCHEMAS["move"]) if number % 3 else None for number in range(9)]
+        wanted = zip(params, uses, forms, strict=True)
+        chats = [chat.request(MESSAGES, own.replace(structured=form), use) for own, use, form in wanted]
+        outputs = llm.generate([chat.prompt for chat in chats], [chat.params for chat in chats])
+        return [answer.text for output in outputs for answer in output.outputs]
+
+    with LLM(str(tiny_model), **settings) as llm:
+        expected = texts(llm)
+    with LLM(str(tiny_model), **(settings | options)) as llm:
+        assert texts(llm) == expected
+        assert (llm.statistics().preemptions > 0) == ("kv_cache_tokens" in options)
