@@ -205,7 +205,7 @@ def test_the_options_name_all_of_them() -> None:
 
 
 def test_prompts_that_begin_thinking() -> None:
-    [think, mistral, _] = THINKING
+    think, mistral, *_ = THINKING
     assert beginning_of("<|assistant|>\n<think>\n", think) == "inside"
     assert beginning_of("<think>\n\n</think>\n\n", think) == "over"
     assert beginning_of("</think>Fine.<|assistant|>", think) == "possible"

@@ -10,24 +10,26 @@ from kvern.tools.pieces import Piece, Reasoning
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """One family's marks. `name` is what --reasoning-parser calls it."""
+    """One family's marks. `name` is what --reasoning-parser calls it; `opening` is the token that `begin` begins with."""
 
     name: str
     begin: str
     end: str
+    opening: str = ""
 
     @property
     def markers(self) -> tuple[str, str]:
         """Texts that may be special tokens and must stay visible."""
-        return self.begin, self.end
+        return self.opening or self.begin, self.end
 
 
 THINKING = (
     ThinkingFormat("think", "<think>", "</think>"),
     ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
     ThinkingFormat("seed", "<seed:think>", "</seed:think>"),
+    ThinkingFormat("gemma4", "<|channel>thought", "<channel|>", opening="<|channel>"),
 )
-"""DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; Magistral; Seed-OSS."""
+"""DeepSeek R1, Qwen3, QwQ, SmolLM3, GLM and many others; Magistral; Seed-OSS; Gemma 4."""
 
 Beginning = Literal["possible", "inside", "over"]
 """How a prompt ends: before thinking, in the middle of it (the template opened it), or behind it (it is off)."""
