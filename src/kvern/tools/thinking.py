@@ -10,7 +10,7 @@ from kvern.tools.pieces import Piece, Reasoning
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """One family's marks. `name` is what --reasoning-parser calls it; `opening` is the token that `begin` begins with."""
+    """One family's marks. `name` is what --reasoning-parser calls it; `opening` is the token that begins `begin`."""
 
     name: str
     begin: str
