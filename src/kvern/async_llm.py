@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,10 +14,11 @@ from kvern.engine.core import EngineStatistics
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import RequestOutput
-from kvern.llm import Params, Tools, as_conversations, as_prompts, one_for_each
+from kvern.llm import Params, Tools, as_conversations, as_prompts, chat_request, follow, one_for_each
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
+from kvern.tools.chat import ChatRequest
 
 
 class _Waiter:
@@ -87,17 +88,25 @@ class AsyncLLM:
         *,
         tools: Tools = None,
         add_generation_prompt: bool = True,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations through the model's chat template."""
+        """Answer conversations through the model's chat template, with the options of `LLM.chat`."""
         conversations = as_conversations(messages)
-        return await self.generate(
-            [self.chat_prompt(conversation, tools, add_generation_prompt) for conversation in conversations],
-            sampling_params,
-        )
+        several = one_for_each(sampling_params, len(conversations))
+        options["add_generation_prompt"] = add_generation_prompt
+        chats = [
+            chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
+            for conversation, params in zip(conversations, several, strict=True)
+        ]
+        outputs = await self.generate([chat.prompt for chat in chats], [chat.params for chat in chats])
+        for chat, output in zip(chats, outputs, strict=True):
+            for answer in output.outputs:
+                answer.message = chat.message(answer.text)
+        return outputs
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield the same growing output as tokens arrive. Leaving the loop or cancelling aborts the request."""
         request_id, waiter = next(self._ids), _Waiter()
         self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, waiter))
@@ -120,10 +129,17 @@ class AsyncLLM:
             self._commands.put(lambda: self._abort(request_id))
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None
+        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`stream` for a conversation."""
-        return self.stream(self.chat_prompt(messages, tools), sampling_params)
+        """`stream` for a conversation, with the options of `LLM.chat`; each answer's `message` grows with its text."""
+        chat = chat_request(self._engine.inputs.chat, messages, sampling_params, tools, **options)
+        return self._followed(chat)
+
+    async def _followed(self, chat: ChatRequest) -> AsyncGenerator[RequestOutput]:
+        grown = follow(chat)
+        async with contextlib.aclosing(self.stream(chat.prompt, chat.params)) as outputs:
+            async for output in outputs:
+                yield grown(output)
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""

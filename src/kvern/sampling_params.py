@@ -62,6 +62,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    visible_token_ids: list[int] | None = None
+    """Special tokens that stay in the text all the same."""
     structured: StructuredOutput | None = None
     """What the answer must look like: a JSON schema, a regular expression, a choice or a grammar."""
 
@@ -98,9 +101,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.structured is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
         _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
-        for name in ("bad_words", "allowed_token_ids", "stop_token_ids"):
+        for name in ("bad_words", "allowed_token_ids", "stop_token_ids", "visible_token_ids"):
             _check_list(name, getattr(self, name))
-        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+        for name in ("allowed_token_ids", "stop_token_ids", "visible_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 _check_integer(f"a token id of {name}", token, 0, None)
         for word in (*self.stop_strings, *(self.bad_words or ())):

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
+from kvern.tools.chat import ChatRequest
+from kvern.tools.definitions import ToolUse
 
 logger = logging.getLogger("kvern")
 
@@ -159,7 +161,7 @@ class EngineClient:
             raise
         spec = spec_from_config(read_json(self.folder / "config.json"))
         length = self._link.ready.max_model_len
-        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config.seed)
+        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config)
         if self._link.ready.gpu is not None:
             self._watch_gpu(self._link.ready.gpu)
         self._supervisor = asyncio.create_task(self._supervise())
@@ -174,9 +176,15 @@ class EngineClient:
         await self._link.stop()
         self._directory.cleanup()
 
-    async def chat_prompt(self, messages: Messages, tools: Sequence[Any] | None) -> list[int]:
+    async def chat_prompt(
+        self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The conversation as token ids, made outside the event loop. Raises InvalidRequest."""
-        return await asyncio.to_thread(self.inputs.chat_prompt, messages, tools)
+        return await asyncio.to_thread(self.tokenizer.chat_prompt_ids, messages, tools, **(variables or {}))
+
+    async def chat(self, messages: Messages, params: SamplingParams, use: ToolUse, **options: Any) -> ChatRequest:
+        """`Chat.request`, outside the event loop. Raises InvalidRequest or InvalidParameter."""
+        return await asyncio.to_thread(self.inputs.chat.request, messages, params, use, **options)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text as token ids, made outside the event loop. Raises InvalidRequest."""

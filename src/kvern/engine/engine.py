@@ -27,7 +27,7 @@ class Engine:
         self.core, self.spec, self.cache_plan = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder)
-        self.inputs = InputProcessor(self.tokenizer, self.spec, folder, self.cache_plan.max_model_len, config.seed)
+        self.inputs = InputProcessor(self.tokenizer, self.spec, folder, self.cache_plan.max_model_len, config)
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
         self.load_seconds = self.startup.seconds

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.spec import ModelSpec
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
+from kvern.tools.chat import Chat
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -23,16 +25,22 @@ EMBEDDING = SamplingParams(temperature=0, max_tokens=1)
 
 
 class InputProcessor:
-    """Makes requests for one model. `max_model_len` bounds prompt and answer together, in tokens."""
+    """Makes requests for one model. `max_model_len` bounds prompt and answer together, in tokens.
 
-    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, folder: Path, max_model_len: int, seed: int) -> None:
+    `chat` makes them out of conversations.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, spec: ModelSpec, folder: Path, max_model_len: int, config: EngineConfig
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
         self._grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids)
         self._defaults = _generation_defaults(folder)
-        self._seed = seed
+        self.chat = Chat(tokenizer, self._grammars, config.tool_parser, config.reasoning_parser)
+        self._seed = config.seed
         self._count = 0
 
     def requests(

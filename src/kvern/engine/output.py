@@ -8,6 +8,7 @@ from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvern.tools.pieces import Message
 
 
 @dataclass
@@ -22,6 +23,8 @@ class CompletionOutput:
     """The stop token id or stop string that ended it; None for the end-of-sequence token and for other reasons."""
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    message: Message | None = None
+    """The answer to a conversation taken apart: content, reasoning, tool calls."""
 
 
 @dataclass
@@ -54,7 +57,8 @@ class Answer:
         self._tokenizer = tokenizer
         self._text = ""
         prompt = request.token_ids[: request.prompt_length]
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens)
+        kept = frozenset(params.visible_token_ids or ())
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
     def add(self, event: TokenEvent) -> str | None:
         """Take one token; the stop string that it completes, if any."""

@@ -19,6 +19,7 @@ from kvern.server.keys import ApiKey
 LONGEST_LISTS = {
     "stop": 64,
     "stop_token_ids": 1024,
+    "visible_token_ids": 1024,
     "bad_words": 1024,
     "allowed_token_ids": 1 << 20,
     "logit_bias": 4096,
@@ -87,7 +88,7 @@ class Service:
 
     def model(self, body: Mapping[str, Any]) -> str:
         """The model that a body names, or the only one. Raises HttpError."""
-        model = body.get("model") or self.models[0]
+        model = self.models[0] if body.get("model") is None else body["model"]
         if model not in self.models:
             message = f"there is no model {model!r:.100}: this server has {', '.join(self.models)}"
             raise HttpError(404, message, param="model", code="model_not_found")
