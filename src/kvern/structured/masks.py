@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvern.step import NewRequest
+from kvern.step import Fork, NewRequest
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -36,6 +36,22 @@ class GrammarRows:
                 matcher = self._grammars.matcher(request.grammar)
                 matcher.consume_tokens(request.token_ids[request.prompt_length :])
                 self._matchers[request.slot] = matcher
+
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """Let rows go on behind others with another token, which their matchers then have consumed."""
+        if not self._matchers:
+            return
+        sources = {fork.source: self._matchers.get(fork.source) for fork in forked}
+        forks = [(fork, sources[fork.source]) for fork in forked]
+        copies = [
+            matcher if fork.slot == fork.source or matcher is None else matcher.deep_copy() for fork, matcher in forks
+        ]
+        for fork, matcher in zip(forked, copies, strict=True):
+            self._matchers.pop(fork.slot, None)
+            if matcher is not None:
+                self._matchers[fork.slot] = matcher
+                if not matcher.is_stopped():
+                    matcher.consume_token(fork.token_id)
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._matchers

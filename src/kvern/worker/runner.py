@@ -4,6 +4,7 @@ import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.models.decoder import Decoder
+from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
 from kvern.sample.sampler import sample
@@ -35,6 +36,8 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> PendingStep:
         """Compute the scheduled tokens and sample where the scheduler says so."""
         self._attention.copy_blocks(output.copies)
+        self._rows.fork(output.forked)
+        self._grammars.fork(output.forked)
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
         self._rows.grow(output.grown)
@@ -44,20 +47,21 @@ class ModelRunner:
         prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
         if not batch.sample_slots:
             return PendingStep(output.scheduled, None, prompt_logprobs=prompts)
-        counts = [self._rows.request(slot).params.logprobs for slot in batch.sample_slots]
+        params = [self._rows.request(slot).params for slot in batch.sample_slots]
+        counts = [item.logprobs for item in params]
+        beams = any(item.beam_width for item in params)
         everyone = len(batch.sample_slots) == hidden.shape[0]
         hidden = hidden if everyone else hidden[batch.sample_tokens]
-        chosen, logprobs, broken = self._sample(
-            batch, hidden, max((count for count in counts if count is not None), default=None)
-        )
+        most = max((count for count in counts if count is not None), default=None)
+        chosen, logprobs, candidates, broken = self._sample(batch, hidden, most, beams)
         states = embeddings(self._rows, batch.sample_slots, hidden)
-        step = PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken)
-        self._grammars.expect([item.slot if item.sample else None for item in output.scheduled], step)
+        step = PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken, candidates)
+        self._grammars.expect(self._rows.sampled_slots(output.scheduled), step)
         return step
 
     def _sample(
-        self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None
-    ) -> tuple[torch.Tensor, DeviceLogprobs | None, dict[int, str]]:
+        self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None, beams: bool
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None, DeviceCandidates | None, dict[int, str]]:
         slots = batch.sample_slots
         logits = self._decoder.logits(hidden)
         original = None if wanted is None else logits.clone()
@@ -68,4 +72,6 @@ class ModelRunner:
         broken = self._grammars.restrict(logits, slots)
         chosen = sample(logits, self._rows, slots, batch.sample_positions)
         self._rows.tokens[torch.tensor(slots, device=chosen.device), batch.sample_positions] = chosen.int()
-        return chosen, None if original is None else token_logprobs(original, chosen, wanted or 0), broken
+        logprobs = None if original is None else token_logprobs(original, chosen, wanted or 0)
+        candidates = DeviceCandidates(logits, original, self._rows, slots) if beams else None
+        return chosen, logprobs, candidates, broken
