@@ -221,11 +221,15 @@ def test_many_at_once(server: Served, llm: LLM) -> None:
         (b'{"prompt": "a", "logit_bias": {"1": 1e99}}', 400, "logit_bias of token 1", "logit_bias"),
         (b'{"prompt": "a", "n": 500}', 400, "n is 500: this server takes 128", "n"),
         (b'{"prompt": "a", "best_of": 2, "stream": true}', 400, "best_of is 2", "best_of"),
+        (b'{"prompt": "a", "beam_width": 100}', 400, "beam_width is 100", "beam_width"),
+        (b'{"prompt": "a", "beam_width": 2, "temperature": 1}', 400, "temperature is 1.0 with", "temperature"),
+        (b'{"prompt": "a", "use_beam_search": true, "n": 3, "best_of": 2}', 400, "n is 3, above", "n"),
+        (b'{"prompt": "a", "use_beam_search": 1}', 400, "use_beam_search is 1", None),
         (b'{"prompt": "a", "timeout": -1}', 400, "timeout is -1", "timeout"),
         (b'{"prompt": "a", "cache_salt": 5}', 400, "cache_salt is 5: it must be a text", "cache_salt"),
         (b'{"prompt": "' + b"a" * (17 << 20) + b'"}', 413, "bytes", None),
     ],
-    ids=range(22),
+    ids=range(26),
 )
 def test_bad_requests_are_told_why(server: Served, body: bytes, status: int, said: str, param: str | None) -> None:
     found, _, content = server.raw("POST", "/v1/completions", body)
