@@ -54,15 +54,12 @@ class BatchRows:
             list(chain(*zip(*sent, strict=True))), torch.int64, self.device
         ).view(4, -1)
         if any(fork.slot != fork.source for fork in forked):
-            tokens = self.tokens[:, : max(fork.length for fork in forked)]
-            for target, dimension in (
-                (tokens, 0),
-                (self.block_table, 0),
-                (self._integers, 1),
-                (self._numbers, 1),
-            ):
-                target.index_copy_(dimension, slots, target.index_select(dimension, sources))
+            targets = [(self.tokens[:, : max(fork.length for fork in forked)], 0), (self.block_table, 0)]
             requests = [self.requests[fork.source] for fork in forked]
+            if any(self.requests[fork.slot] is not request for fork, request in zip(forked, requests, strict=True)):
+                targets += [(self._integers, 1), (self._numbers, 1)]
+            for target, dimension in targets:
+                target.index_copy_(dimension, slots, target.index_select(dimension, sources))
             for fork, request in zip(forked, requests, strict=True):
                 self.requests[fork.slot] = request
         self.tokens.index_put_((slots, lengths), token_ids.int())
