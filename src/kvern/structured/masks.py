@@ -58,8 +58,7 @@ class GrammarRows:
         """Let requests take their rows; what they have generated already is followed."""
         bound = []
         for request in joined:
-            if request.slot in self._matchers:
-                self._left.append((self._grammar_of.pop(request.slot), self._matchers.pop(request.slot)))
+            self._leave(request.slot)
             if request.grammar is not None:
                 bound.append(request)
         for request, matcher in zip(bound, self._threads.map(self._matcher, bound), strict=True):
@@ -74,19 +73,21 @@ class GrammarRows:
 
     def fork(self, forked: Sequence[Fork]) -> None:
         """Let rows go on behind others with another token, which their matchers then have consumed."""
-        if not self._matchers:
-            return
-        sources = {fork.source: self._matchers.get(fork.source) for fork in forked}
-        forks = [(fork, sources[fork.source]) for fork in forked]
-        copies = [
-            matcher if fork.slot == fork.source or matcher is None else matcher.deep_copy() for fork, matcher in forks
-        ]
-        for fork, matcher in zip(forked, copies, strict=True):
-            self._matchers.pop(fork.slot, None)
-            if matcher is not None:
-                self._matchers[fork.slot] = matcher
-                if not matcher.is_stopped():
-                    matcher.consume_token(fork.token_id)
+        taken = [fork for fork in forked if fork.slot != fork.source]
+        for fork in taken:
+            self._leave(fork.slot)
+        for fork in taken:  # before the sources go on: each goes on in its own row
+            if fork.source in self._matchers:
+                self._matchers[fork.slot] = self._matchers[fork.source].deep_copy()
+                self._grammar_of[fork.slot] = self._grammar_of[fork.source]
+        for fork in forked:
+            matcher = self._matchers.get(fork.slot)
+            if matcher is not None and not matcher.is_stopped():
+                matcher.consume_token(fork.token_id)
+
+    def _leave(self, slot: int) -> None:
+        if slot in self._matchers:
+            self._left.append((self._grammar_of.pop(slot), self._matchers.pop(slot)))
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._matchers
