@@ -162,16 +162,15 @@ class SimulatedDevice:
         for fork in output.forked:
             source = before[fork.source]
             assert len(source.tokens) == fork.length, "a fork of tokens that are not known"
-            table = list(source.table)
-            if fork.slot != fork.source:
-                table = table[: fork.length // self.setup.size]
-            self.rows[fork.slot] = Row(source.request, [*source.tokens, fork.token_id], table, source.namespace)
+            tokens = [*source.tokens, fork.token_id]
+            self.rows[fork.slot] = Row(source.request, tokens, list(source.table), source.namespace)
         for request, name in zip(output.joined, self._joined_names(output), strict=True):
             namespace = int.from_bytes(self.requests[name.split("/")[0]].namespace, "big")
             self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
         for slot, first, blocks in output.grown:
-            assert len(self.rows[slot].table) == first, "a block table has a gap"
-            self.rows[slot].table += blocks
+            table = self.rows[slot].table
+            assert len(table) >= first, "a block table has a gap"
+            table[first:] = blocks
         keys = []
         written: set[tuple[int, int]] = set()
         for item in output.scheduled:

@@ -354,6 +354,31 @@ def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_chunk", lambda self, request, budget: min(request.remaining_tokens, budget, 2))
 
 
+def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = KVCacheManager.fork
+
+    def fork_without_copy(self: KVCacheManager, *args: Any) -> list[BlockCopy] | None:
+        copies = fork(self, *args)
+        return copies and [BlockCopy(copied.source, copied.target, 0) for copied in copies]
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_without_copy)
+
+
+def forks_that_share_a_partial_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork_sharing_all(self: KVCacheManager, parent: Request, child: Request) -> list[BlockCopy] | None:
+        self.pool.share(parent.block_ids)
+        self.tree.acquire(parent.nodes)
+        child.block_ids, child.nodes = list(parent.block_ids), list(parent.nodes)
+        child.computed_tokens = parent.computed_tokens
+        return []
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_sharing_all)
+
+
+def held_beams_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_make_room", lambda self: False)
+
+
 Mistake = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: list[Mistake] = [
     without_copies,
@@ -364,6 +389,9 @@ MISTAKES: list[Mistake] = [
     namespaces_mixed,
     aging_forgotten,
     prefill_split,
+    forks_that_copy_nothing,
+    forks_that_share_a_partial_block,
+    held_beams_keep_their_blocks,
 ]
 
 
@@ -375,7 +403,7 @@ def test_the_machine_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) 
         run_state_machine_as_test(EngineMachine, settings=few)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake is not held_beams_keep_their_blocks])
 def test_a_crowd_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):

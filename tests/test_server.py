@@ -317,9 +317,10 @@ def test_streams_survive_their_engine(how: int) -> None:
     """Killed, or hanging, in mid-answer: another engine goes on, and no token is lost or doubled."""
     prompts = [f"Once upon a time there were {number}" for number in range(12)]
     params = SamplingParams(temperature=0.8, seed=9, max_tokens=300, ignore_eos=True)
-    expected = [
-        output.outputs[0].text for output in LLM("kvern-1m", threads=1, dtype="float32").generate(prompts, params)
-    ]
+    llm = LLM("kvern-1m", threads=1, dtype="float32")
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
+    beams = SamplingParams(beam_width=3, n=2, max_tokens=300, ignore_eos=True)
+    best = [answer.text for answer in llm.generate(prompts[0], beams)[0].outputs]
     with serving(*SMALL, "--engine-timeout", "3") as served:
         client = served.client()
         begun = threading.Barrier(len(prompts) + 1)
@@ -330,7 +331,12 @@ def test_streams_survive_their_engine(how: int) -> None:
             begun.wait(30)
             return text + "".join(chunk.choices[0].text for chunk in stream)
 
-        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        def search() -> list[str]:
+            options = STORY | {"temperature": 0, "n": 2, "extra_body": {"ignore_eos": True, "beam_width": 3}}
+            return [choice.text for choice in client.completions.create(prompt=prompts[0], **options).choices]
+
+        with concurrent.futures.ThreadPoolExecutor(len(prompts) + 1) as pool:
+            searched = pool.submit(search)
             texts = [pool.submit(read, prompt) for prompt in prompts]
             engine = served.engine_pid()
             begun.wait(30)
@@ -338,6 +344,7 @@ def test_streams_survive_their_engine(how: int) -> None:
             eventually(lambda: served.raw("GET", "/ready")[0] == 503)
             late = client.completions.create(prompt=prompts[0], seed=9, **STORY)  # waits for the next engine
             assert [text.result(60) for text in texts] == expected
+            assert searched.result(60) == best
         assert late.choices[0].text == expected[0]
         assert served.engine_pid() != engine
         assert served.raw("GET", "/ready")[0] == 200
