@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,23 @@ def test_structured_beams(llm: LLM) -> None:
     for answer in itertools.chain(*(output.outputs for output in outputs)):
         assert answer.finish_reason == "stop" and json.loads(answer.text).keys() == {"a", "b"}
     assert len({answer.text for answer in outputs[0].outputs}) == 4
+
+
+def test_structured_beams_without_room(tiny_model: Path) -> None:
+    """They lose their blocks and their rows, and their grammars follow them."""
+    structured = StructuredOutput(regex=r"(the|quick|fox)( (the|quick|fox)){3,5}")
+    params = SamplingParams(beam_width=4, n=4, max_tokens=40, logprobs=1, structured=structured)
+    found = []
+    for tokens in (4096, 64):
+        with LLM(str(tiny_model), max_model_len=64, kv_cache_tokens=tokens, block_size=4, threads=1) as llm:
+            found.append(llm.generate([PROMPTS[0], PROMPTS[1]], params))
+            assert (llm.statistics().preemptions > 0) == (tokens == 64)
+            assert is_idle(llm)
+    for roomy, tight in zip(*found, strict=True):
+        assert [answer.token_ids for answer in roomy.outputs] == [answer.token_ids for answer in tight.outputs]
+        for answer in tight.outputs:
+            assert re.fullmatch(structured.regex or "", answer.text)
+            assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
 
 
 def test_beams_end_at_stop_strings(llm: LLM) -> None:

@@ -92,7 +92,7 @@ class Generation:
             return [NewRequest.of(request) for request in self._requests]
         reported = len(self.output.prompt_logprobs or [None]) - 1
         if self._requests[0].params.beam_width is not None:  # nothing of it arrives before all of it
-            return [NewRequest.of(request).resumed([], reported) for request in self._requests]
+            return [NewRequest.of(request, reported) for request in self._requests]
         return [
             NewRequest.of(request).resumed(answer.token_ids, reported if answer.index == 0 else 0)
             for request, answer in zip(self._requests, self.output.outputs, strict=True)

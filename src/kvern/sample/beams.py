@@ -31,7 +31,7 @@ class CandidateLogprobs:
         """For logits [N, vocabulary] and candidates [N, K], on their way to the host."""
         logprobs = logits.float().log_softmax(-1)
         chosen = logprobs.gather(1, ids)
-        ranks = torch.stack([(logprobs > chosen[:, [place]]).sum(-1) + 1 for place in range(ids.shape[1])], 1)
+        ranks = torch.stack([(logprobs > chosen[:, place : place + 1]).sum(-1) + 1 for place in range(ids.shape[1])], 1)
         best = logprobs.topk(min(most, logits.shape[-1]), -1)
         return cls(fetch(chosen), fetch(ranks), fetch(best.indices), fetch(best.values))
 
