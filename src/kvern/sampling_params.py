@@ -1,7 +1,7 @@
 """What the user asks of the sampler, checked when it is made."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Search with so many beams instead of sampling: the answers are the `n` most probable that it finds."""
     length_penalty: float = 1.0
     """Beams that have ended are ordered by their log-probability over their length to this power."""
-    early_stopping: bool | Literal["never"] = False
+    early_stopping: bool | str = False
     """true: end when `beam_width` answers are found; never: when no beam can become better than them; false: when the
     best beam is not better as it stands."""
     logprobs: int | None = None
