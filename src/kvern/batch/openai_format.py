@@ -33,7 +33,11 @@ WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's earlier names of what `structured` holds."""
 STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
-OWN_FIELDS = {"prompt", "max_completion_tokens", "top_logprobs", "logprobs", *STRUCTURED, *CHAT_FIELDS}
+# fmt: off
+OWN_FIELDS = {
+    "prompt", "max_completion_tokens", "top_logprobs", "logprobs", "use_beam_search", *STRUCTURED, *CHAT_FIELDS
+}
+# fmt: on
 # Fields that are accepted with the value that asks for nothing special.
 ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "stream": (None, False),
@@ -86,11 +90,12 @@ def read_openai_row(values: Mapping[str, Any], defaults: SamplingParams, model: 
 
 
 def check_fields(body: Mapping[str, Any]) -> None:
+    known = WITHOUT_EFFECT | OWN_FIELDS | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__)
     for name, value in body.items():
-        if name in ONLY_VALUES:
+        if name in ONLY_VALUES and not (name == "best_of" and body.get("use_beam_search")):
             if value not in ONLY_VALUES[name]:
                 raise InvalidParameter(f"{name} is {value!r:.60}: a batch does not support that; leave it out")
-        elif name not in WITHOUT_EFFECT | OWN_FIELDS and name not in SamplingParams.__struct_fields__:
+        elif name not in known:
             raise InvalidParameter(f"unknown field {name!r} in body: leave it out")
 
 
@@ -102,6 +107,11 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     structured = structured_of(body)
     if structured is not None:
         found["structured"] = structured
+    searching = body.get("use_beam_search")
+    if searching is not None and not isinstance(searching, bool):
+        raise InvalidParameter(f"use_beam_search is {searching!r:.40}: it must be true or false")
+    if searching:
+        found.setdefault("beam_width", body.get("best_of") or body.get("n") or 1)
     if url == CHAT:
         wanted = found.pop("logprobs", False)
         if not isinstance(wanted, bool):

@@ -81,13 +81,20 @@ class Generation:
     @property
     def request_ids(self) -> list[str]:
         """Of its answers."""
-        return [request.request_id for request in self._requests]
+        return [name for request in self._requests for name in request.answer_ids]
+
+    @property
+    def sequences(self) -> int:
+        """That run side by side."""
+        return sum(request.params.beam_width or 1 for request in self._requests)
 
     def messages(self) -> list[NewRequest]:
         """What an engine needs to begin it, or to go on where the answers stand."""
         if not any(answer.token_ids for answer in self.output.outputs) and not self.crashes:
             return [NewRequest.of(request) for request in self._requests]
         reported = len(self.output.prompt_logprobs or [None]) - 1
+        if self._requests[0].params.beam_width is not None:  # nothing of it arrives before all of it
+            return [NewRequest.of(request, reported) for request in self._requests]
         return [
             NewRequest.of(request).resumed(answer.token_ids, reported if answer.index == 0 else 0)
             for request, answer in zip(self._requests, self.output.outputs, strict=True)
@@ -161,7 +168,14 @@ class EngineClient:
             raise
         spec = spec_from_config(read_json(self.folder / "config.json"))
         length = self._link.ready.max_model_len
-        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config)
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            spec,
+            self.folder,
+            length,
+            self.config,
+            max_batch_requests=self._link.ready.max_batch_requests,
+        )
         if self._link.ready.gpu is not None:
             self._watch_gpu(self._link.ready.gpu)
         self._supervisor = asyncio.create_task(self._supervise())
@@ -222,7 +236,7 @@ class EngineClient:
         await self._available.wait()
         if self.failure is not None:
             raise self.failure
-        turn = self._turns.take(owner, len(requests))
+        turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))
         for request in requests:
             request.turn, request.namespace = turn, namespace
         text = prompt if isinstance(prompt, str) else None
@@ -264,7 +278,7 @@ class EngineClient:
                 self._outputs.abort(generation.request_ids)
                 self.metrics.finished(generation.output, generation.times(time.monotonic()))
                 if not generation.first:
-                    self._turns.give_back(generation.owner, len(generation.request_ids))
+                    self._turns.give_back(generation.owner, generation.sequences)
                 self._send(FinishRequests(generation.request_ids))
 
     def _send(self, message: Message) -> None:

@@ -21,6 +21,7 @@ from kvern.engine.factory import (
     make_scheduler,
     plan_cache,
     resolve_max_model_len,
+    text_decoder,
 )
 from kvern.engine.kernel_check import REQUIRED, working_kernels
 from kvern.engine.measurements import Measurements, cache_folder, keep_builds
@@ -118,7 +119,8 @@ def build_device_core(
         decoder, attention, rows, plan.block_size, grammars, config.cuda_graphs, config.shared_prefix_attention
     )
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
-    return EngineCore(scheduler, InProcessExecutor(runner), depth=2 if config.overlap else 1), spec, plan
+    depth = 2 if config.overlap else 1
+    return EngineCore(scheduler, InProcessExecutor(runner), depth, text_decoder(folder)), spec, plan
 
 
 def without_broken(config: EngineConfig, spec: ModelSpec, kernels: frozenset[str]) -> EngineConfig:

@@ -72,7 +72,10 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
     merge_extra(body)
     model = service.model(body)
     is_chat = url == CHAT
+    searching = bool(body.get("use_beam_search"))
     for name, values in ONLY_VALUES.items():
+        if searching and name == "best_of":
+            continue  # the number of beams
         if name in body and body[name] not in values and (name not in STREAMING or (is_chat and name == "best_of")):
             raise HttpError(400, f"{name} is {body[name]!r:.60}: this server does not do that", param=name)
     echo = not is_chat and typed(body, "echo", bool, False)
@@ -82,7 +85,7 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
     answers, logprobs = params.n, params.logprobs is not None
     if echo and logprobs:
         params = params.replace(prompt_logprobs=params.logprobs)
-    best_of = answers if is_chat else typed(body, "best_of", int, answers)
+    best_of = answers if is_chat or searching else typed(body, "best_of", int, answers)
     stream = typed(body, "stream", bool, False)
     if best_of < answers or (best_of > answers and stream):
         message = f"best_of is {best_of} with n {answers}: it must not be smaller, and a stream cannot choose the best"

@@ -71,6 +71,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     streamed = {"stream": optional(SWITCH), "stream_options": optional(record({"include_usage": optional(SWITCH)}))}
     kinds = one_of("text", "json_object", "json_schema")
     shaped = {"response_format": optional(record({"type": kinds, "json_schema": OBJECT}, "type"))}
+    searched = {"use_beam_search": optional(SWITCH), "best_of": optional(WHOLE)}
     part = record({"type": one_of("text"), "text": TEXT}, "type", "text")
     message = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(part)]})}, "role")
     thinks = {"chat_template_kwargs": optional(OBJECT), "thinking_budget": optional({"type": "integer", "minimum": 0})}
@@ -87,7 +88,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "prompt": prompt,
         **shaped,
         "echo": optional(SWITCH),
-        "best_of": optional(WHOLE),
+        **searched,
     }
     chat_fields = {
         **sampling(),
@@ -101,6 +102,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "include_reasoning": optional(SWITCH),
         "reasoning_effort": optional(TEXT),
         **shaped,
+        **searched,
         "max_completion_tokens": optional({"type": "integer", "minimum": 1}),
         "logprobs": optional(SWITCH),
         "top_logprobs": optional({"type": "integer", "minimum": 0, "maximum": 100}),

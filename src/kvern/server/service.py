@@ -28,7 +28,7 @@ LONGEST_STOP = 1024
 """Characters of one stop string or bad word."""
 MOST_SAMPLES = 128
 MOST_SEQUENCES = 1024
-"""Prompts times `n` of one request."""
+"""Prompts times `n`, or beams, of one request."""
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 LONGEST_SALT = 256
 
@@ -51,8 +51,8 @@ class Ask:
 
     @property
     def sequences(self) -> int:
-        """Answers that will be generated."""
-        return len(self.prompts) * self.params.n
+        """Sequences that will be generated."""
+        return len(self.prompts) * self.params.sequences
 
 
 class Running:
@@ -170,9 +170,11 @@ def check_bounds(params: SamplingParams, prompts: int) -> None:
             raise InvalidParameter(f"stop or bad_words hold a text of {len(word)} characters: at most {LONGEST_STOP}")
     if params.n > MOST_SAMPLES:
         raise InvalidParameter(f"n is {params.n}: this server takes {MOST_SAMPLES} at most")
-    if prompts * params.n > MOST_SEQUENCES:
+    sequences = params.sequences
+    if prompts * sequences > MOST_SEQUENCES:
+        name = "n" if params.beam_width is None else "beam_width"
         raise InvalidParameter(
-            f"{prompts} prompts times n {params.n} are {prompts * params.n} answers: this server gives "
+            f"{prompts} prompts times {name} {sequences} are {prompts * sequences} answers: this server gives "
             f"{MOST_SEQUENCES} at most to one request"
         )
 

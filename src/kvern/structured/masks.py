@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvern.step import NewRequest
+from kvern.step import Fork, NewRequest
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -57,8 +57,7 @@ class GrammarRows:
         """Let requests take their rows; what they have generated already is followed."""
         bound = []
         for request in joined:
-            if request.slot in self._matchers:
-                self._left.append((self._grammar_of.pop(request.slot), self._matchers.pop(request.slot)))
+            self._leave(request.slot)
             if request.grammar is not None:
                 bound.append(request)
         if not self._expected:
@@ -73,6 +72,24 @@ class GrammarRows:
         matcher.consume_tokens(request.token_ids[request.prompt_length :])
         return matcher
 
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """Let rows go on behind others with another token, which their matchers then have consumed."""
+        taken = [fork for fork in forked if fork.slot != fork.source]
+        for fork in taken:
+            self._leave(fork.slot)
+        for fork in taken:  # before the sources go on: each goes on in its own row
+            if fork.source in self._matchers:
+                self._matchers[fork.slot] = self._matchers[fork.source].deep_copy()
+        for fork in forked:
+            matcher = self._matchers.get(fork.slot)
+            if matcher is not None and not matcher.is_stopped():
+                matcher.consume_token(fork.token_id)
+
+    def _leave(self, slot: int) -> None:
+        matcher, grammar = self._matchers.pop(slot, None), self._grammar_of.pop(slot, None)
+        if matcher is not None and grammar is not None:
+            self._left.append((grammar, matcher))
+
     def __contains__(self, slot: object) -> bool:
         return slot in self._matchers
 
@@ -82,11 +99,11 @@ class GrammarRows:
         if any(matcher is not None for matcher in matchers):
             self._expected.append((matchers, result))
 
-    def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Follow the tokens just sampled, where their grammars allow them; the rows where these do not."""
+    def accept(self, slots: Sequence[int | None], tokens: Sequence[int]) -> list[int]:
+        """Follow the tokens just sampled for `slots`, where their grammars allow them; the rows where these do not."""
         refused = []
         for row, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
-            matcher = self._matchers.get(slot)
+            matcher = None if slot is None else self._matchers.get(slot)
             if matcher is None:
                 continue
             if matcher.is_stopped():
