@@ -12,12 +12,13 @@ from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
+from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import InvalidRequest, KvernError
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 
-__all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput"]
+__all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Tools = Sequence[Mapping[str, Any]] | None
@@ -80,6 +81,16 @@ class LLM:
         several = as_prompts(prompts)
         outputs = self._all(several, [None] * len(several), progress, embed=True)
         return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
+
+    def score(self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, progress: bool = False) -> list[Score]:
+        """The log-likelihood of each (context, continuation), both texts or both token ids, in their order.
+
+        Pairs of one context compute it once, through the prefix cache. `add_special_tokens`: texts begin with the
+        tokens that the tokenizer puts before prompts. Raises InvalidRequest; then none is run.
+        """
+        prompts = scored_prompts(self.tokenizer, pairs, add_special_tokens)
+        outputs = self._all([item.token_ids for item in prompts], [item.params for item in prompts], progress)
+        return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
 
     def _all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], progress: bool, embed: bool = False

@@ -61,6 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Log-probabilities of the sampled token and of this many most probable ones, from the model's own logits."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
+    prompt_logprobs_from: int = 1
+    """Position of the first prompt token that gets them; what is before can come from the prefix cache."""
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None
     """What the answer must look like: a JSON schema, a regular expression, a choice or a grammar."""
@@ -89,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_integer("n", self.n, 1, MAX_SAMPLES)
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_integer("prompt_logprobs_from", self.prompt_logprobs_from, 1, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it or raise max_tokens"

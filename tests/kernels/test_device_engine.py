@@ -140,6 +140,18 @@ def test_structured_answers(tmp_path: Path, on_device: Callable[..., LLM]) -> No
     assert found[0].outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5}], ids=str)
+def test_scores(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
+    """Contexts come from the prefix cache, in the same step already."""
+    pairs = [(context, continuation) for context in PROMPTS for continuation in ([7], [9, 30, 12])]
+    expected = LLM(str(folder), device="cpu", **OPTIONS).score(pairs)
+    llm = on_device(folder, **(OPTIONS | options))
+    for _ in range(2):
+        for found, score in zip(llm.score(pairs), expected, strict=True):
+            assert found.token_logprobs == pytest.approx(score.token_logprobs, abs=2e-4)
+            assert found.is_greedy == score.is_greedy
+
+
 def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     folder: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

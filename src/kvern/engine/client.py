@@ -85,9 +85,10 @@ class Generation:
         """What an engine needs to begin it, or to go on where the answers stand."""
         if not any(answer.token_ids for answer in self.output.outputs) and not self.crashes:
             return [NewRequest.of(request) for request in self._requests]
-        reported = len(self.output.prompt_logprobs or [None]) - 1
+        logprobs = self.output.prompt_logprobs or []
+        reported = len(logprobs) - self._requests[0].params.prompt_logprobs_from if logprobs else 0
         return [
-            NewRequest.of(request).resumed(answer.token_ids, reported if answer.index == 0 else 0)
+            NewRequest.of(request).resumed(answer.token_ids, max(reported, 0) if answer.index == 0 else 0)
             for request, answer in zip(self._requests, self.output.outputs, strict=True)
             if answer.finish_reason is None
         ]

@@ -176,9 +176,13 @@ class EngineCore:
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
-    """Those of the prompt's log-probabilities that were not computed before a preemption; `start` is their position."""
+    """Those of the prompt's log-probabilities that were not computed before a preemption.
+
+    `start` is the position of the first token that was computed, which predicts the next.
+    """
     if logprobs is None:
         return None
-    new = logprobs[max(0, request.reported_prompt_logprobs - start) :]
+    first = max(start + 1, request.params.prompt_logprobs_from)
+    new = logprobs[request.params.prompt_logprobs_from + request.reported_prompt_logprobs - first :]
     request.reported_prompt_logprobs += len(new)
     return new or None

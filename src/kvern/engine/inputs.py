@@ -85,7 +85,7 @@ class InputProcessor:
         return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_list(prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_list(prompt)
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
@@ -130,7 +130,8 @@ def _check_that_something_can_be_sampled(
         )
 
 
-def _as_list(prompt: Any) -> list[int]:
+def as_list(prompt: Any) -> list[int]:
+    """Token ids as a list. Raises InvalidRequest if they are not several things."""
     if not isinstance(prompt, Iterable):
         raise InvalidRequest(f"the prompt is {prompt!r}: it must be a text or a list of token ids")
     return list(prompt)

@@ -34,7 +34,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry a prompt token, None for the first, which nothing predicts."""
+    """One entry a prompt token, None for the first, which nothing predicts, and before `prompt_logprobs_from`."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     queue_seconds: float = field(default=0.0, compare=False)
@@ -135,7 +135,7 @@ class OutputProcessor:
         answers = [Answer(self._tokenizer, request, params, index) for index, request in enumerate(requests)]
         output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None]
+            output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))
         for request, answer in zip(requests, answers, strict=True):
             self._answers[request.request_id] = output, answer
         return output

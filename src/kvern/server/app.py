@@ -16,7 +16,7 @@ from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
 from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest
 from kvern.server import messages, openai, openapi
-from kvern.server.batches import EMBEDDINGS, Answerer, Batches
+from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
@@ -34,6 +34,7 @@ from kvern.server.http import (
 )
 from kvern.server.keys import ApiKey
 from kvern.server.responses import Responses
+from kvern.server.scores import Scores
 from kvern.server.service import Service, typed
 from kvern.server.store import Store, default_folder
 
@@ -50,7 +51,8 @@ class Server:
         self.embeddings = Embeddings(self.service)
         self.store = Store(config.data_dir or default_folder())
         answerers = {CHAT: self._answerer(CHAT), COMPLETIONS: self._answerer(COMPLETIONS)}
-        answerers[EMBEDDINGS] = self.embeddings.answer
+        self.scores = Scores(self.service)
+        answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
         self.batches = Batches(self.store, answerers, client.max_batch_requests)
         self.started = int(time.time())
 
@@ -78,6 +80,7 @@ class Server:
             Route(COMPLETIONS, self.completions, methods=["POST"]),
             Route(CHAT, self.completions, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
+            Route(SCORE, self.scores.create, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),

@@ -34,7 +34,8 @@ Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[dict[str, Any]]]
 """From the body of a request to the body of its answer."""
 
 EMBEDDINGS = "/v1/embeddings"
-ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+SCORE = "/v1/score"
+ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, SCORE)
 WINDOW_SECONDS = 24 * 3600
 MOST_ROWS = 50_000
 MOST_ERRORS = 100

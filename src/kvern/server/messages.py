@@ -58,7 +58,7 @@ class MessagesApi:
         thinking = typed(body, "thinking", dict, {"type": "disabled"})
         if thinking.get("type") != "disabled":
             raise HttpError(400, f"thinking is {thinking!r:.60}: this server does not do that", param="thinking")
-        names = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs"}
+        names = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
         values = {name: body[name] for name in names if body.get(name) is not None}
         if body.get("stop_sequences") is not None:
             values["stop"] = body["stop_sequences"]

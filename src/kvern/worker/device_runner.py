@@ -27,7 +27,7 @@ from kvern.structured.masks import GrammarRows
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
-from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, tokens_wanted
+from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 
 logger = logging.getLogger("kvern")
 
@@ -171,11 +171,12 @@ class DeviceRunner:
             slots, starts = [item.slot for item in scheduled], [item.start for item in scheduled]
             if not wanted & ~Needs.FILTERS:
                 return PendingStep(scheduled, self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS)))
-            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts), wanted, [])
+            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts), wanted, None)
         batch = build_device_batch(self._rows, scheduled, self._block_size)
-        states = tokens_wanted(self._rows, batch)
+        runs = prompt_runs(self._rows, batch)
+        states = tokens_wanted(batch, runs)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states)
-        prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
         if len(batch.sample_slots) != hidden.shape[0]:
@@ -189,7 +190,7 @@ class DeviceRunner:
         slots: Sequence[int],
         decoded: DecodedStates,
         needs: Needs,
-        prompts: Sequence[PromptLogprobs | None],
+        prompts: PromptLogprobs | None,
     ) -> PendingStep:
         rows = self._rows
         logits = self._decoder.logits(decoded.hidden, upcast=bool(needs & ~(Needs.FILTERS | Needs.EMBEDDING)))

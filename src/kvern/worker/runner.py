@@ -10,7 +10,7 @@ from kvern.sample.sampler import sample
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.input_batch import InputBatch, build_input_batch
-from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, tokens_wanted
+from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.rows import BatchRows
 
 
@@ -39,9 +39,10 @@ class ModelRunner:
         self._grammars.join(output.joined)
         self._rows.grow(output.grown)
         batch = build_input_batch(self._rows, output.scheduled, self._block_size)
-        wanted = tokens_wanted(self._rows, batch)
+        runs = prompt_runs(self._rows, batch)
+        wanted = tokens_wanted(batch, runs)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
-        prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
             return PendingStep(output.scheduled, None, prompt_logprobs=prompts)
         counts = [self._rows.request(slot).params.logprobs for slot in batch.sample_slots]
