@@ -13,7 +13,7 @@ from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.errors import InvalidRequest, KvernError
+from kvern.errors import InvalidRequest, KvernError, RequestFailed
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
@@ -152,8 +152,8 @@ class LLM:
     ) -> Iterator[RequestOutput | FailedRequest]:
         """Run (id, prompt, params) inputs, pulled lazily, and yield each as it ends, under its own id.
 
-        An invalid input yields a FailedRequest and disturbs nobody. At most `max_in_flight` inputs (default: twice
-        the batch) are held at once, so the input may be endless.
+        An invalid input, or one that fails on the way, yields a FailedRequest and disturbs nobody. At most
+        `max_in_flight` inputs (default: twice the batch) are held at once, so the input may be endless.
         """
         limit = max_in_flight or 2 * self._engine.core.scheduler.limits.max_batch_requests
         source, alive = iter(inputs), dict[str, RequestOutput]()
@@ -174,7 +174,9 @@ class LLM:
                     return
                 self._engine.step()
                 for request_id in [name for name, output in alive.items() if output.finished]:
-                    yield alive.pop(request_id)
+                    output = alive.pop(request_id)
+                    failure = output.failure
+                    yield output if failure is None else FailedRequest(request_id, RequestFailed(failure))
         finally:
             self._engine.abort(list(alive))
 

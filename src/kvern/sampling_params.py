@@ -1,6 +1,7 @@
 """What the user asks of the sampler, checked when it is made."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -67,6 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured: StructuredOutput | None = None
     """What the answer must look like: a JSON schema, a regular expression, a choice or a grammar."""
 
+    logits_processors: dict[str, dict[str, Any]] | None = None
+    """By name, arguments of the custom logits processors that the engine was started with."""
+
     @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
@@ -100,6 +104,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
         if self.structured is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
+        for name, values in _items("logits_processors", self.logits_processors):
+            if not isinstance(values, dict):
+                raise InvalidParameter(
+                    f"logits_processors: {name} is {values!r:.60}: it must be an object of arguments"
+                )
         _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
         for name in ("bad_words", "allowed_token_ids", "stop_token_ids"):
             _check_list(name, getattr(self, name))
@@ -113,6 +122,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
         for token, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias of token {token}", bias, -1e9, 1e9)
+
+
+def _items(name: str, value: object) -> Iterable[tuple[Any, Any]]:
+    if value is not None and not isinstance(value, dict):
+        raise InvalidParameter(f"{name} is {value!r:.60}: it must be an object")
+    return (value or {}).items()
 
 
 def _check_list(name: str, value: object) -> None:

@@ -24,11 +24,12 @@ from kvern.engine.link import EngineLink
 from kvern.engine.output import OutputProcessor, RequestOutput
 from kvern.engine.turns import Turns
 from kvern.engine.wire import AddRequests, Events, FinishRequests, Message, NewRequest
-from kvern.errors import ConfigError, DeadlineExceeded, EngineDied
+from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request import Request
+from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
 
@@ -63,7 +64,7 @@ class Generation:
         self.asked = asked
         self.first = 0.0
         self.last = 0.0
-        self.error: EngineDied | None = None
+        self.error: EngineDied | RequestFailed | None = None
         self.crashes = 0
         self._requests = requests
 
@@ -110,6 +111,7 @@ class EngineClient:
         self.folder = resolve_model(config.model, revision=config.revision)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder)
+        self._processors = load_processors(config.logits_processors)
         self.metrics = Metrics(name or config.model or self.folder.name)
         self.statistics = EngineStatistics()
         self.failed = asyncio.Event()
@@ -160,7 +162,7 @@ class EngineClient:
             raise
         spec = spec_from_config(read_json(self.folder / "config.json"))
         length = self._link.ready.max_model_len
-        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config.seed)
+        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config.seed, self._processors)
         if self._link.ready.gpu is not None:
             self._watch_gpu(self._link.ready.gpu)
         self._supervisor = asyncio.create_task(self._supervise())
@@ -230,7 +232,7 @@ class EngineClient:
     ) -> AsyncIterator[None]:
         """Wake whenever one of them, all submitted with `news`, has grown, until all have ended. Leaving aborts them.
 
-        Raises EngineDied, or DeadlineExceeded when the loop's clock passes `deadline` before.
+        Raises EngineDied, RequestFailed, or DeadlineExceeded when the loop's clock passes `deadline` before.
         """
         try:
             while True:
@@ -321,7 +323,9 @@ class EngineClient:
         for output in changed:
             generation = self._generations.get(output.request_id)
             if generation is not None:
-                if output.finished or not generation.patient:
+                if output.failure is not None:
+                    generation.error = RequestFailed(output.failure)
+                if output.finished or generation.error is not None or not generation.patient:
                     generation.news.set()
                 self._count(generation, now)
                 if output.finished:

@@ -154,7 +154,7 @@ class EngineCore:
             full = self.scheduler.update(request, token_id)
             slot = output.scheduled[index].slot
             if slot in result.broken:
-                self.scheduler.finish(request, "abort", f"the grammar cannot be followed: {result.broken[slot]}")
+                self.scheduler.finish(request, "abort", result.broken[slot])
             elif token_id in request.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_id)
             elif full:

@@ -11,6 +11,7 @@ from kvern.engine.output import OutputProcessor, RequestOutput
 from kvern.engine.startup import Startup
 from kvern.errors import InvalidRequest
 from kvern.models.hub import resolve_model
+from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 
@@ -27,7 +28,9 @@ class Engine:
         self.core, self.spec, self.cache_plan = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder)
-        self.inputs = InputProcessor(self.tokenizer, self.spec, folder, self.cache_plan.max_model_len, config.seed)
+        processors = load_processors(config.logits_processors)
+        length = self.cache_plan.max_model_len
+        self.inputs = InputProcessor(self.tokenizer, self.spec, folder, length, config.seed, processors)
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
         self.load_seconds = self.startup.seconds

@@ -10,6 +10,7 @@ from typing import Any
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.spec import ModelSpec
 from kvern.request import Request
+from kvern.sample.processors import Processors, check_arguments
 from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
@@ -25,8 +26,17 @@ EMBEDDING = SamplingParams(temperature=0, max_tokens=1)
 class InputProcessor:
     """Makes requests for one model. `max_model_len` bounds prompt and answer together, in tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, folder: Path, max_model_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        spec: ModelSpec,
+        folder: Path,
+        max_model_len: int,
+        seed: int,
+        processors: Processors,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._processors = processors
         self.max_model_len = max_model_len
         self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
@@ -110,6 +120,7 @@ class InputProcessor:
                     raise InvalidParameter(
                         f"{name} holds token id {token}: the model has ids 0 to {self.vocab_size - 1}"
                     )
+        check_arguments(self._processors, params.logits_processors or {})
         missing = {name: value for name, value in self._defaults.items() if getattr(params, name) is None}
         return params.replace(**missing) if missing else params
 

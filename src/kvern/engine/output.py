@@ -42,6 +42,12 @@ class RequestOutput:
     embedding: bytes | None = None
     """The last hidden state of the prompt, float32, little-endian, if that was asked for."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why one of the answers could not go on."""
+        ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
+        return next((reason for reason in ended if isinstance(reason, str)), None)
+
 
 class Answer:
     """The growing text of one sequence, held back where it may be the beginning of a stop string."""

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 import kvern
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest
+from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest, RequestFailed
 from kvern.server import messages, openai, openapi
 from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
 from kvern.server.chat_page import page_routes
@@ -98,7 +98,7 @@ class Server:
             Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
             *page_routes(),
         ]
-        errors = (HttpError, InvalidParameter, InvalidRequest, EngineDied, DeadlineExceeded)
+        errors = (HttpError, InvalidParameter, InvalidRequest, RequestFailed, EngineDied, DeadlineExceeded)
         handled = {
             **dict.fromkeys(errors, _failed),
             HTTPException: _refused,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, KvernError
+from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, KvernError, RequestFailed
 from kvern.sampling_params import SamplingParams
 
 MAX_BODY_BYTES = 16 << 20
@@ -81,7 +81,7 @@ def status_of(error: Exception) -> int:
     """The HTTP status of what went wrong."""
     if isinstance(error, HttpError):
         return error.status
-    return 500 if isinstance(error, EngineDied) else 408 if isinstance(error, DeadlineExceeded) else 400
+    return 500 if isinstance(error, EngineDied | RequestFailed) else 408 if isinstance(error, DeadlineExceeded) else 400
 
 
 async def read_object(request: Request) -> dict[str, Any]:

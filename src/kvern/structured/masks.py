@@ -75,7 +75,11 @@ class GrammarRows:
         nothing = scores.isneginf().all(-1, keepdim=True)
         logits[index] = torch.where(nothing & allowed, 0.0, scores)
         matchers = {slots[row]: self._matchers[slots[row]] for row in rows}
-        return {slot: " ".join(matcher.get_error().split()) for slot, matcher in matchers.items() if matcher.is_error()}
+        return {
+            slot: f"the grammar cannot be followed: {' '.join(matcher.get_error().split())}"
+            for slot, matcher in matchers.items()
+            if matcher.is_error()
+        }
 
     @functools.cached_property
     def _executor(self) -> "LLExecutor":

@@ -27,6 +27,7 @@ from kvern.structured.masks import GrammarRows
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
+from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 
 logger = logging.getLogger("kvern")
@@ -47,6 +48,11 @@ class Needs(enum.IntFlag):
     """The hidden state is wanted, which a graph does not give."""
     GRAMMAR = 32
     """The host says which tokens may follow, when it knows the last one."""
+    PROCESSORS = 64
+    """Custom code changes the logits."""
+
+
+CHANGED_LOGITS = Needs.CONSTRAINTS | Needs.PROCESSORS | Needs.GRAMMAR
 
 
 def needs_of(request: NewRequest) -> Needs:
@@ -59,6 +65,8 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.LOGPROBS
     if request.grammar is not None:
         needs |= Needs.GRAMMAR
+    if params.logits_processors:
+        needs |= Needs.PROCESSORS
     if request.embed:
         needs |= Needs.EMBEDDING
     if params.temperature is None or params.temperature >= GREEDY_BELOW:
@@ -98,6 +106,7 @@ class DeviceRunner:
         rows: DeviceRows,
         block_size: int,
         grammars: GrammarRows,
+        processors: ProcessorRows,
         cuda_graphs: bool = True,
         shared_prefix_attention: bool = True,
     ) -> None:
@@ -106,6 +115,7 @@ class DeviceRunner:
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars
+        self._processors = processors
         self._needs = [0] * rows.scratch
         self._token_limit: int | None = None
         self._graphs = None
@@ -119,6 +129,7 @@ class DeviceRunner:
         self._attention.copy_blocks(output.copies)
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
+        self._processors.join(output.joined)
         self._rows.grow(output.grown)
         for request in output.joined:
             self._needs[request.slot] = int(needs_of(request))
@@ -198,9 +209,11 @@ class DeviceRunner:
         original = logits
         if needs & Needs.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
-            original = logits.clone() if needs & (Needs.CONSTRAINTS | Needs.GRAMMAR) else logits
+            original = logits.clone() if needs & CHANGED_LOGITS else logits
+        positions = [item.start + item.count for item in scheduled if item.sample]
         if needs & Needs.CONSTRAINTS:
-            constrain(logits, rows, slots, [item.start + item.count for item in scheduled if item.sample])
+            constrain(logits, rows, slots, positions)
+        verdict = self._processors.apply(logits, rows.tokens, slots, positions) if needs & Needs.PROCESSORS else None
         broken: dict[int, str] = {}
         if needs & Needs.GRAMMAR:
             broken = self._grammars.restrict(logits, slots)
@@ -224,7 +237,7 @@ class DeviceRunner:
             most = max(count for count in counts if count is not None)
             logprobs = token_logprobs(original, chosen, most)
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
-        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken)
+        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, verdict)
         if needs & Needs.GRAMMAR:
             self._grammars.expect([item.slot if item.sample else None for item in scheduled], step)
         return step

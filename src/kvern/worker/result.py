@@ -10,6 +10,7 @@ from kvern.models.decoder import Decoder
 from kvern.sample.logprobs import DeviceLogprobs, fetch, token_logprobs
 from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
 from kvern.worker.input_batch import InputBatch
+from kvern.worker.processor_rows import Verdict
 from kvern.worker.rows import BatchRows, upload
 
 PROMPT_LOGITS_ROWS = 256
@@ -66,10 +67,12 @@ class PendingStep:
         prompt_logprobs: PromptLogprobs | None = None,
         embeddings: tuple[Sequence[int], torch.Tensor] | None = None,
         broken: dict[int, str] | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked.
 
-        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput.
+        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput; `verdict`: of
+        logits processors.
         """
         self._scheduled = scheduled
         self._counts = counts
@@ -77,6 +80,7 @@ class PendingStep:
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
         self._broken = broken or {}
+        self._verdict = verdict or Verdict()
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self._done: torch.cuda.Event | None = None
         if (sampled is not None and sampled.device.type == "cuda") or (prompt_logprobs and prompt_logprobs.on_gpu):
@@ -97,15 +101,16 @@ class PendingStep:
         if self._embeddings is not None:
             slots, states = self._embeddings
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
+        broken = self._verdict.reasons() | self._broken
         if len(tokens) == len(self._scheduled):
-            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens), self._broken, embeddings)
+            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens), broken, embeddings)
         pairs = iter(zip(tokens, logprobs, strict=True))
         chosen = [next(pairs) if item.sample else (None, None) for item in self._scheduled]
         return ModelRunnerOutput(
             [token for token, _ in chosen],
             [logprob for _, logprob in chosen],
             prompts or [None] * len(chosen),
-            self._broken,
+            broken,
             embeddings,
         )
 

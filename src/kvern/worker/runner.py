@@ -10,6 +10,7 @@ from kvern.sample.sampler import sample
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.input_batch import InputBatch, build_input_batch
+from kvern.worker.processor_rows import ProcessorRows, Verdict
 from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.rows import BatchRows
 
@@ -24,12 +25,14 @@ class ModelRunner:
         rows: BatchRows,
         block_size: int,
         grammars: GrammarRows,
+        processors: ProcessorRows,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars
+        self._processors = processors
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
@@ -37,6 +40,7 @@ class ModelRunner:
         self._attention.copy_blocks(output.copies)
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
+        self._processors.join(output.joined)
         self._rows.grow(output.grown)
         batch = build_input_batch(self._rows, output.scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
@@ -48,25 +52,27 @@ class ModelRunner:
         counts = [self._rows.request(slot).params.logprobs for slot in batch.sample_slots]
         everyone = len(batch.sample_slots) == hidden.shape[0]
         hidden = hidden if everyone else hidden[batch.sample_tokens]
-        chosen, logprobs, broken = self._sample(
+        chosen, logprobs, broken, verdict = self._sample(
             batch, hidden, max((count for count in counts if count is not None), default=None)
         )
         states = embeddings(self._rows, batch.sample_slots, hidden)
-        step = PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken)
+        step = PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken, verdict)
         self._grammars.expect([item.slot if item.sample else None for item in output.scheduled], step)
         return step
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None
-    ) -> tuple[torch.Tensor, DeviceLogprobs | None, dict[int, str]]:
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None, dict[int, str], Verdict | None]:
         slots = batch.sample_slots
         logits = self._decoder.logits(hidden)
         original = None if wanted is None else logits.clone()
+        ends = {slot: sum(run) for slot, *run in zip(batch.slots, batch.starts, batch.counts, strict=True)}
+        positions = [ends[slot] for slot in slots]
         if any(is_constrained(self._rows.request(slot)) or is_penalized(self._rows.request(slot)) for slot in slots):
-            ends = [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]
-            sampling = dict(zip(batch.slots, ends, strict=True))
-            constrain(logits, self._rows, slots, [sampling[slot] for slot in slots])
+            constrain(logits, self._rows, slots, positions)
+        verdict = self._processors.apply(logits, self._rows.tokens, slots, positions)
         broken = self._grammars.restrict(logits, slots)
         chosen = sample(logits, self._rows, slots, batch.sample_positions)
         self._rows.tokens[torch.tensor(slots, device=chosen.device), batch.sample_positions] = chosen.int()
-        return chosen, None if original is None else token_logprobs(original, chosen, wanted or 0), broken
+        logprobs = None if original is None else token_logprobs(original, chosen, wanted or 0)
+        return chosen, logprobs, broken, verdict
