@@ -204,7 +204,8 @@ class DeviceRunner:
         prompts: PromptLogprobs | None,
     ) -> PendingStep:
         rows = self._rows
-        logits = self._decoder.logits(decoded.hidden, upcast=bool(needs & ~(Needs.FILTERS | Needs.EMBEDDING)))
+        computing = needs & ~(Needs.FILTERS | Needs.EMBEDDING | Needs.GRAMMAR)
+        logits = self._decoder.logits(decoded.hidden, upcast=bool(computing))
         counts: list[int | None] = []
         original = logits
         if needs & Needs.LOGPROBS:
