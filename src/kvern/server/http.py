@@ -107,6 +107,8 @@ async def read_object(request: Request) -> dict[str, Any]:
         body = msgspec.json.decode(b"".join(parts))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply: a few hundred levels are enough for any use") from error
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")
     return body

@@ -8,6 +8,7 @@ import msgspec
 
 from kvern.errors import InvalidParameter
 from kvern.structured.output import StructuredOutput
+from kvern.structured.references import check_references
 from kvern.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Grammars:
         if len(encoded) > MOST_CHARACTERS:
             raise InvalidParameter(f"structured has {len(encoded)} characters: at most {MOST_CHARACTERS}")
         try:
-            grammar = _grammar(msgspec.json.decode(encoded, type=StructuredOutput))
+            structured = msgspec.json.decode(encoded, type=StructuredOutput)
+            grammar = _grammar(structured)
             matcher = self.matcher(grammar)
         except (ValueError, RecursionError) as error:
             if isinstance(error, InvalidParameter):
@@ -76,6 +78,10 @@ class Grammars:
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
             raise InvalidParameter(f"structured: {_one_line(problem)}")
+        check_references(structured.json)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidParameter("structured: no text has this form: its rules exclude each other or lead nowhere")
         return grammar
 
 
@@ -104,7 +110,12 @@ def _grammar(structured: StructuredOutput) -> str:
         texts = " | ".join(msgspec.json.encode(text).decode() for text in structured.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     assert structured.grammar is not None
-    return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+    except RecursionError as error:
+        raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
+    except Exception as error:  # what the converter of GBNF raises for unknown rules
+        raise InvalidParameter(f"structured: grammar: {_one_line(str(error))}") from error
 
 
 def _one_line(text: str) -> str:
