@@ -47,7 +47,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-EXPRESSIONS = 'start: e\ne: e e | "a" | "ab" | e "a" e e | "b" e e'
+EXPRESSIONS = 'start: "then " e\ne: e e | "a" | "ab" | e "a" e e | "b" e e'
 
 
 def expect(value: object) -> None:

@@ -80,8 +80,11 @@ class Grammars:
             raise InvalidParameter(f"structured: {_one_line(problem)}")
         check_references(structured.json)
         matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidParameter("structured: no text has this form: its rules exclude each other or lead nowhere")
+        problem = matcher.get_error()
+        if problem.startswith("NoExtensionBias"):
+            problem = "no text has this form: its rules exclude each other or lead nowhere"
+        if problem:
+            raise InvalidParameter(f"structured: {_one_line(problem)}")
         return grammar
 
 
