@@ -9,6 +9,7 @@ import msgspec
 from kvern.errors import InvalidParameter
 from kvern.structured.output import StructuredOutput
 from kvern.structured.references import check_references
+from kvern.structured.schema import rewrite
 from kvern.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class Grammars:
         if len(encoded) > MOST_CHARACTERS:
             raise InvalidParameter(f"structured has {len(encoded)} characters: at most {MOST_CHARACTERS}")
         try:
-            structured = msgspec.json.decode(encoded, type=StructuredOutput)
-            grammar = _grammar(structured)
+            grammar = _grammar(msgspec.json.decode(encoded, type=StructuredOutput))
             matcher = self.matcher(grammar)
         except (ValueError, RecursionError) as error:
             if isinstance(error, InvalidParameter):
@@ -78,7 +78,6 @@ class Grammars:
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
             raise InvalidParameter(f"structured: {_one_line(problem)}")
-        check_references(structured.json)
         matcher.compute_bitmask()
         problem = matcher.get_error()
         if problem.startswith("NoExtensionBias"):
@@ -106,7 +105,8 @@ def _grammar(structured: StructuredOutput) -> str:
 
     if structured.json is not None:
         schema = {"type": "object"} if structured.json is True else structured.json
-        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        check_references(schema)
+        return LLMatcher.grammar_from_json_schema(rewrite(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:

@@ -61,7 +61,7 @@ def _same_value(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, dict[s
 
 def _resolved(reference: str, root: Any) -> Any:
     """What a JSON pointer within the schema points at; None for others, and for those that point at nothing."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
     for part in reference[1:].split("/")[1:]:
