@@ -263,6 +263,22 @@ def test_the_route(server: Served, llm: LLM) -> None:
     assert server.figure("prompt_tokens_total") > 0 and server.figure("num_requests_running") == 0
 
 
+def test_echo_from_a_position_on(server: Served, llm: LLM) -> None:
+    ids = llm.tokenizer.encode(QUESTION)
+    whole, part = (
+        server.client()
+        .completions.create(
+            model="kvern-1m", prompt=ids, max_tokens=1, echo=True, logprobs=0, temperature=0, extra_body=extra
+        )
+        .choices[0]
+        for extra in ({}, {"prompt_logprobs_from": 5})
+    )
+    assert whole.text == part.text
+    assert whole.logprobs.tokens == part.logprobs.tokens and whole.logprobs.text_offset == part.logprobs.text_offset
+    assert part.logprobs.token_logprobs[:5] == [None] * 5
+    assert part.logprobs.token_logprobs[5:] == pytest.approx(whole.logprobs.token_logprobs[5:], abs=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("body", "said", "param"),
     [

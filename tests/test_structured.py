@@ -130,9 +130,9 @@ def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[
     [
         ({"json": {"type": "bogus"}}, "Invalid type: bogus"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json": {"not": {"type": "string"}}}, "not"),
-        ({"json": {"$ref": "http://127.0.0.1/schema"}}, "is not present in a registry"),
-        ({"json": {"$ref": "#/nowhere"}}, "does not exist"),
+        ({"json": {"$ref": "http://127.0.0.1/schema"}}, "is never fetched"),
+        ({"json": {"$ref": "#/nowhere"}}, "'#/nowhere' names nothing"),
+        ({"json": {"$ref": "#"}}, "leads back to itself"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
         ({"json": False}, "allows no value"),
         ({"regex": "("}, "unclosed group"),
