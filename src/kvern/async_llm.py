@@ -14,6 +14,7 @@ from kvern.engine.core import EngineStatistics
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import RequestOutput
+from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.llm import Params, Tools, as_conversations, as_prompts, chat_request, follow, one_for_each
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
@@ -73,8 +74,16 @@ class AsyncLLM:
     async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order."""
         several = as_prompts(prompts)
-        params = one_for_each(sampling_params, len(several))
-        tasks = [asyncio.create_task(self._last(item, param)) for item, param in zip(several, params, strict=True)]
+        return await self._all(several, one_for_each(sampling_params, len(several)))
+
+    async def score(self, pairs: Sequence[Pair], *, add_special_tokens: bool = True) -> list[Score]:
+        """The log-likelihood of each (context, continuation); see LLM.score."""
+        prompts = await asyncio.to_thread(scored_prompts, self.tokenizer, pairs, add_special_tokens)
+        outputs = await self._all([item.token_ids for item in prompts], [item.params for item in prompts])
+        return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
+
+    async def _all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]) -> list[RequestOutput]:
+        tasks = [asyncio.create_task(self._last(item, param)) for item, param in zip(prompts, params, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         finally:

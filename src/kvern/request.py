@@ -77,6 +77,7 @@ class Request:
     aged: bool = False
     preemptions: int = 0
     reported_prompt_logprobs: int = 0
+    """Tokens from `params.prompt_logprobs_from` on whose log-probabilities have been reported."""
     arrived_at: float = 0.0
     begun_at: float = 0.0
     """When it came and when its first step was planned, by the monotonic clock."""
@@ -108,9 +109,16 @@ class Request:
         return [f"{self.request_id.removesuffix('#0')}#{index}" for index in range(self.params.n)]
 
     @property
-    def skip_prefix_cache(self) -> bool:
-        """Log-probabilities of the prompt need the prompt to be computed."""
-        return self.params.prompt_logprobs is not None
+    def most_cached(self) -> int:
+        """Tokens that may come from the prefix cache: all before the first one that has something to predict.
+
+        That is the last token, which predicts the next, or one before a prompt token whose log-probabilities are to
+        be reported still.
+        """
+        wanted = self.params.prompt_logprobs_from + self.reported_prompt_logprobs
+        if self.params.prompt_logprobs is None or wanted >= self.prompt_length:
+            return len(self.token_ids) - 1
+        return wanted - 1
 
     @property
     def prompt_scheduled(self) -> bool:
