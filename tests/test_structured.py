@@ -147,7 +147,7 @@ def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[
         ({}, "structured has nothing"),
         ({"regex": "a", "choice": ["b"]}, "structured has regex, choice"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_cannot_be_followed_is_refused(tiny: LLM, form: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(said)) as refused:
