@@ -29,7 +29,7 @@ from kvern.structured.output import StructuredOutput
 BATCH = 64
 TEXT = {"type": "string", "minLength": 400, "maxLength": 600}
 LONG = {"type": "object", "properties": {"text": TEXT, "count": {"type": "integer"}}, "required": ["text", "count"]}
-FORMS = {"regex": StructuredOutput(regex=r"(.|\n){400,}"), "json": StructuredOutput(json=LONG)}
+FORMS = {"free": None, "regex": StructuredOutput(regex=r"(.|\n){400,}"), "json": StructuredOutput(json=LONG)}
 Figures = dict[str, list[float]]
 
 
@@ -41,11 +41,10 @@ def rate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> fl
 
 
 def text(llm: LLM, dice: random.Random, figures: Figures) -> None:
-    prompts = [[dice.randrange(10, min(llm.spec.vocab_size, 2000)) for _ in range(64)] for _ in range(BATCH)]
-    free = SamplingParams(temperature=1.0, max_tokens=128, seed=1)
-    figures.setdefault("text: free", []).append(rate(llm, prompts, [free.replace(ignore_eos=True)] * BATCH))
     for name, form in FORMS.items():
-        figures.setdefault(f"text: {name}", []).append(rate(llm, prompts, [free.replace(structured=form)] * BATCH))
+        prompts = [[dice.randrange(10, min(llm.spec.vocab_size, 2000)) for _ in range(64)] for _ in range(BATCH)]
+        params = SamplingParams(temperature=1.0, max_tokens=128, seed=1, structured=form, ignore_eos=form is None)
+        figures.setdefault(f"text: {name}", []).append(rate(llm, prompts, [params] * BATCH))
 
 
 def records(llm: LLM, figures: Figures) -> None:
@@ -54,12 +53,10 @@ def records(llm: LLM, figures: Figures) -> None:
 
     examples = questions("extraction", BATCH)
     prompts = [llm.chat_prompt(example.messages[:-1]) for example in examples]
-    free = SamplingParams(temperature=0.0, max_tokens=128)
     forms = [StructuredOutput(json=schema_of(json.loads(wanted(example)))) for example in examples]
-    figures.setdefault("records: free", []).append(rate(llm, prompts, [free] * BATCH))
-    figures.setdefault("records: json", []).append(
-        rate(llm, prompts, [free.replace(structured=form) for form in forms])
-    )
+    for name, asked in (("free", [None] * BATCH), ("json", forms)):
+        params = [SamplingParams(temperature=0.0, max_tokens=128, structured=form) for form in asked]
+        figures.setdefault(f"records: {name}", []).append(rate(llm, prompts, params))
 
 
 def schema_of(record: Any) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from llguidance import LLParserLimits
 
 import kvern.structured.grammar
 from kvern import LLM, SamplingParams
+from kvern.batch.openai_format import response_format
 from kvern.errors import InvalidParameter
 from kvern.structured.output import StructuredOutput
+from kvern.structured.tags import StructuralTag, structural_tags
 from tests.idle import is_idle
 from tests.test_server import SMALL, Served, eventually, serving
 
@@ -251,3 +253,44 @@ def test_a_form_survives_the_death_of_the_engine(server: Served) -> None:
     assert text == expected
     jsonschema.validate(json.loads(text), schema)
     eventually(lambda: server.figure("engine_restarts_total") == before + 1)
+
+
+def test_structural_tags(tiny: LLM) -> None:
+    """Free text, in which each trigger begins a span that follows its schema."""
+    color = {"enum": ["red", "green"]}
+    tags = [StructuralTag(begin="#a(", schema=PERSON, end=")"), StructuralTag(begin="#b(", schema=color, end=")")]
+    [trigger] = tiny.tokenizer.encode("#", add_special_tokens=False)
+    free = SamplingParams(temperature=1.0, max_tokens=250, logit_bias={trigger: 4.0})
+    params = [free.replace(seed=seed, structured=structural_tags(tags, ["#"])) for seed in range(12)]
+    spans = 0
+    for output in tiny.generate([[5, 6, 7]] * 12, params):
+        text = output.outputs[0].text
+        whole = output.outputs[0].finish_reason == "stop"
+        place = text.find("#")
+        while place >= 0:
+            try:
+                value, end = json.JSONDecoder().raw_decode(text, place + 3)
+            except json.JSONDecodeError:
+                assert not whole  # cut off in the middle
+                break
+            jsonschema.validate(value, {"#a(": PERSON, "#b(": color}[text[place : place + 3]])
+            assert text[end : end + 1] in ")"
+            spans += 1
+            place = text.find("#", end)
+    assert spans > 10
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"structures": [{"begin": "<a>", "schema": {}}], "triggers": ["<b"]}, "no structure begins with"),
+        ({"structures": [{"begin": "<a>", "schema": {}}, {"begin": "b", "schema": {}}], "triggers": ["<a"]}, "none of"),
+        ({"structures": [], "triggers": ["<a"]}, "0 structures"),
+        ({"structures": [{"begin": "<a>", "schema": {}}], "triggers": ["<", "<a"]}, "a part of another trigger"),
+        ({"structures": [{"schema": {}}], "triggers": ["<"]}, "begin"),
+        ({}, "structures"),
+    ],
+)
+def test_structural_tags_that_mean_nothing(value: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidParameter, match=re.escape(said)):
+        response_format({"type": "structural_tag", **value})

@@ -22,6 +22,7 @@ from kvern.batch.chat_body import CHAT_FIELDS, assistant_message, finish_reason,
 from kvern.batch.requests import BatchRequest, sampling_params, split_prompt
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.sampling_params import SamplingParams
+from kvern.structured.tags import StructuralTag, structural_tags
 
 if TYPE_CHECKING:
     from kvern.llm import CompletionOutput, RequestOutput
@@ -32,6 +33,7 @@ COMPLETIONS = "/v1/completions"
 WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's earlier names of what `structured` holds."""
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
 # fmt: off
 OWN_FIELDS = {
@@ -155,12 +157,22 @@ def _schema(name: str, value: object) -> object:
 def response_format(value: object) -> dict[str, Any] | None:
     """OpenAI's form, of chat completions or of responses: the schema stands under `json_schema`, or beside the type."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema"):
+    if not isinstance(value, dict) or kind not in RESPONSE_FORMATS:
         raise InvalidParameter(
-            f"response_format is {value!r:.80}: its type must be one of text, json_object and json_schema"
+            f"response_format is {value!r:.80}: its type must be one of {', '.join(RESPONSE_FORMATS)}"
         )
     if kind == "text":
         return None
+    if kind == "structural_tag":
+        try:
+            tags = msgspec.convert(value.get("structures"), list[StructuralTag])
+            triggers = msgspec.convert(value.get("triggers"), list[str])
+        except msgspec.ValidationError as error:
+            raise InvalidParameter(
+                "response_format of type structural_tag needs structures, each with begin, schema and end, and "
+                f"triggers: {error}"
+            ) from error
+        return msgspec.to_builtins(structural_tags(tags, triggers))  # type: ignore[no-any-return]
     if kind == "json_object":
         return {"json": True}
     held = value.get("json_schema", value)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 import kvern
-from kvern.batch.openai_format import CHAT, COMPLETIONS
+from kvern.batch.openai_format import CHAT, COMPLETIONS, RESPONSE_FORMATS
 from kvern.documentation import field_documents
 from kvern.sampling_params import SamplingParams
 from kvern.server import messages
@@ -71,8 +71,9 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "cache_salt": optional({"type": "string", "maxLength": 256}),
     }
     streamed = {"stream": optional(SWITCH), "stream_options": optional(record({"include_usage": optional(SWITCH)}))}
-    kinds = one_of("text", "json_object", "json_schema")
-    shaped = {"response_format": optional(record({"type": kinds, "json_schema": OBJECT}, "type"))}
+    tag = record({"begin": TEXT, "schema": OBJECT, "end": TEXT}, "begin", "schema")
+    shapes = {"json_schema": OBJECT, "structures": listed(tag), "triggers": listed(TEXT)}
+    shaped = {"response_format": optional(record({"type": one_of(*RESPONSE_FORMATS), **shapes}, "type"))}
     searched = {"use_beam_search": optional(SWITCH), "best_of": optional(WHOLE)}
     part = record({"type": one_of("text"), "text": TEXT}, "type", "text")
     message = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(part)]})}, "role")
