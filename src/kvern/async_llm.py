@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,15 @@ from kvern.engine.core import EngineStatistics
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import RequestOutput
-from kvern.llm import Params, Tools, as_conversations, as_prompts, one_for_each
+from kvern.llm import (
+    Adapters,
+    Params,
+    Tools,
+    as_conversations,
+    as_prompts,
+    one_adapter_for_each,
+    one_for_each,
+)
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
@@ -69,11 +78,14 @@ class AsyncLLM:
         """The model's tokenizer."""
         return self._engine.tokenizer
 
-    async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: Adapters = None
+    ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order."""
         several = as_prompts(prompts)
         params = one_for_each(sampling_params, len(several))
-        tasks = [asyncio.create_task(self._last(item, param)) for item, param in zip(several, params, strict=True)]
+        adapters = one_adapter_for_each(adapter, len(several))
+        tasks = [asyncio.create_task(self._last(*each)) for each in zip(several, params, adapters, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -87,20 +99,27 @@ class AsyncLLM:
         *,
         tools: Tools = None,
         add_generation_prompt: bool = True,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template."""
         conversations = as_conversations(messages)
         return await self.generate(
             [self.chat_prompt(conversation, tools, add_generation_prompt) for conversation in conversations],
             sampling_params,
+            adapter=adapter,
         )
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the same growing output as tokens arrive. Leaving the loop or cancelling aborts the request."""
         request_id, waiter = next(self._ids), _Waiter()
-        self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, waiter))
+        self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, adapter, waiter))
         try:
             if self._failure is not None:  # then nobody may be left to carry the command out
                 raise self._failure
@@ -120,10 +139,28 @@ class AsyncLLM:
             self._commands.put(lambda: self._abort(request_id))
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for a conversation."""
-        return self.stream(self.chat_prompt(messages, tools), sampling_params)
+        return self.stream(self.chat_prompt(messages, tools), sampling_params, adapter=adapter)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that can be used."""
+        return self._engine.adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Read the LoRA adapter in a folder while others are answered. Raises InvalidAdapter."""
+        await asyncio.wrap_future(self._between_steps(lambda: self._engine.load_adapter(name, path)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let nothing new use an adapter; what uses it goes on to its end. Raises InvalidRequest."""
+        await asyncio.wrap_future(self._between_steps(lambda: self._engine.unload_adapter(name)))
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
@@ -146,20 +183,45 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _last(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
+    def _between_steps(self, work: Callable[[], None]) -> Future[None]:
+        """Have the engine's thread do something."""
+        done: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._commands.put(command)
+        if self._failure is not None and not done.done():  # then nobody may be left to carry the command out
+            raise self._failure
+        return done
+
+    async def _last(self, prompt: Prompt, params: SamplingParams | None, adapter: str | None) -> RequestOutput:
         last: RequestOutput | None = None
-        async for output in self.stream(prompt, params):
+        async for output in self.stream(prompt, params, adapter=adapter):
             last = output
         assert last is not None
         return last
 
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, waiter: _Waiter
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        adapter: str | None,
+        waiter: _Waiter,
     ) -> None:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._engine.add(request_id, prompt, params, priority=priority)
+            self._engine.add(request_id, prompt, params, priority=priority, adapter=adapter)
             self._waiters[request_id] = waiter
         except BaseException as error:
             waiter.error = error

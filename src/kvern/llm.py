@@ -21,6 +21,7 @@ __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Tools = Sequence[Mapping[str, Any]] | None
+Adapters = str | Sequence[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,21 @@ class LLM:
         return self._engine.tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        adapter: Adapters = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order.
 
-        One SamplingParams serves all prompts, a list of them one each. If any prompt is invalid, none is run.
+        One SamplingParams serves all prompts, a list of them one each; likewise the name of an adapter, None for the
+        model as it is. If any prompt is invalid, none is run.
         """
         several = as_prompts(prompts)
-        return self._all(several, one_for_each(sampling_params, len(several)), progress)
+        params = one_for_each(sampling_params, len(several))
+        return self._all(several, params, progress, adapters=one_adapter_for_each(adapter, len(several)))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
@@ -82,14 +90,19 @@ class LLM:
         return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
 
     def _all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], progress: bool, embed: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        progress: bool,
+        embed: bool = False,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         ids = []
         try:
-            for prompt, param in zip(prompts, params, strict=True):
+            for prompt, param, adapter in zip(prompts, params, adapters or [None] * len(prompts), strict=True):
                 request_id = next(self._ids)
-                outputs.append(self._engine.add(request_id, prompt, param, embed=embed))
+                outputs.append(self._engine.add(request_id, prompt, param, embed=embed, adapter=adapter))
                 ids.append(request_id)
             self._run(outputs, progress)
         except BaseException:
@@ -104,17 +117,20 @@ class LLM:
         *,
         tools: Tools = None,
         add_generation_prompt: bool = True,
+        adapter: Adapters = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template."""
         conversations = as_conversations(messages)
         prompts = [self.chat_prompt(conversation, tools, add_generation_prompt) for conversation in conversations]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[RequestOutput]:
         """Yield the same growing output at each new token. Leaving the loop aborts the request."""
         request_id = next(self._ids)
-        output = self._engine.add(request_id, prompt, sampling_params)
+        output = self._engine.add(request_id, prompt, sampling_params, adapter=adapter)
         seen = 0
         try:
             while True:
@@ -131,10 +147,28 @@ class LLM:
             self._engine.abort([request_id])
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        adapter: str | None = None,
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation."""
-        return self.stream(self.chat_prompt(messages, tools), sampling_params)
+        return self.stream(self.chat_prompt(messages, tools), sampling_params, adapter=adapter)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that can be used."""
+        return self._engine.adapters
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Read the LoRA adapter in a folder. Raises InvalidAdapter; the engine needs `max_adapters` or `adapters`."""
+        self._engine.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let nothing new use an adapter; what uses it goes on to its end. Raises InvalidRequest."""
+        self._engine.unload_adapter(name)
 
     def as_completed(
         self, inputs: Iterable[tuple[str, Prompt, SamplingParams | None]], *, max_in_flight: int | None = None
@@ -228,3 +262,12 @@ def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
     if len(params) != count:
         raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling parameters: give one, or one each")
     return list(params)
+
+
+def one_adapter_for_each(adapter: Adapters, count: int) -> list[str | None]:
+    """One adapter's name for each of `count` prompts."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(adapter)} adapters: give one, or one each")
+    return list(adapter)

@@ -46,7 +46,9 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     namespace: bytes = b""
-    """Only requests of one namespace share cached blocks."""
+    """Only requests of one namespace share cached blocks; see `cache_namespace`."""
+    adapter: int | None = None
+    """The key of the adapter that changes the model for it."""
     turn: int = 0
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
     grammar: str | None = None
@@ -89,6 +91,11 @@ class Request:
     def remaining_tokens(self) -> int:
         """Tokens still to be computed before the next one can be sampled."""
         return len(self.token_ids) + self.in_flight - self.computed_tokens
+
+    @property
+    def cache_namespace(self) -> bytes:
+        """Only requests of one namespace and one adapter share cached blocks."""
+        return self.namespace if self.adapter is None else b"adapter %d\0%s" % (self.adapter, self.namespace)
 
     @property
     def skip_prefix_cache(self) -> bool:

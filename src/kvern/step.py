@@ -33,6 +33,8 @@ class NewRequest:
     block_ids: list[int]
     grammar: str | None = None
     """Compiled; the answer follows it."""
+    adapter_slot: int = -1
+    """Where the adapter that it uses is on the device; -1: it uses none."""
     embed: bool = False
     """The last hidden state of the prompt is wanted, not a token."""
 
@@ -49,12 +51,14 @@ class ScheduledTokens:
 
 @dataclass
 class SchedulerOutput:
-    """One step: copy blocks, let rows join and grow, compute tokens.
+    """One step: load adapters, copy blocks, let rows join and grow, compute tokens.
 
     Rows that left need no message: their slot is simply given to another request.
     """
 
     step: int
+    adapters: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, key) of adapters to be loaded into a slot before anything is computed."""
     copies: list[BlockCopy] = field(default_factory=list)
     joined: list[NewRequest] = field(default_factory=list)
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from kvern.adapters.bank import AdapterBank
+from kvern.adapters.store import AdapterStore
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.cache.manager import KVCacheManager
 from kvern.config import EngineConfig
@@ -16,11 +18,13 @@ from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.startup import Startup
 from kvern.errors import ConfigError
+from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.spec import ModelSpec
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
+from kvern.worker.adapters import Adapters
 from kvern.worker.executor import InProcessExecutor
 from kvern.worker.rows import BatchRows
 from kvern.worker.runner import ModelRunner
@@ -70,6 +74,7 @@ def build_core(
         decoder = load_model(
             folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format
         )
+    adapters, store = make_adapters(config, decoder, kernels=False)
     plan = plan_cache(config, spec, longest, decoder.build.dtype, device)
     slots = batch_requests(config, device)
     if config.kv_cache == "contiguous":
@@ -81,8 +86,20 @@ def build_core(
     default = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
     grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
-    runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars)
-    return EngineCore(scheduler, InProcessExecutor(runner)), spec, plan
+    runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, adapters)
+    return EngineCore(scheduler, InProcessExecutor(runner), store=store), spec, plan
+
+
+def make_adapters(
+    config: EngineConfig, decoder: Decoder, kernels: bool
+) -> tuple[Adapters, AdapterStore] | tuple[None, None]:
+    """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""
+    if not config.adapter_slots:
+        return None, None
+    bank = AdapterBank(decoder, config.adapter_slots, config.max_adapter_rank, kernels)
+    pinned = decoder.build.device.type == "cuda"
+    store = AdapterStore(decoder.spec, bank.targets, config.max_adapter_rank, decoder.build.dtype, pinned)
+    return Adapters(bank, store), store
 
 
 def batch_requests(config: EngineConfig, device: torch.device) -> int:
@@ -101,7 +118,7 @@ def make_scheduler(config: EngineConfig, plan: CachePlan, tokens: int, slots: in
     """The scheduler over a KV cache of this plan."""
     limits = SchedulerLimits(tokens, slots, config.aging_steps, config.chunked_prefill, config.batching == "continuous")
     cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache)
-    return Scheduler(limits, cache, POLICIES[config.policy])
+    return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_slots)
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

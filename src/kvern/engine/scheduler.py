@@ -11,11 +11,15 @@ under a budget. A decode is one token behind, a prompt is many, a preempted requ
 Best first means: aged requests first, then the policy's key, then turn, then arrival. Waiting requests are admitted
 strictly in that order: if the best one does not fit, nobody overtakes it. So a request that has aged waits only for
 those that run already and those that aged before it.
+
+An adapter's place on the device is the one thing that others pass by: while a request waits for one, requests without
+an adapter go on, as they take no such place, and requests with an adapter wait behind it.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvern.adapters.slots import AdapterSlots
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import PolicyKey, first_come
 from kvern.request import FinishReason, Request, State
@@ -36,9 +40,12 @@ class SchedulerLimits:
 class Scheduler:
     """Owns the waiting and the running requests."""
 
-    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager, policy: PolicyKey) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cache: KVCacheManager, policy: PolicyKey, adapter_slots: int = 0
+    ) -> None:
         self.limits = limits
         self.cache = cache
+        self.adapters = AdapterSlots(adapter_slots)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.step = 0
@@ -61,6 +68,10 @@ class Scheduler:
     def running_request(self, request_id: str) -> Request:
         """A request that a step was just planned for."""
         return self._by_id[request_id]
+
+    def uses_adapter(self, key: int) -> bool:
+        """Whether some request that has not ended uses the adapter."""
+        return any(request.adapter == key for request in self._by_id.values())
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -137,6 +148,7 @@ class Scheduler:
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
             return
+        adapters_full = False
         reserve = sum(self._needs_more_blocks(request) for request in self.running)
         for request in self._ordered(self.waiting) if self._free_slots and budget > 0 else ():
             if request.in_flight or (request.leader is not None and not request.leader.prompt_scheduled):
@@ -146,6 +158,10 @@ class Scheduler:
             if not self.limits.chunked_prefill and len(request.token_ids) > budget:
                 budget = 0
                 break
+            adapter = request.adapter
+            adapters_full = adapters_full or (adapter is not None and not self.adapters.fits(adapter))
+            if adapters_full and adapter is not None:
+                continue
             copies = self.cache.admit(request, self.step, reserve)
             if copies is None:
                 break
@@ -154,11 +170,31 @@ class Scheduler:
             self.running.append(request)
             reserve += self._needs_more_blocks(request)
             output.copies += copies
-            output.joined.append(_joining(request))
+            output.joined.append(self._joining(request, output))
             count = self._chunk(request, budget)
             self._take(request, count, output)
             budget -= count
         self._batch_open = budget <= 0 and bool(self.waiting and self._free_slots)
+
+    def _joining(self, request: Request, output: SchedulerOutput) -> NewRequest:
+        adapter_slot = -1
+        if request.adapter is not None:
+            adapter_slot, load = self.adapters.enter(request.adapter)
+            if load:
+                output.adapters.append((adapter_slot, request.adapter))
+        return NewRequest(
+            slot=request.slot,
+            token_ids=list(request.token_ids),
+            prompt_length=request.prompt_length,
+            params=request.params,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            bad_word_ids=request.bad_word_ids,
+            block_ids=list(request.block_ids),
+            grammar=request.grammar,
+            adapter_slot=adapter_slot,
+            embed=request.embed,
+        )
 
     def _needs_more_blocks(self, request: Request) -> bool:
         """Admission leaves one block for each such request, lest it be preempted for the newcomer."""
@@ -191,6 +227,8 @@ class Scheduler:
         self.running.remove(request)
         self._free_slots.append(request.slot)
         request.slot = -1
+        if request.adapter is not None:
+            self.adapters.leave(request.adapter)
         self.cache.free(request, self.step)
 
     def _age(self) -> None:
@@ -216,18 +254,4 @@ class Scheduler:
             assert len(request.block_ids) >= self.cache.blocks_for(request.computed_tokens), "tokens without blocks"
         assert all(request.state is State.WAITING and not request.block_ids for request in self.waiting)
         self.cache.check_integrity(self.running)
-
-
-def _joining(request: Request) -> NewRequest:
-    return NewRequest(
-        slot=request.slot,
-        token_ids=list(request.token_ids),
-        prompt_length=request.prompt_length,
-        params=request.params,
-        seed=request.seed,
-        stop_token_ids=request.stop_token_ids,
-        bad_word_ids=request.bad_word_ids,
-        block_ids=list(request.block_ids),
-        grammar=request.grammar,
-        embed=request.embed,
-    )
+        self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])

@@ -9,6 +9,7 @@ from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
 from kvern.sample.sampler import sample
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
+from kvern.worker.adapters import Adapters
 from kvern.worker.input_batch import InputBatch, build_input_batch
 from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, tokens_wanted
 from kvern.worker.rows import BatchRows
@@ -24,22 +25,28 @@ class ModelRunner:
         rows: BatchRows,
         block_size: int,
         grammars: GrammarRows,
+        adapters: Adapters | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars
+        self._adapters = adapters
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
         """Compute the scheduled tokens and sample where the scheduler says so."""
+        if self._adapters is not None:
+            self._adapters.load(output.adapters)
         self._attention.copy_blocks(output.copies)
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
         self._rows.grow(output.grown)
         batch = build_input_batch(self._rows, output.scheduled, self._block_size)
         wanted = tokens_wanted(self._rows, batch)
+        if self._adapters is not None:
+            self._adapters.select(self._rows, batch, wanted is not None)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
         prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
         if not batch.sample_slots:
