@@ -68,7 +68,7 @@ class EngineConfig:
     cache_dir: str | None = None
     """Folder for built kernels and measurements of this GPU. None: kvern's among the user's caches."""
     adapters: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """LoRA adapters by name, each a folder in PEFT's format: --adapter NAME=FOLDER, once for each."""
+    """LoRA adapters by name, folders in PEFT's format: --adapter NAME=FOLDER, as often as there are adapters."""
     max_adapters: int | None = None
     """Adapters on the device at the same time; others wait in host memory. None: 8 if there are adapters, else 0."""
     max_adapter_rank: int = 64

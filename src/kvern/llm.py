@@ -21,6 +21,7 @@ __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Tools = Sequence[Mapping[str, Any]] | None
+Input = tuple[str, Prompt, SamplingParams | None] | tuple[str, Prompt, SamplingParams | None, str | None]
 Adapters = str | Sequence[str | None] | None
 
 
@@ -171,9 +172,10 @@ class LLM:
         self._engine.unload_adapter(name)
 
     def as_completed(
-        self, inputs: Iterable[tuple[str, Prompt, SamplingParams | None]], *, max_in_flight: int | None = None
+        self, inputs: Iterable[Input], *, max_in_flight: int | None = None
     ) -> Iterator[RequestOutput | FailedRequest]:
-        """Run (id, prompt, params) inputs, pulled lazily, and yield each as it ends, under its own id.
+        """Run (id, prompt, params) or (id, prompt, params, adapter) inputs, pulled lazily, and yield each as it
+        ends, under its own id.
 
         An invalid input yields a FailedRequest and disturbs nobody. At most `max_in_flight` inputs (default: twice
         the batch) are held at once, so the input may be endless.
@@ -185,12 +187,13 @@ class LLM:
             while True:
                 while not exhausted and len(alive) < limit:
                     try:
-                        request_id, prompt, params = next(source)
+                        request_id, prompt, params, *adapter = next(source)
                     except StopIteration:
                         exhausted = True
                         break
                     try:
-                        alive[request_id] = self._engine.add(request_id, prompt, params)
+                        name = adapter[0] if adapter else None
+                        alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name)
                     except KvernError as error:
                         yield FailedRequest(request_id, error)
                 if not alive:

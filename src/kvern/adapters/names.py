@@ -64,7 +64,7 @@ class AdapterNames:
         """The key of an adapter; None for none. Raises InvalidRequest if there is none of the name."""
         if name is None:
             return None
-        if name not in self._adapters:
+        if not isinstance(name, str) or name not in self._adapters:
             known = ", ".join(self._adapters) or "none"
             raise InvalidRequest(f"there is no adapter {name!r:.100}: loaded are {known}")
         return self._adapters[name].key
