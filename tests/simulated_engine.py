@@ -39,6 +39,7 @@ class Setup:
     slots: int = 4
     spare_budget: int = 3
     aging_steps: int = 30
+    adapter_slots: int = 2
 
     @property
     def size(self) -> int:
@@ -55,6 +56,11 @@ class Setup:
         if not self.chunked:
             budget = max(budget, self.max_model_len)
         return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous)
+
+
+def first_key(request: Request) -> int:
+    """Stands for a request's namespace and adapter."""
+    return hash((request.namespace, request.adapter))
 
 
 def extend_key(key: int, token: int) -> int:
@@ -75,6 +81,7 @@ class Row:
     tokens: list[int]
     table: list[int]
     namespace: int
+    """And the adapter: what makes the same tokens mean something else."""
 
 
 class PendingResult(Future[ModelRunnerOutput]):
@@ -98,6 +105,7 @@ class SimulatedDevice:
         self.requests = requests
         self.memory: list[list[int | None]] = [[None] * setup.size for _ in range(setup.blocks)]
         self.rows: dict[int, Row] = {}
+        self.adapters: dict[int, int] = {}
         self.queue: deque[tuple[SchedulerOutput, PendingResult]] = deque()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
@@ -111,18 +119,23 @@ class SimulatedDevice:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Copy, join, grow, write all tokens, then check what each token would attend to and sample."""
+        for slot, adapter in output.adapters:
+            assert slot < self.setup.adapter_slots
+            self.adapters[slot] = adapter
         for copy in output.copies:
             self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
         for request, name in zip(output.joined, self._joined_names(output), strict=True):
-            namespace = int.from_bytes(self.requests[name].namespace, "big")
+            namespace = first_key(self.requests[name])
             self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
         for slot, first, blocks in output.grown:
             assert len(self.rows[slot].table) == first, "a block table has a gap"
             self.rows[slot].table += blocks
         keys = []
         written: set[tuple[int, int]] = set()
-        for item in output.scheduled:
+        for item, name in zip(output.scheduled, output.request_ids, strict=True):
             row, key, prefix = self.rows[item.slot], self.rows[item.slot].namespace, []
+            wanted = self.requests[name].adapter
+            assert wanted == self.adapters.get(row.request.adapter_slot), "another adapter is in the slot"
             for token in row.tokens[: item.start + item.count]:
                 key = extend_key(key, token)
                 prefix.append(key)
@@ -172,7 +185,7 @@ class SimulatedEngine:
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
         self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache)
-        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy])
+        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_slots)
         self.device = SimulatedDevice(setup, self.requests)
         self.core = EngineCore(self.scheduler, self, setup.depth)
         self._waiting_before: dict[Request, bool] = {}
@@ -193,6 +206,7 @@ class SimulatedEngine:
         turn: int = 0,
         stop: bool = False,
         prompt_logprobs: bool = False,
+        adapter: int | None = None,
     ) -> list[Request]:
         """Queue `n` samples of a prompt."""
         number = len(self.requests)
@@ -209,6 +223,7 @@ class SimulatedEngine:
                 priority=priority,
                 turn=turn,
                 namespace=namespace.to_bytes(1, "big"),
+                adapter=adapter,
                 group=str(number) if n > 1 else None,
                 leader=added[0] if added else None,
             )
@@ -302,7 +317,7 @@ class SimulatedEngine:
 
     def expected_answer(self, request: Request) -> tuple[list[int], str]:
         """The answer straight from the simulated model."""
-        key = int.from_bytes(request.namespace, "big")
+        key = first_key(request)
         for token in request.token_ids[: request.prompt_length]:
             key = extend_key(key, token)
         tokens: list[int] = []
@@ -330,7 +345,8 @@ class SimulatedEngine:
     def _check_waiting(self, running_before: set[Request]) -> None:
         """No request that has waited for `aging_steps` was overtaken in the step that was just planned.
 
-        First come, first served never lets anybody overtake, whatever they have waited.
+        First come, first served never lets anybody overtake, whatever they have waited. But who waits for an adapter's
+        place may be overtaken by requests without one.
         """
         step = self.scheduler.step
         admitted = [request for request in self.scheduler.running if request not in running_before]
@@ -347,6 +363,8 @@ class SimulatedEngine:
         ]
         for newcomer in admitted:
             for request in passed_over:
+                if request.adapter is not None and newcomer.adapter is None:
+                    continue
                 assert fcfs or newcomer in self._aged, "a request that has aged was overtaken by one that has not"
                 order = [(item.turn, item.arrival) for item in (newcomer, request)]
                 assert order == sorted(order), "equal requests go by turn, then in the order of their arrival"

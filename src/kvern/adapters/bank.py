@@ -10,7 +10,7 @@ from torch import Tensor
 from kvern.adapters.peft import Adapter
 from kvern.adapters.targets import linear_layers, targets_of
 from kvern.errors import ConfigError
-from kvern.layers.adapted_linear import AdaptedLinear, Matrices, SegmentedLinear, Selection, segments_of
+from kvern.layers.adapted_linear import AdaptedLinear, AdaptedRows, Matrices, Selection, StackedLinear
 from kvern.models.decoder import Decoder, SequentialLayer
 from kvern.worker.rows import upload
 
@@ -39,7 +39,7 @@ class AdapterBank:
 
                 adapted = FusedAdaptedLinear(linear, self._selection, slots, rank, decoder.build.deterministic)  # type: ignore[arg-type,assignment]
             else:
-                adapted = SegmentedLinear(linear, self._selection)  # type: ignore[arg-type,assignment]
+                adapted = StackedLinear(linear, self._selection, decoder.build.dtype)  # type: ignore[arg-type,assignment]
             self._layers[path] = adapted
             setattr(decoder.get_submodule(parent), name, adapted)
         for layer in decoder.layers:
@@ -76,7 +76,7 @@ class AdapterBank:
 
     def _rows(self, slots: list[int]) -> object:
         if not self.captures:
-            return segments_of(slots, self.device)
+            return AdaptedRows.of(slots, self.device)
         return upload(slots, torch.int32, self.device)
 
     def _check_memory(self, decoder: Decoder, slots: int, rank: int) -> None:

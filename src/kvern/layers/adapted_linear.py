@@ -6,6 +6,7 @@ share and that is set before each step; while no row uses one, they are what the
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.layers.linear import Linear
+from kvern.layers.linear import Linear, multiply_on_cpu
 from kvern.layers.module import Module
 from kvern.layers.packed_linear import PackedLinear
 
@@ -22,8 +23,25 @@ Rows = TypeVar("Rows")
 Matrices = tuple[Tensor, Tensor]
 """Of one adapter and one part of a layer: `down [rank, inputs]` and `up [outputs, rank]`, its scale within `up`."""
 
-Segments = list[tuple[int, slice | Tensor]]
-"""The rows of each adapter that a step uses, by its slot."""
+STACKED_ROWS = 128
+"""So few rows are multiplied with the matrices of all adapters at once: launches cost more than what is too much."""
+
+
+@dataclass(frozen=True)
+class AdaptedRows:
+    """The slot of each row's adapter, [rows] int64, -1 for none, and the rows of each slot that is used."""
+
+    slots: Tensor
+    segments: list[tuple[int, slice | Tensor]]
+
+    @classmethod
+    def of(cls, slots: list[int], device: torch.device) -> "AdaptedRows":
+        """From the slots of all rows."""
+        on_host = torch.tensor(slots)
+        distinct = sorted(set(slots) - {-1})
+        if len(distinct) == 1 and -1 not in slots:
+            return cls(on_host.to(device), [(distinct[0], slice(None))])
+        return cls(on_host.to(device), [(slot, (on_host == slot).nonzero().flatten().to(device)) for slot in distinct])
 
 
 class Selection(Generic[Rows]):
@@ -73,30 +91,55 @@ class AdaptedLinear(Module, Generic[Rows]):
         """Add to `out [rows, outputs]` what the rows' adapters make of `x [rows, inputs]`."""
 
 
-class SegmentedLinear(AdaptedLinear[Segments]):
-    """One adapter after the other, by PyTorch."""
+class StackedLinear(AdaptedLinear[AdaptedRows]):
+    """Adapters added by PyTorch; the matrices of all slots and parts stand side by side.
 
-    def __init__(self, linear: Linear | PackedLinear, selection: Selection[Segments]) -> None:
+    `down [R, inputs]`, `up [outputs, R]`, which is zero where a rank is of another part, and `owners [R]` int64, the
+    slot of each of the R ranks.
+    """
+
+    def __init__(self, linear: Linear | PackedLinear, selection: Selection[AdaptedRows], dtype: torch.dtype) -> None:
         super().__init__(linear, selection)
-        self._slots: dict[int, list[tuple[slice, Tensor, Tensor]]] = {}
+        self._multiply = multiply_on_cpu if linear.weight.device.type == "cpu" else F.linear
+        self._dtype = dtype
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stack()
 
     def load(self, slot: int, parts: Mapping[str, Matrices]) -> None:
-        device = self.weight.device
-        self._slots[slot] = [
-            (self._columns[part], down.to(device), up.to(device)) for part, (down, up) in parts.items()
-        ]
+        ranks = [down.shape[0] for down, _ in parts.values()]
+        ends = list(accumulate(ranks, initial=0))
+        up = self._like(sum(self.outputs.values()), ends[-1]).zero_()
+        for part, first, last in zip(parts, ends, ends[1:], strict=False):
+            up[self._columns[part], first:last] = parts[part][1]
+        down = torch.cat([self._like(0, self.inputs), *(down.to(up.device) for down, _ in parts.values())])
+        known = self._slots.get(slot)
+        if known is not None and known[0].shape == down.shape:
+            known[0].copy_(down)
+            known[1].copy_(up)
+        else:
+            self._slots[slot] = (down, up)
+            self._stack()
 
-    def add(self, out: Tensor, x: Tensor, rows: Segments) -> None:
-        for slot, members in rows:
-            taken = x[members]
-            for columns, down, up in self._slots[slot]:
-                out[members, columns] += F.linear(F.linear(taken, down), up)
+    def add(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
+        if len(rows.segments) == 1 or x.shape[0] > STACKED_ROWS:
+            for slot, members in rows.segments:
+                down, up = self._slots[slot]
+                if down.shape[0]:
+                    out[members] += self._multiply(self._multiply(x[members], down, None), up, None)
+        elif self._owners.shape[0]:
+            low = self._multiply(x, self._down, None) * (rows.slots[:, None] == self._owners)
+            out += self._multiply(low, self._up, None)
 
+    def _like(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self.weight.device)
 
-def segments_of(slots: list[int], device: torch.device) -> Segments:
-    """The rows of each slot among those of all rows, -1 for rows without an adapter; empty if all are."""
-    distinct = sorted(set(slots) - {-1})
-    if len(distinct) == 1 and -1 not in slots:
-        return [(distinct[0], slice(None))]
-    every = torch.tensor(slots)
-    return [(slot, (every == slot).nonzero().flatten().to(device)) for slot in distinct]
+    def _stack(self) -> None:
+        """Put the slots' matrices side by side, and let them be views of that."""
+        sizes = [down.shape[0] for down, _ in self._slots.values()]
+        self._down = torch.cat([self._like(0, self.inputs), *(down for down, _ in self._slots.values())])
+        outputs = sum(self.outputs.values())
+        self._up = torch.cat([self._like(outputs, 0), *(up for _, up in self._slots.values())], dim=1)
+        owners = [slot for slot, size in zip(self._slots, sizes, strict=True) for _ in range(size)]
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=self.weight.device)
+        views = zip(torch.split(self._down, sizes), torch.split(self._up, sizes, dim=1), strict=True)
+        self._slots = dict(zip(self._slots, views, strict=True))
