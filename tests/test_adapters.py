@@ -16,6 +16,7 @@ from kvern.adapters.peft import read_adapter
 from kvern.adapters.slots import AdapterSlots
 from kvern.errors import ConfigError, InvalidAdapter, InvalidRequest
 from kvern.models.loader import load_model
+from kvern.structured.output import StructuredOutput
 from tests.families import make_checkpoint, reference_logits
 from tests.peft_adapters import ATTENTION, EVERYTHING, make_adapter, merge
 from tests.test_model_parity import PROMPT, logits
@@ -137,6 +138,8 @@ def test_beside_everything_else_that_a_request_may_ask(
         assert last.outputs[0].token_ids == expected["small"][1]
         biased = GREEDY.replace(allowed_token_ids=[7, 8], max_tokens=3)
         assert set(llm.generate(PROMPTS[0], biased, adapter="pattern")[0].outputs[0].token_ids) <= {7, 8}
+        chosen = GREEDY.replace(ignore_eos=False, structured=StructuredOutput(choice=["fox", "dog"]))
+        assert llm.generate(PROMPTS[0], chosen, adapter="all")[0].outputs[0].text in ("fox", "dog")
         message = [{"role": "user", "content": "the fox"}]
         assert llm.chat(message, GREEDY, adapter="all")[0].outputs[0].token_ids != (
             llm.chat(message, GREEDY)[0].outputs[0].token_ids

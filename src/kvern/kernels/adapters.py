@@ -18,7 +18,8 @@ SMALLEST_TILE = 16
 """Of the matrix units."""
 LARGEST_TILE = 64
 OUTPUTS = 128
-INPUTS = 128
+INPUTS = 8192
+"""Times ranks, of one step of the sums: as much as fits into shared memory three times."""
 MOST_SPLITS = 16
 INPUTS_OF_SPLIT = 512
 SPLIT_ROWS = 512
@@ -148,6 +149,7 @@ def add_adapters(
         tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
         splits = splits if rows < SPLIT_ROWS else 1
     rank = max(SMALLEST_TILE, triton.next_power_of_2(most))
+    step = max(64, min(128, INPUTS // rank))
     overlap = overlaps(x.device)
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
     row_tiles = triton.cdiv(rows, tile)
@@ -165,7 +167,7 @@ def add_adapters(
         splits,
         tile,
         rank,
-        INPUTS,
+        step,
         overlap,
         num_warps=4,
         num_stages=3,
