@@ -26,6 +26,7 @@ from kvern.engine.factory import (
 from kvern.engine.kernel_check import REQUIRED, working_kernels
 from kvern.engine.measurements import Measurements, cache_folder, keep_builds
 from kvern.engine.startup import Startup
+from kvern.kernels.masks import restrict
 from kvern.layers.linear import Multiply
 from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
 from kvern.models.decoder import Decoder
@@ -101,7 +102,8 @@ def build_device_core(
     with startup.stage("attention"), torch.inference_mode():
         make_attention = attention_maker(config, spec, dtype, device, longest, measurements, startup)
     measurements.save()
-    grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
+    compiled = grammars_of(folder, spec.vocab_size, spec.eos_token_ids)
+    grammars = GrammarRows(compiled, spec.vocab_size, device, restrict)
     with startup.stage("memory"):
         reserve = activation_bytes(
             config, decoder, grammars, make_attention, slots, min(tokens, longest * slots), longest

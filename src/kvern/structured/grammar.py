@@ -8,6 +8,7 @@ import msgspec
 
 from kvern.errors import InvalidParameter
 from kvern.structured.output import StructuredOutput
+from kvern.structured.schema import rewrite
 from kvern.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _grammar(structured: StructuredOutput) -> str:
 
     if structured.json is not None:
         schema = {"type": "object"} if structured.json is True else structured.json
-        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(rewrite(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:

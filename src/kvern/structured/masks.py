@@ -1,7 +1,8 @@
 """Which tokens the grammars of a batch allow next: kept on the host, applied to logits on the device."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,27 +16,61 @@ if TYPE_CHECKING:
     from kvern.worker.executor import StepResult
 
 BITS = 32
+SPARE_GRAMMARS = 16
+SPARE_MATCHERS = 256
+"""Of each grammar: as many are kept at most, with what they have learnt."""
+
+
+def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Leave `rows` [R] int64 of `logits` [N, vocabulary] the tokens whose bits are set in `masks` [R, words] int32.
+
+    If nothing of what a mask allows is left in its row, the mask goes before.
+    """
+    shifts = torch.arange(BITS, dtype=torch.int32, device=logits.device)
+    bits = (masks[:, :, None] >> shifts) & 1
+    allowed = bits.view(len(rows), -1)[:, : logits.shape[1]].bool()
+    scores = logits[rows].masked_fill(~allowed, float("-inf"))
+    nothing = scores.isneginf().all(-1, keepdim=True)
+    logits[rows] = torch.where(nothing & allowed, 0.0, scores)
 
 
 class GrammarRows:
-    """The matchers of the rows whose requests have a grammar."""
+    """The matchers of the rows whose requests have a grammar. `restrict`: the function above or a kernel like it."""
 
-    def __init__(self, grammars: "Grammars", vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        grammars: "Grammars",
+        vocab_size: int,
+        device: torch.device,
+        restrict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = restrict,
+    ) -> None:
         self._grammars = grammars
         self._width = -(-vocab_size // BITS)
         self._device = device
-        self._shifts = torch.arange(BITS, dtype=torch.int32, device=device)
+        self._restrict = restrict
         self._matchers: dict[int, LLMatcher] = {}
+        self._grammar_of: dict[int, str] = {}
+        self._left: list[tuple[str, LLMatcher]] = []
+        self._spare: dict[str, list[LLMatcher]] = {}
         self._expected: list[tuple[list[LLMatcher | None], StepResult]] = []
 
     def join(self, joined: Iterable[NewRequest]) -> None:
         """Let requests take their rows; what they have generated already is followed."""
+        bound = []
         for request in joined:
-            self._matchers.pop(request.slot, None)
+            if request.slot in self._matchers:
+                self._left.append((self._grammar_of.pop(request.slot), self._matchers.pop(request.slot)))
             if request.grammar is not None:
-                matcher = self._grammars.matcher(request.grammar)
-                matcher.consume_tokens(request.token_ids[request.prompt_length :])
-                self._matchers[request.slot] = matcher
+                bound.append(request)
+        for request, matcher in zip(bound, self._threads.map(self._matcher, bound), strict=True):
+            self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.grammar or ""
+
+    def _matcher(self, request: NewRequest) -> "LLMatcher":
+        assert request.grammar is not None
+        spare = self._spare.get(request.grammar)
+        matcher = spare.pop() if spare else self._grammars.matcher(request.grammar)
+        matcher.consume_tokens(request.token_ids[request.prompt_length :])
+        return matcher
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._matchers
@@ -66,16 +101,20 @@ class GrammarRows:
                 masks[place] = self._ended
             else:
                 going.append((matcher, place))
-        if going:
+        if pinned and going:
             self._executor.unsafe_compute_mask_ptr(going, masks.data_ptr(), 4 * self._width, len(rows))
+        else:  # the model's own threads have the cores
+            for matcher, place in going:
+                matcher.unsafe_compute_mask_ptr(masks[place].data_ptr(), 4 * self._width)
         index = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
-        bits = (masks.to(self._device, non_blocking=True)[:, :, None] >> self._shifts) & 1
-        allowed = bits.view(len(rows), -1)[:, : logits.shape[1]].bool()
-        scores = logits[index].masked_fill(~allowed, float("-inf"))
-        nothing = scores.isneginf().all(-1, keepdim=True)
-        logits[index] = torch.where(nothing & allowed, 0.0, scores)
+        self._restrict(logits, index, masks.to(self._device, non_blocking=True))
         matchers = {slots[row]: self._matchers[slots[row]] for row in rows}
         return {slot: " ".join(matcher.get_error().split()) for slot, matcher in matchers.items() if matcher.is_error()}
+
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        """They make matchers side by side, which takes most of a millisecond each."""
+        return ThreadPoolExecutor(thread_name_prefix="grammar")
 
     @functools.cached_property
     def _executor(self) -> "LLExecutor":
@@ -98,3 +137,15 @@ class GrammarRows:
                 if matcher is not None and token is not None and not matcher.is_stopped():
                     matcher.consume_token(token)
         self._expected.clear()
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the matchers of rows that ended, whose last tokens came, for others with their grammar: they have
+        learnt what that takes."""
+        for grammar, matcher in self._left:
+            if not matcher.is_error() and matcher.reset():
+                spare = self._spare.pop(grammar, [])
+                self._spare[grammar] = [*spare[: SPARE_MATCHERS - 1], matcher]
+        self._left.clear()
+        while len(self._spare) > SPARE_GRAMMARS:
+            del self._spare[next(iter(self._spare))]

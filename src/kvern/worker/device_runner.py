@@ -202,7 +202,8 @@ class DeviceRunner:
         prompts: Sequence[PromptLogprobs | None],
     ) -> PendingStep:
         rows = self._rows
-        logits = self._decoder.logits(decoded.hidden, upcast=bool(needs & ~(Needs.FILTERS | Needs.EMBEDDING)))
+        computing = needs & ~(Needs.FILTERS | Needs.EMBEDDING | Needs.GRAMMAR)
+        logits = self._decoder.logits(decoded.hidden, upcast=bool(computing))
         counts: list[int | None] = []
         original = logits
         if needs & Needs.LOGPROBS:

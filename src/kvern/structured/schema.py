@@ -1,0 +1,609 @@
+"""JSON schemas in the words that the grammar compiler knows: never wider than what the user wrote.
+
+The compiler knows properties, items, references, anyOf, allOf and the plain assertions. Everything else is said with
+those. A schema is the conjunction of its keywords, so `not` is pushed inwards until it stands at plain assertions,
+where it is another assertion (not minimum 3: a number below 3); oneOf, if and dependent schemas are alternatives, some
+of them negated; unevaluatedProperties closes each alternative by itself. Where the words are missing for all of what
+a schema allows, a part of it is taken (elements that `contains` asks for come first): an answer then still has the form
+that was asked. Where nothing is left, or the part would be a poor one (uniqueItems), the keyword is refused.
+
+Keywords are those of draft 2020-12 (https://json-schema.org/draft/2020-12), and the older ones of drafts 4 to 7.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT3, DRAFT4, DRAFT6, DRAFT7, DRAFT202012, SchemaRegistry, specification_with
+
+from kvern.errors import InvalidParameter
+
+Schema = Mapping[str, Any] | bool
+Made = dict[str, Any] | bool
+"""A schema in the compiler's words."""
+Resolver = Any
+"""`referencing`'s: knows what a reference means where it stands."""
+
+MOST_NODES = 50_000
+MOST_ALTERNATIVES = 256
+MOST_CONTAINED = 64
+DEEPEST_REFERENCE = 32
+TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+OF_TYPE = {
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+IGNORED = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions", "$comment"}
+IGNORED |= {"$vocabulary", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+IGNORED |= {"contentEncoding", "contentMediaType", "contentSchema"}
+"""They name and describe; they assert nothing."""
+LONE_REFERENCES = (DRAFT3, DRAFT4, DRAFT6, DRAFT7)
+"""Drafts in which what stands beside `$ref` means nothing."""
+FORMATS = {
+    "idn-email": {"format": "email"},
+    "idn-hostname": {"format": "hostname"},
+    "iri": {"format": "uri"},
+    "iri-reference": {"format": "uri"},
+    "uri-reference": {"format": "uri"},
+    "uri-template": {"format": "uri"},
+    "json-pointer": {"pattern": "^(/([^~/]|~[01])*)*$"},
+    "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$"},
+}
+"""Formats that the compiler does not know, as ones that it does: each of their texts has the wider format too."""
+COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+COUNTS |= {"minContains", "maxContains"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("properties", "patternProperties", "dependentSchemas", "dependencies"),
+        (lambda value: isinstance(value, dict), "an object"),
+    ),
+    **dict.fromkeys(
+        ("allOf", "anyOf", "oneOf"),
+        (lambda value: isinstance(value, list) and bool(value), "a list with one schema or more"),
+    ),
+    **dict.fromkeys(("prefixItems", "enum"), (lambda value: isinstance(value, list), "a list")),
+    **dict.fromkeys(("$ref", "$dynamicRef", "pattern", "format"), (lambda value: isinstance(value, str), "a text")),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (_is_number, "a number")),
+    **dict.fromkeys(
+        COUNTS, (lambda value: _is_number(value) and 0 <= value == int(value), "a whole number of 0 or more")
+    ),
+    "required": (_are_names, "a list of names"),
+    "dependentRequired": (
+        lambda value: isinstance(value, dict) and all(map(_are_names, value.values())),
+        "an object of lists of names",
+    ),
+}
+"""By keyword: whether its value can be read, and what it has to be."""
+OPPOSITES: dict[str, Callable[[Any], Made]] = {
+    "minimum": lambda bound: {"type": "number", "exclusiveMaximum": bound},
+    "maximum": lambda bound: {"type": "number", "exclusiveMinimum": bound},
+    "exclusiveMinimum": lambda bound: {"type": "number", "maximum": bound},
+    "exclusiveMaximum": lambda bound: {"type": "number", "minimum": bound},
+    "minLength": lambda count: count > 0 and {"type": "string", "maxLength": int(count) - 1},
+    "maxLength": lambda count: {"type": "string", "minLength": int(count) + 1},
+    "minItems": lambda count: count > 0 and {"type": "array", "maxItems": int(count) - 1},
+    "maxItems": lambda count: {"type": "array", "minItems": int(count) + 1},
+    "minProperties": lambda count: count > 0 and {"type": "object", "maxProperties": int(count) - 1},
+    "maxProperties": lambda count: {"type": "object", "minProperties": int(count) + 1},
+    "type": lambda types: {"type": sorted(TYPES - {_wide(name) for name in _as_list(types)})},
+    "const": lambda value: _other_than([value]),
+    "enum": lambda values: _other_than(values),
+    "required": lambda names: any_of({"type": "object", "properties": {name: False}} for name in names),
+}
+"""By keyword: some of what it does not allow; False: nothing."""
+
+
+def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema in the compiler's words. Raises InvalidParameter with the place of what cannot be said."""
+    specification = specification_with(str(schema.get("$schema")), default=DRAFT202012)
+    resource: Resource[Any] = specification.create_resource(schema)
+    registry: SchemaRegistry = Registry()
+    base = resource.id() or ""
+    try:
+        resolver = registry.with_resource(base, resource).resolver(base)
+        rewriter = _Rewriter(specification)
+        root = rewriter.said(schema, resolver, "#")
+    except (Unresolvable, AttributeError, TypeError) as error:
+        raise InvalidParameter(f"structured: the schema's references cannot be read: {error!r:.200}") from error
+    if root is False:
+        missing = ", ".join(sorted(rewriter.unsaid))
+        reason = f": {missing} cannot be expressed where it stands" if missing else ""
+        raise InvalidParameter(f"structured: the schema allows no value at all{reason}")
+    return {**(root if isinstance(root, dict) else {}), "$defs": rewriter.definitions}
+
+
+def any_of(schemas: Iterable[Made]) -> Made:
+    """What one of them allows."""
+    some = [schema for schema in schemas if schema is not False]
+    if not some or True in some or {} in some:
+        return bool(some)
+    return some[0] if len(some) == 1 else {"anyOf": some}
+
+
+def all_of(schemas: Iterable[Made]) -> Made:
+    """What all of them allow."""
+    some = [schema for schema in schemas if schema is not True and schema != {}]
+    if not some or False in some:
+        return not some
+    return some[0] if len(some) == 1 else {"allOf": some}
+
+
+@dataclass
+class _Alternative:
+    """One way to satisfy a schema: a conjunction, and which properties and items it looks at."""
+
+    schemas: list[Made] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    patterns: set[str] = field(default_factory=set)
+    items: int = 0
+    every_property: bool = False
+    every_item: bool = False
+
+    def __and__(self, other: "_Alternative") -> "_Alternative":
+        return _Alternative(
+            self.schemas + other.schemas,
+            self.names | other.names,
+            self.patterns | other.patterns,
+            max(self.items, other.items),
+            self.every_property or other.every_property,
+            self.every_item or other.every_item,
+        )
+
+
+class _Rewriter:
+    """`said` and `unsaid` give a schema, and what it does not allow, in the compiler's words."""
+
+    def __init__(self, specification: Any) -> None:
+        self._specification = specification
+        self._nodes = 0
+        self._names: dict[tuple[int, bool], str] = {}
+        self.definitions: dict[str, Made] = {}
+        self.unsaid: set[str] = set()
+        """Keywords whose negation was needed and has no words."""
+
+    def said(self, schema: Schema, at: Resolver, path: str) -> Made:
+        """What a schema allows, or a part of that."""
+        if isinstance(schema, bool):
+            return schema
+        node, at = self._enter(schema, at, path)
+        if "unevaluatedProperties" in node or "unevaluatedItems" in node:
+            return self._closed(node, at, path)
+        return all_of([self._plain(node, at, path), *self._applied(node, at, path)])
+
+    def negated(self, schema: Schema, at: Resolver, path: str) -> Made:
+        """Some of what a schema does not allow; False if there are no words for any of it."""
+        if isinstance(schema, bool):
+            return not schema
+        node, at = self._enter(schema, at, path)
+        return any_of(self._opposites(node, at, path))
+
+    def _enter(self, schema: Schema, at: Resolver, path: str) -> tuple[dict[str, Any], Resolver]:
+        """A node with the keywords of older drafts in today's words; checked."""
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise InvalidParameter(f"structured: the schema says more than {MOST_NODES} things: make it smaller")
+        if not isinstance(schema, Mapping):
+            raise InvalidParameter(f"structured: {path} is {schema!r:.60}: a schema is an object, true or false")
+        node = dict(schema)
+        if "$ref" in node and self._specification in LONE_REFERENCES:
+            node = {"$ref": node["$ref"]}
+        if isinstance(node.get("$id"), str):
+            at = at.in_subresource(self._specification.create_resource(schema))
+        for key in node.keys() & SHAPES.keys():
+            test, what = SHAPES[key]
+            if not test(node[key]):
+                raise InvalidParameter(f"structured: {path}/{key} is {node[key]!r:.60}: it must be {what}")
+            if key in COUNTS:
+                node[key] = int(node[key])
+        if isinstance(node.get("items"), list):
+            node["prefixItems"] = node.pop("items")
+            if "additionalItems" in node:
+                node["items"] = node["additionalItems"]
+        node.pop("additionalItems", None)
+        for low, high in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(node.get(low), bool) and node.pop(low) and high in node:
+                node[low] = node.pop(high)
+        for name, what in (node.pop("dependencies", None) or {}).items():
+            kind = "dependentRequired" if isinstance(what, list) else "dependentSchemas"
+            node[kind] = {**node.get(kind, {}), name: what}
+        if node.get("uniqueItems"):
+            raise InvalidParameter(f"structured: {path}/uniqueItems cannot be expressed: leave it out or make it false")
+        node.pop("uniqueItems", None)
+        return node, at
+
+    def _plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
+        """The assertions that the compiler knows, with the schemas in them."""
+        made: dict[str, Any] = {}
+        for key, value in node.items():
+            here = f"{path}/{key}"
+            if key in ("properties", "patternProperties"):
+                made[key] = {name: self.said(item, at, f"{here}/{name}") for name, item in value.items()}
+            elif key == "prefixItems":
+                made[key] = [self.said(item, at, f"{here}/{index}") for index, item in enumerate(value)]
+            elif key in ("items", "additionalProperties"):
+                made[key] = self.said(value, at, here)
+            elif key == "format" and value in FORMATS:
+                made.update(FORMATS[value] if "pattern" not in node or "format" in FORMATS[value] else {})
+                if "pattern" in node and "pattern" in FORMATS[value]:
+                    raise InvalidParameter(
+                        f"structured: {here} {value} beside a pattern cannot be expressed: leave one"
+                    )
+            elif key not in IGNORED and key not in APPLIED:
+                made[key] = value
+        return made
+
+    def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        """What the keywords mean that are alternatives or negations."""
+        for key in node.keys() & APPLIED.keys():
+            yield from APPLIED[key](self, node, at, f"{path}/{key}")
+
+    def _reference(self, target: str, at: Resolver, path: str, allowed: bool) -> Made:
+        contents, there = self._resolve(target, at, path)
+        key = id(contents), allowed
+        if key not in self._names:
+            name = self._names[key] = f"{len(self._names)}{re.sub('[^A-Za-z0-9]+', '-', target)}"
+            self.definitions[name] = (self.said if allowed else self.negated)(contents, there, target)
+        return {"$ref": f"#/$defs/{self._names[key]}"}
+
+    def _resolve(self, target: str, at: Resolver, path: str) -> tuple[Schema, Resolver]:
+        try:
+            found = at.lookup(target)
+        except Unresolvable as error:
+            raise InvalidParameter(
+                f"structured: {path} {target!r} names nothing in the schema: what lies elsewhere is never fetched"
+            ) from error
+        contents = found.contents
+        if isinstance(contents, Mapping) and "$dynamicAnchor" in contents and path.endswith("$dynamicRef"):
+            raise InvalidParameter(f"structured: {path} cannot be expressed: use $ref")
+        return contents, found.resolver
+
+    # keywords that are alternatives or negations
+
+    def _ref(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        yield self._reference(node[path.rpartition("/")[2]], at, path, True)
+
+    def _all_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        yield from (self.said(item, at, f"{path}/{index}") for index, item in enumerate(node["allOf"]))
+
+    def _any_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        yield any_of(self.said(item, at, f"{path}/{index}") for index, item in enumerate(node["anyOf"]))
+
+    def _one_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        yield any_of(
+            all_of([self.said(item, at, f"{path}/{index}"), *self._others(node["oneOf"], index, at, path)])
+            for index, item in enumerate(node["oneOf"])
+        )
+
+    def _others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[Made]:
+        """That none of the others holds, where it is not plain that they exclude each other."""
+        return [
+            self.negated(other, at, f"{path}/{number}")
+            for number, other in enumerate(items)
+            if number != index and not self._disjoint(items[index], other, at, path)
+        ]
+
+    def _not(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        yield self.negated(node["not"], at, path)
+
+    def _if(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        if "then" in node or "else" in node:
+            above = path.rpartition("/")[0]
+            then, otherwise = node.get("then", True), node.get("else", True)
+            yield any_of(
+                [
+                    all_of([self.said(node["if"], at, path), self.said(then, at, f"{above}/then")]),
+                    all_of([self.negated(node["if"], at, path), self.said(otherwise, at, f"{above}/else")]),
+                ]
+            )
+
+    def _dependent_required(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        for name, names in node["dependentRequired"].items():
+            if names:
+                yield {"anyOf": [{"properties": {name: False}}, {"required": sorted({name, *names})}]}
+
+    def _dependent_schemas(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        for name, schema in node["dependentSchemas"].items():
+            said = self.said(schema, at, f"{path}/{name}")
+            yield any_of([{"properties": {name: False}}, all_of([{"required": [name]}, said])])
+
+    def _contains(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        least, most = node.get("minContains", 1), node.get("maxContains")
+        if max(least, most or 0) > MOST_CONTAINED:
+            raise InvalidParameter(f"structured: {path} wants up to {max(least, most or 0)}: at most {MOST_CONTAINED}")
+        if most is not None and most < least:
+            yield {"type": sorted(TYPES - {"array"})}
+            return
+        made: dict[str, Any] = {"prefixItems": [self.said(node["contains"], at, path)] * least, "minItems": least}
+        if most is not None:
+            made["prefixItems"] = made["prefixItems"] + [True] * (most - least)
+            made["items"] = self.negated(node["contains"], at, path)
+        yield any_of([{"type": sorted(TYPES - {"array"})}, {"type": "array", **made}])
+
+    def _property_names(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        schema = node["propertyNames"]
+        rules = {
+            key: value for key, value in ({} if isinstance(schema, bool) else schema).items() if key not in IGNORED
+        }
+        rules.pop("type", None)
+        if schema is False:
+            yield {"maxProperties": 0}
+        elif len(rules) == 1 and rules.keys() <= {"pattern", "maxLength", "minLength"}:
+            [(key, value)] = rules.items()
+            pattern = {"pattern": value, "maxLength": f"^(?s:.){{0,{value}}}$", "minLength": f"^(?s:.){{{value}}}"}[key]
+            yield {"patternProperties": {pattern: True}, "additionalProperties": False}
+        elif rules.keys() in ({"enum"}, {"const"}):
+            names = [name for name in rules.get("enum", [rules.get("const")]) if isinstance(name, str)]
+            yield {"properties": dict.fromkeys(names, True), "additionalProperties": False}
+        elif rules:
+            raise InvalidParameter(
+                f"structured: {path} cannot be expressed: it may be one pattern, enum, const, minLength or maxLength"
+            )
+
+    # what a schema does not allow
+
+    def _opposites(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        for key, value in node.items():
+            here = f"{path}/{key}"
+            if key in OPPOSITES:
+                yield OPPOSITES[key](value)
+            elif key == "properties":
+                for name, item in value.items():
+                    other = self.negated(item, at, f"{here}/{name}")
+                    yield other is not False and {"type": "object", "required": [name], "properties": {name: other}}
+            elif key in ("prefixItems", "items"):
+                before = len(node.get("prefixItems", ())) if key == "items" else 0
+                for index, item in enumerate(value if key == "prefixItems" else [value], before):
+                    other, first = self.negated(item, at, f"{here}/{index}"), [True] * index
+                    yield other is not False and {
+                        "type": "array",
+                        "prefixItems": [*first, other],
+                        "minItems": index + 1,
+                    }
+            elif key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                yield self._reference(value, at, here, False)
+            elif key == "not":
+                yield self.said(value, at, here)
+            elif key == "allOf":
+                yield from (self.negated(item, at, f"{here}/{index}") for index, item in enumerate(value))
+            elif key in ("anyOf", "oneOf"):
+                yield all_of(self.negated(item, at, f"{here}/{index}") for index, item in enumerate(value))
+            elif key == "if":
+                then, otherwise = node.get("then", True), node.get("else", True)
+                yield all_of([self.said(value, at, here), self.negated(then, at, f"{path}/then")])
+                yield all_of([self.negated(value, at, here), self.negated(otherwise, at, f"{path}/else")])
+            elif key == "contains" and node.get("minContains", 1) > 0:
+                yield {"type": "array", "items": self.negated(value, at, here)}
+            elif key == "dependentRequired":
+                for name, names in value.items():
+                    missing = (all_of([{"required": [name]}, {"properties": {other: False}}]) for other in names)
+                    yield all_of([{"type": "object"}, any_of(missing)])
+            elif key == "dependentSchemas":
+                for name, item in value.items():
+                    yield all_of([{"type": "object", "required": [name]}, self.negated(item, at, f"{here}/{name}")])
+            elif key not in IGNORED and key not in ("then", "else", "minContains", "maxContains") and value is not True:
+                self.unsaid.add(f"not {key}")
+
+    # which schemas plainly exclude each other
+
+    def _disjoint(self, one: Schema, other: Schema, at: Resolver, path: str, depth: int = 0) -> bool:
+        one, other = self._looked_up(one, at, path), self._looked_up(other, at, path)
+        if isinstance(one, bool) or isinstance(other, bool):
+            return one is False or other is False
+        if not _types(one) & _types(other):
+            return True
+        values = [
+            node["enum"] if "enum" in node else [node["const"]]
+            for node in (one, other)
+            if {"enum", "const"} & node.keys()
+        ]
+        if len(values) == 2:
+            return not {_canonical(value) for value in values[0]} & {_canonical(value) for value in values[1]}
+        if _types(one) != {"object"} and _types(other) != {"object"}:
+            return False
+        if depth > DEEPEST_REFERENCE:
+            return False
+        both = set(one.get("required", ())) & set(other.get("required", ()))
+        return any(
+            self._disjoint(
+                one.get("properties", {}).get(name, True),
+                other.get("properties", {}).get(name, True),
+                at,
+                path,
+                depth + 1,
+            )
+            for name in both
+        ) or any(_closed_without(a, set(b.get("required", ()))) for a, b in ((one, other), (other, one)))
+
+    def _looked_up(self, schema: Schema, at: Resolver, path: str) -> Schema:
+        """What a schema that is a mere reference refers to."""
+        for _ in range(DEEPEST_REFERENCE):
+            if isinstance(schema, bool) or schema.keys() - IGNORED != {"$ref"}:
+                break
+            schema, at = self._resolve(schema["$ref"], at, path)
+        return schema
+
+    # unevaluatedProperties and unevaluatedItems
+
+    def _closed(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
+        rest = {key: value for key, value in node.items() if key not in ("unevaluatedProperties", "unevaluatedItems")}
+        made = []
+        for way in self._ways(rest, at, path, 0):
+            closing: dict[str, Any] = {}
+            if "unevaluatedProperties" in node and not way.every_property:
+                closing["properties"] = dict.fromkeys(sorted(way.names), True)
+                closing["patternProperties"] = dict.fromkeys(sorted(way.patterns), True)
+                unevaluated = node["unevaluatedProperties"]
+                closing["additionalProperties"] = self.said(unevaluated, at, f"{path}/unevaluatedProperties")
+            if "unevaluatedItems" in node and not way.every_item:
+                closing["prefixItems"] = [True] * way.items
+                closing["items"] = self.said(node["unevaluatedItems"], at, f"{path}/unevaluatedItems")
+            made.append(all_of([*way.schemas, closing]))
+        return any_of(made)
+
+    def _ways(self, schema: Schema, at: Resolver, path: str, depth: int) -> list[_Alternative]:
+        """How a schema can be satisfied, with what each way looks at."""
+        if isinstance(schema, bool):
+            return [_Alternative()] if schema else []
+        if depth > DEEPEST_REFERENCE:
+            raise InvalidParameter(f"structured: {path} refers to itself, which unevaluatedProperties cannot look into")
+        node, at = self._enter(schema, at, path)
+        if "unevaluatedProperties" in node or "unevaluatedItems" in node:
+            inside = _Alternative([self._closed(node, at, path)])
+            inside.every_property = "unevaluatedProperties" in node
+            inside.every_item = "unevaluatedItems" in node
+            return [inside]
+
+        def ways(item: Schema, name: str) -> list[_Alternative]:
+            return self._ways(item, at, f"{path}/{name}", depth + 1)
+
+        def just(made: Iterable[Made]) -> list[_Alternative]:
+            schema = all_of(made)
+            return [] if schema is False else [_Alternative([schema])]
+
+        own = _Alternative([self._plain(node, at, path)], set(node.get("properties", ())))
+        own.patterns = set(node.get("patternProperties", ()))
+        own.every_property, own.every_item = "additionalProperties" in node, "items" in node
+        own.items = len(node.get("prefixItems", ()))
+        factors: list[list[_Alternative]] = [[own]]
+        for key in node.keys() & APPLIED.keys():
+            value, here = node[key], f"{path}/{key}"
+            if key == "allOf":
+                factors += [ways(item, f"allOf/{index}") for index, item in enumerate(value)]
+            elif key == "anyOf":
+                factors.append([way for index, item in enumerate(value) for way in ways(item, f"anyOf/{index}")])
+            elif key == "oneOf":
+                alone = [just(self._others(value, index, at, here)) or [] for index in range(len(value))]
+                choices = (
+                    _product([ways(item, f"oneOf/{index}"), alone[index]], path) for index, item in enumerate(value)
+                )
+                factors.append(list(itertools.chain(*choices)))
+            elif key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                target, there = self._resolve(value, at, here)
+                factors.append(self._ways(target, there, here, depth + 1))
+            elif key == "if":
+                yes = _product([ways(value, "if"), ways(node.get("then", True), "then")], path)
+                no = _product([just([self.negated(value, at, here)]), ways(node.get("else", True), "else")], path)
+                factors.append(yes + no)
+            elif key == "dependentSchemas":
+                for name, item in value.items():
+                    without = just([{"properties": {name: False}}])
+                    present = _product([just([{"required": [name]}]), ways(item, f"{key}/{name}")], path)
+                    factors.append(without + present)
+            elif key == "contains":
+                own.items = max(own.items, node.get("minContains", 1))
+                factors.append(just(APPLIED[key](self, node, at, here)))
+            else:
+                factors.append(just(APPLIED[key](self, node, at, here)))
+        return _product(factors, path)
+
+
+APPLIED: dict[str, Callable[[_Rewriter, Mapping[str, Any], Resolver, str], Iterable[Made]]] = {
+    "$ref": _Rewriter._ref,
+    "$dynamicRef": _Rewriter._ref,
+    "$recursiveRef": _Rewriter._ref,
+    "allOf": _Rewriter._all_of,
+    "anyOf": _Rewriter._any_of,
+    "oneOf": _Rewriter._one_of,
+    "not": _Rewriter._not,
+    "if": _Rewriter._if,
+    "then": lambda *_: (),
+    "else": lambda *_: (),
+    "dependentRequired": _Rewriter._dependent_required,
+    "dependentSchemas": _Rewriter._dependent_schemas,
+    "contains": _Rewriter._contains,
+    "minContains": lambda *_: (),
+    "maxContains": lambda *_: (),
+    "propertyNames": _Rewriter._property_names,
+}
+
+
+def _product(factors: Sequence[Sequence[_Alternative]], path: str) -> list[_Alternative]:
+    """Every choice of one of each."""
+    result = [_Alternative()]
+    for factor in factors:
+        result = [way & other for way in result for other in factor]
+        if len(result) > MOST_ALTERNATIVES:
+            raise InvalidParameter(
+                f"structured: {path} has more than {MOST_ALTERNATIVES} alternatives, which its unevaluated parts need "
+                "to be looked at one by one: make it smaller"
+            )
+    return result
+
+
+def _other_than(values: Sequence[Any]) -> Made:
+    """Values of types that none of these has, other texts, and the other truth value."""
+    kinds = {OF_TYPE[type(value)] for value in values}
+    options: list[Made] = [{"type": sorted(TYPES - kinds)}]
+    if "string" in kinds:
+        texts = [value for value in values if isinstance(value, str)]
+        options.append({"type": "string", "pattern": f"^(?:{_other_texts(texts)})$"})
+    if "boolean" in kinds and not {True, False} <= set(filter(lambda value: isinstance(value, bool), values)):
+        options.append({"const": not next(value for value in values if isinstance(value, bool))})
+    return any_of(options)
+
+
+def _other_texts(texts: Sequence[str]) -> str:
+    """A regular expression for all texts but these."""
+    following: dict[str, list[str]] = {}
+    for text in texts:
+        if text:
+            following.setdefault(text[0], []).append(text[1:])
+    parts = [re.escape(first) + f"(?:{_other_texts(rest)})" for first, rest in following.items()]
+    first = "".join(re.escape(character) for character in following)
+    parts.append(f"[^{first}](?s:.)*" if first else "(?s:.)+")
+    if "" not in texts:
+        parts.append("")
+    return "|".join(parts)
+
+
+def _types(node: Mapping[str, Any]) -> set[str]:
+    """The types that a node's values may have."""
+    types = set(TYPES)
+    if "type" in node:
+        types &= {_wide(name) for name in _as_list(node["type"])}
+    for values in (node.get("enum"), [node["const"]] if "const" in node else None):
+        if isinstance(values, list):
+            types &= {OF_TYPE[type(value)] for value in values}
+    return types
+
+
+def _closed_without(node: Mapping[str, Any], required: set[str]) -> bool:
+    """Whether a node's objects may not have one of the required properties."""
+    if node.get("additionalProperties") is not False or node.get("patternProperties") or _types(node) != {"object"}:
+        return False
+    return bool(required - set(node.get("properties", ())))
+
+
+def _wide(name: str) -> str:
+    return "number" if name == "integer" else name
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _canonical(value: Any) -> str:
+    """The same text for values that JSON schema holds equal."""
+    if isinstance(value, float) and value == int(value):
+        value = int(value)
+    return json.dumps(value, sort_keys=True)
