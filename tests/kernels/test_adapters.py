@@ -66,7 +66,7 @@ def test_rows_get_what_their_adapter_adds(
     device: torch.device, adapters: list[int], sizes: tuple[int, ...], deterministic: bool
 ) -> None:
     generator = torch.Generator().manual_seed(len(adapters))
-    inputs, most, ranks = 1100, 24, [8, 24, 1, 0]
+    inputs, most, ranks = 1100, 40, [8, 40, 17, 0]
     outputs, ends = sum(sizes), tuple(accumulate(sizes))
     x = torch.randn(len(adapters), inputs + 8, generator=generator).to(device)[:, :inputs]
     out = torch.randn(len(adapters), outputs, generator=generator).to(device)

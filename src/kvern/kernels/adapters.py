@@ -4,7 +4,8 @@
     expand   out [rows, outputs]             += low @ up[adapter of the row].T
 
 A program belongs to one adapter and reads and writes only the rows that use it, so that programs never meet, and each
-adapter's weights are read once for each tile of rows. The adapters' places are slots of stacked weights; `adapters
+adapter's weights are read once for each tile of rows. Ranks go in chunks, so that a low rank costs little where a high
+one fits. The adapters' places are slots of stacked weights; `adapters
 [rows]` holds each row's slot, or -1. The parts of a layer (queries, keys and values) have their own matrices.
 """
 
@@ -18,8 +19,10 @@ SMALLEST_TILE = 16
 """Of the matrix units."""
 LARGEST_TILE = 64
 OUTPUTS = 128
-INPUTS = 8192
-"""Times ranks, of one step of the sums: as much as fits into shared memory three times."""
+INPUTS = 128
+CHUNK = 16
+"""Ranks of one program, or of one step of its sum; with many rows more, lest these be read often."""
+LARGEST_CHUNK = 64
 MOST_SPLITS = 16
 INPUTS_OF_SPLIT = 512
 SPLIT_ROWS = 512
@@ -40,33 +43,44 @@ def _shrink_kernel(
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
-    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1) % PARTS
-    split = tl.program_id(1) // PARTS
+    split = (tl.program_id(1) // PARTS) % SPLITS
+    first = tl.program_id(1) // (PARTS * SPLITS) * CHUNK
     slot = tl.program_id(2)
-    known = tl.arange(0, RANK) < tl.load(ranks + slot)
+    highest = tl.load(ranks + slot)
+    rank = first + tl.arange(0, CHUNK)
+    known = rank < highest
     mine = tl.load(adapters + row, mask=row < rows, other=-1) == slot
-    used = (tl.max(mine.to(tl.int32), axis=0) > 0) & (tl.max(known.to(tl.int32), axis=0) > 0)
+    used = (tl.max(mine.to(tl.int32), axis=0) > 0) & (first < highest)
     if OVERLAP:
         wait_for_previous()
     if used:
         column = tl.arange(0, INPUTS)
-        place = (slot.to(tl.int64) * PARTS + part) * MOST + tl.arange(0, RANK)
+        place = (slot.to(tl.int64) * PARTS + part) * MOST + rank
         weight_tile = down + place[None, :] * inputs + column[:, None]
         x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
         span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
-        total = tl.zeros([ROWS, RANK], tl.float32)
+        total = tl.zeros([ROWS, CHUNK], tl.float32)
         for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
             inside = start + column < inputs
             values = tl.load(x_tile + start, mask=mine[:, None] & inside[None, :], other=0.0)
             weights = tl.load(weight_tile + start, mask=known[None, :] & inside[:, None], other=0.0)
             total = tl.dot(values, weights, total, input_precision="ieee")
-        target = (split.to(tl.int64) * rows + row)[:, None] * (PARTS * MOST) + part * MOST + tl.arange(0, RANK)[None, :]
+        target = (split.to(tl.int64) * rows + row)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
         tl.store(low + target, total, mask=mine[:, None] & known[None, :])
+
+
+@triton.jit
+def _sum_of_splits(low_tile, mask, rows, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    total = tl.load(low_tile, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(low_tile + rows.to(tl.int64) * (split * WIDTH), mask=mask, other=0.0)
+    return total
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
@@ -84,7 +98,7 @@ def _expand_kernel(
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
-    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
     OUTPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -99,22 +113,24 @@ def _expand_kernel(
     output = begin + tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     slot = tl.program_id(2)
-    rank = tl.arange(0, RANK)
-    known = rank < tl.load(ranks + slot)
+    rank = tl.arange(0, CHUNK)
+    highest = tl.load(ranks + slot)
     mine = tl.load(adapters + row, mask=row < rows, other=-1) == slot
-    used = (tl.max(mine.to(tl.int32), axis=0) > 0) & (tl.max(known.to(tl.int32), axis=0) > 0)
+    used = (tl.max(mine.to(tl.int32), axis=0) > 0) & (highest > 0)
     inside = output < end
-    place = (slot.to(tl.int64) * outputs + output)[None, :] * MOST + rank[:, None]
-    weights = tl.load(up + place, mask=used & known[:, None] & inside[None, :], other=0.0)
+    up_tile = up + (slot.to(tl.int64) * outputs + output)[None, :] * MOST + rank[:, None]
+    low_tile = low + row.to(tl.int64)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
+    weights = tl.load(up_tile, mask=used & (rank < highest)[:, None] & inside[None, :], other=0.0)
     if OVERLAP:
         wait_for_previous()
     if used:
-        source = row.to(tl.int64)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
-        total = tl.zeros([ROWS, RANK], tl.float32)
-        for split in tl.static_range(SPLITS):
-            offset = rows.to(tl.int64) * (split * PARTS * MOST)
-            total += tl.load(low + offset + source, mask=mine[:, None] & known[None, :], other=0.0)
-        update = tl.dot(total.to(weights.dtype), weights, input_precision="ieee")
+        values = _sum_of_splits(low_tile, mine[:, None] & (rank < highest)[None, :], rows, PARTS * MOST, SPLITS)
+        update = tl.dot(values.to(weights.dtype), weights, input_precision="ieee")
+        for start in tl.range(CHUNK, highest, CHUNK):
+            known = start + rank < highest
+            weights = tl.load(up_tile + start, mask=known[:, None] & inside[None, :], other=0.0)
+            values = _sum_of_splits(low_tile + start, mine[:, None] & known[None, :], rows, PARTS * MOST, SPLITS)
+            update = tl.dot(values.to(weights.dtype), weights, update, input_precision="ieee")
         target = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
         mask = mine[:, None] & inside[None, :]
         result = tl.load(target, mask=mask, other=0.0).to(tl.float32) + update
@@ -145,15 +161,15 @@ def add_adapters(
     first_end, second_end, outputs = (*ends, ends[-1], ends[-1])[:3] if len(ends) < 3 else ends
     tile = LARGEST_TILE
     splits = max(1, min(MOST_SPLITS, inputs // INPUTS_OF_SPLIT))
+    chunk = CHUNK
     if not deterministic:
         tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
-        splits = splits if rows < SPLIT_ROWS else 1
-    rank = max(SMALLEST_TILE, triton.next_power_of_2(most))
-    step = max(64, min(128, INPUTS // rank))
+    if not deterministic and rows >= SPLIT_ROWS:
+        splits, chunk = 1, max(CHUNK, min(LARGEST_CHUNK, triton.next_power_of_2(most)))
     overlap = overlaps(x.device)
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
     row_tiles = triton.cdiv(rows, tile)
-    _shrink_kernel[(row_tiles, parts * splits, slots)](
+    _shrink_kernel[(row_tiles, parts * splits * triton.cdiv(most, chunk), slots)](
         x,
         adapters,
         down,
@@ -166,8 +182,8 @@ def add_adapters(
         most,
         splits,
         tile,
-        rank,
-        step,
+        chunk,
+        INPUTS,
         overlap,
         num_warps=4,
         num_stages=3,
@@ -189,7 +205,7 @@ def add_adapters(
         most,
         splits,
         tile,
-        rank,
+        CHUNK,
         OUTPUTS,
         overlap,
         num_warps=4,
