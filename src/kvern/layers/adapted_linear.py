@@ -94,7 +94,7 @@ class AdaptedLinear(Module, Generic[Rows]):
 class StackedLinear(AdaptedLinear[AdaptedRows]):
     """Adapters added by PyTorch; the matrices of all slots and parts stand side by side.
 
-    `down [R, inputs]`, `up [outputs, R]`, which is zero where a rank is of another part, and `owners [R]` int64, the
+    `down [R, inputs]`, `up [R, outputs]`, which is zero where a rank is of another part, and `owners [R]` int64, the
     slot of each of the R ranks.
     """
 
@@ -108,9 +108,9 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
     def load(self, slot: int, parts: Mapping[str, Matrices]) -> None:
         ranks = [down.shape[0] for down, _ in parts.values()]
         ends = list(accumulate(ranks, initial=0))
-        up = self._like(sum(self.outputs.values()), ends[-1]).zero_()
+        up = self._like(ends[-1], sum(self.outputs.values())).zero_()
         for part, first, last in zip(parts, ends, ends[1:], strict=False):
-            up[self._columns[part], first:last] = parts[part][1]
+            up[first:last, self._columns[part]] = parts[part][1].T
         down = torch.cat([self._like(0, self.inputs), *(down.to(up.device) for down, _ in parts.values())])
         known = self._slots.get(slot)
         if known is not None and known[0].shape == down.shape:
@@ -124,11 +124,16 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
         if len(rows.segments) == 1 or x.shape[0] > STACKED_ROWS:
             for slot, members in rows.segments:
                 down, up = self._slots[slot]
-                if down.shape[0]:
-                    out[members] += self._multiply(self._multiply(x[members], down, None), up, None)
+                if not down.shape[0]:
+                    continue
+                low = self._multiply(x[members], down, None)
+                if isinstance(members, slice):
+                    out.addmm_(low, up)
+                else:
+                    out.index_add_(0, members, low @ up)
         elif self._owners.shape[0]:
-            low = self._multiply(x, self._down, None) * (rows.slots[:, None] == self._owners)
-            out += self._multiply(low, self._up, None)
+            low = self._multiply(x, self._down, None)
+            out.addmm_(low * (rows.slots[:, None] == self._owners), self._up)
 
     def _like(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self.weight.device)
@@ -138,8 +143,8 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
         sizes = [down.shape[0] for down, _ in self._slots.values()]
         self._down = torch.cat([self._like(0, self.inputs), *(down for down, _ in self._slots.values())])
         outputs = sum(self.outputs.values())
-        self._up = torch.cat([self._like(outputs, 0), *(up for _, up in self._slots.values())], dim=1)
+        self._up = torch.cat([self._like(0, outputs), *(up for _, up in self._slots.values())])
         owners = [slot for slot, size in zip(self._slots, sizes, strict=True) for _ in range(size)]
         self._owners = torch.tensor(owners, dtype=torch.int64, device=self.weight.device)
-        views = zip(torch.split(self._down, sizes), torch.split(self._up, sizes, dim=1), strict=True)
+        views = zip(torch.split(self._down, sizes), torch.split(self._up, sizes), strict=True)
         self._slots = dict(zip(self._slots, views, strict=True))
