@@ -20,4 +20,14 @@ with LLM() as llm:
     print(llm.chat(messages, greedy)[0].outputs[0].text)
 
     question = [{"role": "user", "content": "What is the weather in Lisbon?"}]
-    print(llm.chat(question, greedy.replace(skip_special_tokens=False), tools=[weather])[0].outputs[0].text)
+    asked = llm.chat(question, greedy, tools=[weather])[0].outputs[0].message
+    assert asked is not None
+    [call] = asked.tool_calls
+    print(call.name, call.arguments)
+
+    function = {"name": call.name, "arguments": call.arguments}
+    question += [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": '{"temperature": 24, "condition": "sunny"}'},
+    ]
+    print(llm.chat(question, greedy, tools=[weather])[0].outputs[0].text)

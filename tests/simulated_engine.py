@@ -4,18 +4,20 @@ In place of keys and values each cell of a block holds a number that stands for 
 a request that reads a cell of another prefix, or one that was never written, is caught at the step that reads it.
 """
 
+import math
 import random
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.core import EngineCore, TokenEvent
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.request import FinishReason, Request, State
+from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
-from kvern.step import Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvern.step import BeamCandidates, Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 VOCABULARY = 4
 STOP_TOKEN = 3
@@ -73,6 +75,46 @@ def sampled_token(seed: int, key: int) -> int:
     return random.Random(hash((seed, key))).choice((0, 0, 1, 1, 2, 2, STOP_TOKEN))
 
 
+def simulated_logprobs(key: int) -> dict[int, float]:
+    """What the simulated model thinks of each token after `key`; some cannot follow."""
+    dice = random.Random(hash(("beams", key)))
+    return {token: -math.inf if dice.random() < 0.2 else -3 * dice.random() for token in range(VOCABULARY)}
+
+
+def searched_answers(request: Request) -> list[tuple[list[int], str]]:
+    """Tokens and ending of what a beam search finds, best first: all continuations of all beams, one step at a time."""
+    params, stop, length = request.params, request.stop_token_ids, 0
+    width, penalty = params.beam_width or 0, params.length_penalty
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    ended: list[tuple[float, list[int], str]] = []
+    prompt = first_key(request)
+    for token in request.token_ids[: request.prompt_length]:
+        prompt = extend_key(prompt, token)
+    while beams:
+        length += 1
+        found = []
+        for total, tokens in beams:
+            key = prompt
+            for token in tokens:
+                key = extend_key(key, token)
+            logprobs = simulated_logprobs(key).items()
+            found += [(total + value, [*tokens, token]) for token, value in logprobs if value > -math.inf]
+        found.sort(reverse=True)
+        last = length == request.max_tokens
+        ended += [
+            (total / length**penalty, tokens, "stop" if tokens[-1] in stop else "length")
+            for total, tokens in found[:width]
+            if last or tokens[-1] in stop
+        ]
+        ended = sorted(ended, key=lambda item: -item[0])[:width]
+        beams = [item for item in found if not last and item[1][-1] not in stop][:width]
+        if beams and len(ended) == width:
+            most = request.max_tokens if params.early_stopping == "never" and penalty > 0 else length
+            if params.early_stopping is True or beams[0][0] / most**penalty <= ended[-1][0]:
+                break
+    return [(tokens, reason) for _, tokens, reason in ended[: params.n]]
+
+
 @dataclass
 class Row:
     """The device's view of a running request."""
@@ -118,23 +160,33 @@ class SimulatedDevice:
         future.set_result(self.execute(output))
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Copy, join, grow, write all tokens, then check what each token would attend to and sample."""
+        """Copy, fork, join, grow, write all tokens, then check what each token would attend to and sample."""
         for slot, adapter in output.adapters:
             assert slot < self.setup.adapter_slots
             self.adapters[slot] = adapter
+        targets = set()
         for copy in output.copies:
+            assert copy.source not in targets, "a copy of what the same step copies"
+            targets.add(copy.target)
             self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+        before = dict(self.rows)
+        for fork in output.forked:
+            source = before[fork.source]
+            assert len(source.tokens) == fork.length, "a fork of tokens that are not known"
+            tokens = [*source.tokens, fork.token_id]
+            self.rows[fork.slot] = Row(source.request, tokens, list(source.table), source.namespace)
         for request, name in zip(output.joined, self._joined_names(output), strict=True):
-            namespace = first_key(self.requests[name])
+            namespace = first_key(self.requests[name.split("/")[0]])
             self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
         for slot, first, blocks in output.grown:
-            assert len(self.rows[slot].table) == first, "a block table has a gap"
-            self.rows[slot].table += blocks
+            table = self.rows[slot].table
+            assert len(table) >= first, "a block table has a gap"
+            table[first:] = blocks
         keys = []
         written: set[tuple[int, int]] = set()
         for item, name in zip(output.scheduled, output.request_ids, strict=True):
             row, key, prefix = self.rows[item.slot], self.rows[item.slot].namespace, []
-            wanted = self.requests[name].adapter
+            wanted = self.requests[name.split("/")[0]].adapter
             assert wanted == self.adapters.get(row.request.adapter_slot), "another adapter is in the slot"
             for token in row.tokens[: item.start + item.count]:
                 key = extend_key(key, token)
@@ -152,8 +204,13 @@ class SimulatedDevice:
             read = [self.memory[row.table[at // self.setup.size]][at % self.setup.size] for at in range(len(prefix))]
             assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
             token = sampled_token(row.request.seed, prefix[-1]) if item.sample else None
-            if token is not None:
+            width = row.request.params.beam_width
+            if token is not None and width is None:
                 row.tokens.append(token)
+            elif token is not None and width is not None:
+                best = sorted(simulated_logprobs(prefix[-1]).items(), key=lambda pair: -pair[1])
+                ids, logprobs = zip(*best[: width + len(row.request.stop_token_ids)], strict=True)
+                result.candidates[item.slot] = BeamCandidates(ids, logprobs)
             result.token_ids.append(token)
             result.logprobs.append(None)
             last = min(item.start + item.count, row.request.prompt_length - 1)
@@ -207,12 +264,16 @@ class SimulatedEngine:
         stop: bool = False,
         prompt_logprobs: bool = False,
         adapter: int | None = None,
+        beams: int | None = None,
+        **search: Any,
     ) -> list[Request]:
-        """Queue `n` samples of a prompt."""
+        """Queue `n` samples of a prompt, or a search with beams for its `n` best answers."""
         number = len(self.requests)
-        params = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=0 if prompt_logprobs else None)
+        params = SamplingParams(
+            max_tokens=max_tokens, n=n, prompt_logprobs=0 if prompt_logprobs else None, beam_width=beams, **search
+        )
         added: list[Request] = []
-        for index in range(n):
+        for index in range(n if beams is None else 1):
             request = Request(
                 request_id=f"{number}#{index}",
                 token_ids=list(prompt),
@@ -224,12 +285,12 @@ class SimulatedEngine:
                 turn=turn,
                 namespace=namespace.to_bytes(1, "big"),
                 adapter=adapter,
-                group=str(number) if n > 1 else None,
+                group=str(number) if params.sequences > 1 else None,
                 leader=added[0] if added else None,
             )
             added.append(request)
             self.requests[request.request_id] = request
-            self.heard[request.request_id] = Heard()
+            self.heard |= {answer_id: Heard() for answer_id in request.answer_ids}
             self._waiting_since[request] = self.scheduler.step
             self.core.add(request)
         self.check()
@@ -237,11 +298,11 @@ class SimulatedEngine:
 
     @property
     def alive(self) -> list[Request]:
-        return [request for request in self.requests.values() if request.state is not State.FINISHED]
+        return [request for name, request in self.requests.items() if self.scheduler.get(name) is not None]
 
     def finish(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request from outside, as a client that leaves or a stop string does."""
-        self.core.finish([request.request_id], reason)
+        self.core.finish([name for name, other in self.requests.items() if other is request], reason)
         self._ended_outside.add(request)
         self.check()
 
@@ -284,7 +345,7 @@ class SimulatedEngine:
     def check(self) -> None:
         self.scheduler.check_integrity()
         assert len(self.scheduler.running) <= self.setup.limits.max_batch_requests
-        for request in self.alive:
+        for request in (*self.scheduler.waiting, *self.scheduler.running):
             assert request.output_length + request.in_flight <= request.max_tokens
             assert 0 <= request.in_flight <= self.setup.depth
 
@@ -299,7 +360,10 @@ class SimulatedEngine:
         tree.check_integrity()
         assert tree.size == 0 and pool.free_count == pool.capacity
         for name, request in self.requests.items():
-            self._check_answer(request, self.heard[name])
+            if request.params.beam_width is None:
+                self._check_answer(request, self.heard[name])
+            else:
+                self._check_search(request, name)
 
     def _check_answer(self, request: Request, heard: Heard) -> None:
         """The tokens are those the request gets alone, however it was scheduled."""
@@ -314,6 +378,18 @@ class SimulatedEngine:
                 assert heard.prompt_positions == list(range(1, request.prompt_length))
         if not self.setup.prefix_cache and request.group is None:
             assert heard.cached_tokens == 0
+
+    def _check_search(self, request: Request, name: str) -> None:
+        """The answers are those of a search that looks at everything."""
+        number = name.removesuffix("#0")
+        heard = [self.heard[f"{number}#{index}"] for index in range(request.params.n)]
+        if request in self._ended_outside and not any(item.finish_reason for item in heard):
+            return
+        found = [(item.tokens, item.finish_reason) for item in heard]
+        expected = searched_answers(request)
+        assert found == expected + [([], "abort")] * (len(heard) - len(expected))
+        if request.params.prompt_logprobs is not None:
+            assert heard[0].prompt_positions == list(range(1, request.prompt_length))
 
     def expected_answer(self, request: Request) -> tuple[list[int], str]:
         """The answer straight from the simulated model."""
@@ -340,7 +416,9 @@ class SimulatedEngine:
 
     def _is_ready(self, request: Request) -> bool:
         """Could run now, if it were its turn."""
-        return not request.in_flight and (request.leader is None or request.leader.prompt_scheduled)
+        return (
+            not request.in_flight and not request.held and (request.leader is None or request.leader.prompt_scheduled)
+        )
 
     def _check_waiting(self, running_before: set[Request]) -> None:
         """No request that has waited for `aging_steps` was overtaken in the step that was just planned.
@@ -349,17 +427,28 @@ class SimulatedEngine:
         place may be overtaken by requests without one.
         """
         step = self.scheduler.step
-        admitted = [request for request in self.scheduler.running if request not in running_before]
+        before = self._waiting_before  # a held beam is not admitted when it takes another's place
+        admitted = [
+            request
+            for request in self.scheduler.running
+            if request in before and (before[request] or request.beams is None)
+        ]
         for request in self.scheduler.waiting:
             if request in running_before:
                 self._waiting_since[request] = step
+            if request.beams is not None and request.output_length:  # a beam may lose its place and get another's
+                self._waiting_since[request] = request.waiting_since
         old = {item for item, since in self._waiting_since.items() if step - since >= self.setup.aging_steps}
         self._aged |= old & {*self.scheduler.waiting, *admitted}
+        self._aged |= {request for request in admitted if request.beams is not None and request.aged}
         fcfs = self.setup.policy == "fcfs"
         passed_over = [
             request
             for request in self.scheduler.waiting
-            if (request in self._aged or fcfs) and self._waiting_before.get(request) and self._is_ready(request)
+            if (request in self._aged or fcfs)
+            and self._waiting_before.get(request)
+            and self._is_ready(request)
+            and request.waiting_since != step  # a beam that ran and lost its place
         ]
         for newcomer in admitted:
             for request in passed_over:

@@ -138,6 +138,18 @@ def test_beside_everything_else_that_a_request_may_ask(
         assert last.outputs[0].token_ids == expected["small"][1]
         biased = GREEDY.replace(allowed_token_ids=[7, 8], max_tokens=3)
         assert set(llm.generate(PROMPTS[0], biased, adapter="pattern")[0].outputs[0].token_ids) <= {7, 8}
+        beams = SamplingParams(beam_width=3, n=2, max_tokens=5, logprobs=1)
+        names = ["all", None, "small"]
+        searched = [llm.generate(PROMPTS[0], beams, adapter=name)[0].outputs for name in names]
+        together = llm.generate([PROMPTS[0]] * 3, [beams, GREEDY, beams], adapter=names)
+        for index in (0, 2):
+            found = [answer.token_ids for answer in together[index].outputs]
+            assert (
+                found
+                == [answer.token_ids for answer in searched[index]]
+                != [answer.token_ids for answer in searched[1]]
+            )
+        assert together[1].outputs[0].token_ids == expected[None][0]
         chosen = GREEDY.replace(ignore_eos=False, structured=StructuredOutput(choice=["fox", "dog"]))
         assert llm.generate(PROMPTS[0], chosen, adapter="all")[0].outputs[0].text in ("fox", "dog")
         message = [{"role": "user", "content": "the fox"}]

@@ -218,6 +218,21 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     assert any(with_prefix for _, _, with_prefix, _ in graphs) == llm.config.shared_prefix_attention
 
 
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 1024, "overlap": False}], ids=str)
+def test_beams_are_the_cpus(options: dict[str, Any]) -> None:
+    """Beside requests that sample, and behind a prefix that all beams have in common."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(5, 400) for _ in range(length)] for length in (290, 7, 300, 33)]
+    beams = SamplingParams(beam_width=6, n=3, max_tokens=40, early_stopping="never", logprobs=1)
+    params = [beams, SamplingParams(temperature=0.8, seed=3, max_tokens=60), beams.replace(logprobs=None), beams]
+    expected = LLM(device="cpu", **SMALL).generate(prompts, params)
+    found = LLM(device="cuda", **(SMALL | options)).generate(prompts, params)
+    assert tokens(found) == tokens(expected)
+    for output, wanted in zip(found, expected, strict=True):
+        for answer, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert answer.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-2)
+
+
 def steps(llm: LLM, count: int) -> None:
     for _ in range(count):
         llm._engine.step()
@@ -249,6 +264,7 @@ def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any]) -> Non
         steps(llm, 6)
         for index in range(4, 8):
             llm._engine.add(f"{index}", prompts[index], wide, adapter=adapters[index % len(adapters)])
+        llm._engine.add("beams", prompts[0], SamplingParams(beam_width=4, n=2, max_tokens=30, logprobs=1))
         steps(llm, 6)
         llm._engine.abort(["0", "5"])
         steps(llm, 30)

@@ -77,6 +77,24 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = prompt[: self.engine.setup.max_model_len - 1]
         self.engine.add(prompt, max_tokens, **options)
 
+    @rule(
+        prompt=prompts(),
+        max_tokens=st.integers(1, 12),
+        beams=st.integers(1, 5),
+        n=st.integers(1, 5),
+        length_penalty=st.sampled_from((1.0, 0.0, -1.0, 2.0)),
+        early_stopping=st.sampled_from((False, True, "never")),
+        namespace=st.sampled_from((0, 0, 0, 1)),
+        priority=st.integers(-1, 1),
+        stop=st.booleans(),
+        prompt_logprobs=st.sampled_from((False, False, False, True)),
+    )
+    def search(self, prompt: list[int], max_tokens: int, beams: int, n: int, **options: Any) -> None:
+        setup = self.engine.setup
+        beams = min(beams, setup.limits.max_batch_requests)
+        prompt = prompt[: setup.max_model_len - 1]
+        self.engine.add(prompt, max_tokens, beams=beams, n=min(n, beams), **options)
+
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -111,10 +129,12 @@ def random_life(setup: Setup, seed: int, arrivals: int = 40) -> SimulatedEngine:
         if arrivals and dice.random() < 0.4:
             shared = dice.choice(SHARED)
             prompt = shared[: dice.randint(1, len(shared))] + [dice.randrange(4) for _ in range(dice.randint(0, 6))]
+            beams = min(dice.choice((1, 2, 4)), setup.limits.max_batch_requests) if dice.random() < 0.3 else None
             engine.add(
                 prompt[: setup.max_model_len - 1],
                 dice.randint(1, 9),
-                n=dice.choice((1, 1, 1, 3)),
+                n=dice.choice((1, 1, 1, 3)) if beams is None else dice.randint(1, beams),
+                beams=beams,
                 namespace=dice.random() < 0.1,
                 priority=dice.randint(-1, 1),
                 stop=dice.random() < 0.5,
@@ -355,6 +375,31 @@ def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_chunk", lambda self, request, budget: min(request.remaining_tokens, budget, 2))
 
 
+def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = KVCacheManager.fork
+
+    def fork_without_copy(self: KVCacheManager, *args: Any) -> list[BlockCopy] | None:
+        copies = fork(self, *args)
+        return copies and [BlockCopy(copied.source, copied.target, 0) for copied in copies]
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_without_copy)
+
+
+def forks_that_share_a_partial_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork_sharing_all(self: KVCacheManager, parent: Request, child: Request) -> list[BlockCopy] | None:
+        self.pool.share(parent.block_ids)
+        self.tree.acquire(parent.nodes)
+        child.block_ids, child.nodes = list(parent.block_ids), list(parent.nodes)
+        child.computed_tokens = parent.computed_tokens
+        return []
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_sharing_all)
+
+
+def held_beams_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_make_room", lambda self: False)
+
+
 Mistake = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: list[Mistake] = [
     without_copies,
@@ -367,6 +412,9 @@ MISTAKES: list[Mistake] = [
     adapter_replaced_while_used,
     aging_forgotten,
     prefill_split,
+    forks_that_copy_nothing,
+    forks_that_share_a_partial_block,
+    held_beams_keep_their_blocks,
 ]
 
 
@@ -378,7 +426,7 @@ def test_the_machine_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) 
         run_state_machine_as_test(EngineMachine, settings=few)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake is not held_beams_keep_their_blocks])
 def test_a_crowd_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):

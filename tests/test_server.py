@@ -221,11 +221,15 @@ def test_many_at_once(server: Served, llm: LLM) -> None:
         (b'{"prompt": "a", "logit_bias": {"1": 1e99}}', 400, "logit_bias of token 1", "logit_bias"),
         (b'{"prompt": "a", "n": 500}', 400, "n is 500: this server takes 128", "n"),
         (b'{"prompt": "a", "best_of": 2, "stream": true}', 400, "best_of is 2", "best_of"),
+        (b'{"prompt": "a", "beam_width": 100}', 400, "beam_width is 100", "beam_width"),
+        (b'{"prompt": "a", "beam_width": 2, "temperature": 1}', 400, "temperature is 1.0 with", "temperature"),
+        (b'{"prompt": "a", "use_beam_search": true, "n": 3, "best_of": 2}', 400, "n is 3, above", "n"),
+        (b'{"prompt": "a", "use_beam_search": 1}', 400, "use_beam_search is 1", None),
         (b'{"prompt": "a", "timeout": -1}', 400, "timeout is -1", "timeout"),
         (b'{"prompt": "a", "cache_salt": 5}', 400, "cache_salt is 5: it must be a text", "cache_salt"),
         (b'{"prompt": "' + b"a" * (17 << 20) + b'"}', 413, "bytes", None),
     ],
-    ids=range(22),
+    ids=range(26),
 )
 def test_bad_requests_are_told_why(server: Served, body: bytes, status: int, said: str, param: str | None) -> None:
     found, _, content = server.raw("POST", "/v1/completions", body)
@@ -313,9 +317,10 @@ def test_streams_survive_their_engine(how: int) -> None:
     """Killed, or hanging, in mid-answer: another engine goes on, and no token is lost or doubled."""
     prompts = [f"Once upon a time there were {number}" for number in range(12)]
     params = SamplingParams(temperature=0.8, seed=9, max_tokens=300, ignore_eos=True)
-    expected = [
-        output.outputs[0].text for output in LLM("kvern-1m", threads=1, dtype="float32").generate(prompts, params)
-    ]
+    llm = LLM("kvern-1m", threads=1, dtype="float32")
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
+    beams = SamplingParams(beam_width=3, n=2, max_tokens=300, ignore_eos=True)
+    best = [answer.text for answer in llm.generate(prompts[0], beams)[0].outputs]
     with serving(*SMALL, "--engine-timeout", "3") as served:
         client = served.client()
         begun = threading.Barrier(len(prompts) + 1)
@@ -326,7 +331,12 @@ def test_streams_survive_their_engine(how: int) -> None:
             begun.wait(30)
             return text + "".join(chunk.choices[0].text for chunk in stream)
 
-        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        def search() -> list[str]:
+            options = STORY | {"temperature": 0, "n": 2, "extra_body": {"ignore_eos": True, "beam_width": 3}}
+            return [choice.text for choice in client.completions.create(prompt=prompts[0], **options).choices]
+
+        with concurrent.futures.ThreadPoolExecutor(len(prompts) + 1) as pool:
+            searched = pool.submit(search)
             texts = [pool.submit(read, prompt) for prompt in prompts]
             engine = served.engine_pid()
             begun.wait(30)
@@ -334,6 +344,7 @@ def test_streams_survive_their_engine(how: int) -> None:
             eventually(lambda: served.raw("GET", "/ready")[0] == 503)
             late = client.completions.create(prompt=prompts[0], seed=9, **STORY)  # waits for the next engine
             assert [text.result(60) for text in texts] == expected
+            assert searched.result(60) == best
         assert late.choices[0].text == expected[0]
         assert served.engine_pid() != engine
         assert served.raw("GET", "/ready")[0] == 200

@@ -86,6 +86,27 @@ def test_best_of_gives_the_most_probable(client: openai.OpenAI) -> None:
     assert best.usage.completion_tokens == every.usage.completion_tokens
 
 
+def test_beam_search_under_all_its_names(client: openai.OpenAI, llm: LLM) -> None:
+    options: dict[str, Any] = {"model": "kvern-12m", "prompt": STORY, "max_tokens": 12}
+    params = SamplingParams(beam_width=4, n=2, max_tokens=12)
+    beams = llm.generate(STORY, params)[0].outputs
+    for extra in ({"beam_width": 4}, {"use_beam_search": True, "best_of": 4, "temperature": 0}):
+        given = client.completions.create(**options, n=2, logprobs=1, extra_body=extra)
+        assert [choice.text for choice in given.choices] == [answer.text for answer in beams]
+        assert [len(choice.logprobs.tokens) for choice in given.choices] == [len(answer.token_ids) for answer in beams]
+    chat: dict[str, Any] = {"model": "kvern-12m", "messages": QUESTION, "max_tokens": 24, "n": 3}
+    whole = client.chat.completions.create(**chat, extra_body={"use_beam_search": True})
+    texts = [choice.message.content for choice in whole.choices]
+    prompt = llm.chat_prompt(QUESTION)
+    beams = llm.generate(prompt, SamplingParams(beam_width=3, n=3, max_tokens=24))[0].outputs
+    assert texts == [answer.text for answer in beams]
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**chat, stream=True, extra_body={"use_beam_search": True}):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
 def test_parts_of_content_and_the_developer_role(client: openai.OpenAI, llm: LLM) -> None:
     expected = answer(llm, [{"role": "system", "content": "Answer."}, *QUESTION], max_tokens=24)
     messages: list[Any] = [

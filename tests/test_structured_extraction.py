@@ -5,10 +5,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+from training.exam import is_right, questions, wanted
 
 from kvern import LLM, SamplingParams
 from kvern.structured.output import StructuredOutput
-from training.exam import is_right, questions, wanted
 
 TYPES = {str: {"type": "string", "maxLength": 80}, int: {"type": "integer"}, float: {"type": "number"}}
 

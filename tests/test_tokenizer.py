@@ -320,6 +320,15 @@ def test_added_tokens_keep_their_spelling(tmp_path: Path) -> None:
     assert "".join(stream(tokenizer, ids)) == "a<tool call>b"
 
 
+def test_some_special_tokens_can_stay(byte: Tokenizer, pieces: Tokenizer) -> None:
+    for tokenizer in (byte, pieces):
+        ids = tokenizer.encode("hello<|user|> you<pad>")
+        kept = [tokenizer.token_to_id("<|user|>") or 0]
+        detokenizer = IncrementalDetokenizer(tokenizer, kept=kept)
+        shown = "".join([*(detokenizer.append([token_id]) for token_id in ids), detokenizer.flush()])
+        assert shown.split() == ["hello<|user|>", "you"]
+
+
 def reference(folder: Path) -> Any:
     import transformers
 

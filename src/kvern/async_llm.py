@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -21,12 +21,15 @@ from kvern.llm import (
     Tools,
     as_conversations,
     as_prompts,
+    chat_request,
+    follow,
     one_adapter_for_each,
     one_for_each,
 )
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
+from kvern.tools.chat import ChatRequest
 
 
 class _Waiter:
@@ -100,14 +103,21 @@ class AsyncLLM:
         tools: Tools = None,
         add_generation_prompt: bool = True,
         adapter: Adapters = None,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations through the model's chat template."""
+        """Answer conversations through the model's chat template, with the options of `LLM.chat`."""
         conversations = as_conversations(messages)
-        return await self.generate(
-            [self.chat_prompt(conversation, tools, add_generation_prompt) for conversation in conversations],
-            sampling_params,
-            adapter=adapter,
-        )
+        several = one_for_each(sampling_params, len(conversations))
+        options["add_generation_prompt"] = add_generation_prompt
+        chats = [
+            chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
+            for conversation, params in zip(conversations, several, strict=True)
+        ]
+        outputs = await self.generate([chat.prompt for chat in chats], [chat.params for chat in chats], adapter=adapter)
+        for chat, output in zip(chats, outputs, strict=True):
+            for answer in output.outputs:
+                answer.message = chat.message(answer.text)
+        return outputs
 
     async def stream(
         self,
@@ -116,7 +126,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         adapter: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield the same growing output as tokens arrive. Leaving the loop or cancelling aborts the request."""
         request_id, waiter = next(self._ids), _Waiter()
         self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, adapter, waiter))
@@ -145,9 +155,17 @@ class AsyncLLM:
         *,
         tools: Tools = None,
         adapter: str | None = None,
+        **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """`stream` for a conversation."""
-        return self.stream(self.chat_prompt(messages, tools), sampling_params, adapter=adapter)
+        """`stream` for a conversation, with the options of `LLM.chat`; each answer's `message` grows with its text."""
+        chat = chat_request(self._engine.inputs.chat, messages, sampling_params, tools, **options)
+        return self._followed(chat, adapter)
+
+    async def _followed(self, chat: ChatRequest, adapter: str | None) -> AsyncGenerator[RequestOutput]:
+        grown = follow(chat)
+        async with contextlib.aclosing(self.stream(chat.prompt, chat.params, adapter=adapter)) as outputs:
+            async for output in outputs:
+                yield grown(output)
 
     @property
     def adapters(self) -> list[str]:
@@ -155,7 +173,7 @@ class AsyncLLM:
         return self._engine.adapters
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Read the LoRA adapter in a folder while others are answered. Raises InvalidAdapter."""
+        """Read the LoRA adapter in a folder, between two steps. Raises InvalidAdapter."""
         await asyncio.wrap_future(self._between_steps(lambda: self._engine.load_adapter(name, path)))
 
     async def unload_adapter(self, name: str) -> None:

@@ -130,6 +130,10 @@ class ChatTemplate:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
+    def source(self, tools: bool) -> str:
+        """The text of the template that is used with or without tools; empty if there is none."""
+        return self._sources.get("tool_use" if tools and "tool_use" in self._sources else "default", "")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

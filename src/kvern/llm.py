@@ -1,7 +1,8 @@
 """The Python API: LLM, for scripts; AsyncLLM is its twin for asyncio."""
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
@@ -16,6 +17,8 @@ from kvern.errors import InvalidRequest, KvernError
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
+from kvern.tools.chat import AnswerReader, Chat, ChatRequest
+from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 
 __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput"]
 
@@ -120,15 +123,31 @@ class LLM:
         add_generation_prompt: bool = True,
         adapter: Adapters = None,
         progress: bool = False,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template."""
+        """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
+
+        `tools` are in OpenAI's form; `options` are `tool_choice` and `parallel_tool_calls` as there, `thinking_budget`
+        (tokens) and `variables` for the template. Each answer's `message` holds content, reasoning and tool calls.
+        """
         conversations = as_conversations(messages)
-        prompts = [self.chat_prompt(conversation, tools, add_generation_prompt) for conversation in conversations]
-        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
+        several = one_for_each(sampling_params, len(conversations))
+        options["add_generation_prompt"] = add_generation_prompt
+        chats = [
+            chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
+            for conversation, params in zip(conversations, several, strict=True)
+        ]
+        adapters = one_adapter_for_each(adapter, len(chats))
+        prompts, params = [chat.prompt for chat in chats], [chat.params for chat in chats]
+        outputs = self._all(prompts, params, progress, adapters=adapters)
+        for chat, output in zip(chats, outputs, strict=True):
+            for answer in output.outputs:
+                answer.message = chat.message(answer.text)
+        return outputs
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Yield the same growing output at each new token. Leaving the loop aborts the request."""
         request_id = next(self._ids)
         output = self._engine.add(request_id, prompt, sampling_params, adapter=adapter)
@@ -154,9 +173,17 @@ class LLM:
         *,
         tools: Tools = None,
         adapter: str | None = None,
+        **options: Any,
     ) -> Iterator[RequestOutput]:
-        """`stream` for a conversation."""
-        return self.stream(self.chat_prompt(messages, tools), sampling_params, adapter=adapter)
+        """`stream` for a conversation, with the options of `chat`; each answer's `message` grows with its text."""
+        chat = chat_request(self._engine.inputs.chat, messages, sampling_params, tools, **options)
+        return self._followed(chat, adapter)
+
+    def _followed(self, chat: ChatRequest, adapter: str | None) -> Iterator[RequestOutput]:
+        grown = follow(chat)
+        with contextlib.closing(self.stream(chat.prompt, chat.params, adapter=adapter)) as outputs:
+            for output in outputs:
+                yield grown(output)
 
     @property
     def adapters(self) -> list[str]:
@@ -170,6 +197,12 @@ class LLM:
     def unload_adapter(self, name: str) -> None:
         """Let nothing new use an adapter; what uses it goes on to its end. Raises InvalidRequest."""
         self._engine.unload_adapter(name)
+
+    def chat_request(
+        self, messages: Messages, sampling_params: SamplingParams, use: ToolUse = NO_TOOLS, **options: Any
+    ) -> ChatRequest:
+        """A conversation as a prompt, parameters, and a reader of the answer. Raises InvalidRequest."""
+        return self._engine.inputs.chat.request(messages, sampling_params, use, **options)
 
     def as_completed(
         self, inputs: Iterable[Input], *, max_in_flight: int | None = None
@@ -237,6 +270,35 @@ class LLM:
                 finished = [output for output in self._engine.step() if output.finished]
                 done += len(finished)
                 report(done, self._engine.statistics().generation_tokens - before)
+
+
+def chat_request(
+    chat: Chat,
+    messages: Messages,
+    params: SamplingParams | None,
+    tools: Tools,
+    *,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool = True,
+    **options: Any,
+) -> ChatRequest:
+    """A conversation with the options of `LLM.chat` as a request."""
+    use = read_tools(tools, tool_choice, parallel_tool_calls)
+    return chat.request(messages, params or SamplingParams(), use, **options)
+
+
+def follow(chat: ChatRequest) -> Callable[[RequestOutput], RequestOutput]:
+    """Lets the messages of a growing output grow with it."""
+    readers: dict[int, AnswerReader] = {}
+
+    def grown(output: RequestOutput) -> RequestOutput:
+        for answer in output.outputs:
+            reader = readers.setdefault(answer.index, chat.reader())
+            reader.read(answer.text, answer.finish_reason is not None)
+            answer.message = reader.message
+        return output
+
+    return grown
 
 
 def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:

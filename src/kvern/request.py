@@ -4,7 +4,8 @@
        ^                     |
        +-----preempted-------+      (its blocks are gone, its tokens stay and are computed again)
 
-`n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks.
+`n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks. A beam search
+is one request, from which others are forked when its prompt is computed.
 """
 
 import enum
@@ -15,6 +16,7 @@ from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvern.cache.radix import Node
+    from kvern.engine.beams import BeamSearch
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -60,6 +62,10 @@ class Request:
     """The request of the group that computes the shared prompt; None for the leader itself."""
     arrival: int = 0
     """Sequence number, given by the scheduler."""
+    beams: "BeamSearch | None" = None
+    """The search that this is a beam of; the engine core makes it."""
+    held: bool = False
+    """A beam whose continuations are known, and which waits for those of the others."""
 
     prompt_length: int = field(init=False)
     state: State = State.WAITING
@@ -89,8 +95,19 @@ class Request:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still to be computed before the next one can be sampled."""
-        return len(self.token_ids) + self.in_flight - self.computed_tokens
+        """Tokens still to be computed before the next one can be sampled.
+
+        What follows a beam is chosen on the host: until then nothing remains.
+        """
+        sampled = self.in_flight if self.beams is None else 0
+        return len(self.token_ids) + sampled - self.computed_tokens
+
+    @property
+    def answer_ids(self) -> list[str]:
+        """Under which its answers are reported: its own id, or one for each of the best of its beams."""
+        if self.params.beam_width is None:
+            return [self.request_id]
+        return [f"{self.request_id.removesuffix('#0')}#{index}" for index in range(self.params.n)]
 
     @property
     def cache_namespace(self) -> bytes:

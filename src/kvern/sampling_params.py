@@ -11,6 +11,9 @@ from kvern.structured.output import StructuredOutput
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 1024
 MAX_TOP_K = 2**31 - 1
+MAX_BEAMS = 64
+MAX_LENGTH_PENALTY = 10
+"""Powers of a length stay finite."""
 MAX_FACTOR = 1_000_000
 """Of temperature and repetition_penalty (there also its inverse): products with logits stay finite in float32."""
 
@@ -56,12 +59,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     """The same seed gives the same tokens, alone and in any batch."""
     n: int = 1
-    """Independent answers to one prompt, which share its KV blocks."""
+    """Independent answers to one prompt, which share its KV blocks; with `beam_width` the best of the beams."""
+    beam_width: int | None = None
+    """Search with so many beams instead of sampling: the answers are the `n` most probable that it finds."""
+    length_penalty: float = 1.0
+    """Beams that have ended are ordered by their log-probability over their length to this power."""
+    early_stopping: bool | str = False
+    """true: end when `beam_width` answers are found; never: when no beam can become better than them; false: when the
+    best beam is not better as it stands."""
     logprobs: int | None = None
     """Log-probabilities of the sampled token and of this many most probable ones, from the model's own logits."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    visible_token_ids: list[int] | None = None
+    """Special tokens that stay in the text all the same."""
     structured: StructuredOutput | None = None
     """What the answer must look like: a JSON schema, a regular expression, a choice or a grammar."""
 
@@ -69,6 +82,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run side by side for one prompt."""
+        return self.beam_width or self.n
 
     def replace(self, **changes: Any) -> "SamplingParams":
         """A copy with other values, checked again."""
@@ -87,6 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_integer("max_tokens", self.max_tokens, 1, None)
         _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         _check_integer("n", self.n, 1, MAX_SAMPLES)
+        self._check_beams()
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -98,9 +117,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.structured is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
         _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
-        for name in ("bad_words", "allowed_token_ids", "stop_token_ids"):
+        for name in ("bad_words", "allowed_token_ids", "stop_token_ids", "visible_token_ids"):
             _check_list(name, getattr(self, name))
-        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+        for name in ("allowed_token_ids", "stop_token_ids", "visible_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 _check_integer(f"a token id of {name}", token, 0, None)
         for word in (*self.stop_strings, *(self.bad_words or ())):
@@ -110,6 +129,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
         for token, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias of token {token}", bias, -1e9, 1e9)
+
+    def _check_beams(self) -> None:
+        _check_integer("beam_width", self.beam_width, 1, MAX_BEAMS)
+        _check_range("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidParameter(f"early_stopping is {self.early_stopping!r:.40}: it must be true, false or 'never'")
+        if self.beam_width is None:
+            for name, nothing in {"length_penalty": 1, "early_stopping": False}.items():
+                if getattr(self, name) != nothing:
+                    raise InvalidParameter(
+                        f"{name} is {getattr(self, name)!r} without beam_width: it orders beams; give beam_width or "
+                        "leave it out"
+                    )
+            return
+        if self.n > self.beam_width:
+            raise InvalidParameter(
+                f"n is {self.n}, above beam_width {self.beam_width}: a search has as many answers as beams; lower n or "
+                "raise beam_width"
+            )
+        for name, kept in MEANINGLESS_WITH_BEAMS.items():
+            if getattr(self, name) not in kept:
+                raise InvalidParameter(
+                    f"{name} is {getattr(self, name)} with beam_width {self.beam_width}: beams are not drawn; leave "
+                    f"{name} out"
+                )
+
+
+MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
+    "temperature": (None, 0),
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1),
+    "min_p": (0,),
+    "typical_p": (1,),
+}
+"""Fields that say how tokens are drawn, and the values of each that ask for nothing."""
 
 
 def _check_list(name: str, value: object) -> None:

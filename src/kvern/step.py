@@ -1,5 +1,6 @@
 """What the engine tells the runner to do in one step, as differences, and what comes back."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvern.cache.manager import BlockCopy
@@ -38,6 +39,12 @@ class NewRequest:
     embed: bool = False
     """The last hidden state of the prompt is wanted, not a token."""
 
+    def shareable_blocks(self, block_size: int) -> list[int]:
+        """Those that all rows forked from this one have, too."""
+        if self.params.beam_width is None:
+            return self.block_ids
+        return self.block_ids[: self.prompt_length // block_size]
+
 
 @dataclass(frozen=True)
 class ScheduledTokens:
@@ -49,9 +56,19 @@ class ScheduledTokens:
     sample: bool
 
 
+@dataclass(frozen=True)
+class Fork:
+    """Row `slot` goes on behind the first `length` tokens of row `source`, which may be itself, with another token."""
+
+    slot: int
+    source: int
+    length: int
+    token_id: int
+
+
 @dataclass
 class SchedulerOutput:
-    """One step: load adapters, copy blocks, let rows join and grow, compute tokens.
+    """One step: load adapters, copy blocks, let rows fork, then join and grow, compute tokens.
 
     Rows that left need no message: their slot is simply given to another request.
     """
@@ -60,6 +77,8 @@ class SchedulerOutput:
     adapters: list[tuple[int, int]] = field(default_factory=list)
     """(slot, key) of adapters to be loaded into a slot before anything is computed."""
     copies: list[BlockCopy] = field(default_factory=list)
+    forked: list[Fork] = field(default_factory=list)
+    """All sources are meant as they were before the step."""
     joined: list[NewRequest] = field(default_factory=list)
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, index of the first new entry in its block table, block ids)."""
@@ -71,6 +90,17 @@ class SchedulerOutput:
     def token_count(self) -> int:
         """Tokens that the step computes."""
         return sum(item.count for item in self.scheduled)
+
+
+@dataclass(frozen=True)
+class BeamCandidates:
+    """The most probable next tokens of a beam, best first."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Given the beam, under the logits as constraints and penalties have left them."""
+    entry: Callable[[int], TokenLogprobs] | None = None
+    """What is reported of the candidate at a place, if log-probabilities were asked for."""
 
 
 @dataclass
@@ -86,3 +116,5 @@ class ModelRunnerOutput:
     """By slot: why a request's grammar cannot be followed any more; its token means nothing."""
     embeddings: dict[int, bytes] = field(default_factory=dict)
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
+    candidates: dict[int, BeamCandidates] = field(default_factory=dict)
+    """By slot, of beams; their sampled token means nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +164,24 @@ class IncrementalDetokenizer:
     With a byte-level vocabulary all pieces plus ``flush()`` are exactly ``tokenizer.decode(ids)``. With other
     vocabularies, where a token's spelling depends on its left neighbour (SentencePiece), they are what ``ids`` add to
     the text of ``prompt_ids``. Without a tokenizer every piece is empty.
+    ``kept`` are special tokens that are not skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept: Collection[int] = (),
+    ) -> None:
+        def is_skipped(token_id: int) -> bool:
+            return skip_special_tokens and tokenizer.is_special(token_id) and token_id not in kept
+
         self._stream: ByteStream | WindowStream
         if tokenizer.is_byte_level or not tokenizer.available:
-            self._stream = ByteStream(tokenizer, skip_special_tokens)
+            self._stream = ByteStream(tokenizer, is_skipped)
         else:
-            self._stream = WindowStream(tokenizer, prompt_ids, skip_special_tokens)
+            self._stream = WindowStream(tokenizer, prompt_ids, is_skipped)
 
     def append(self, ids: Iterable[int]) -> str:
         """Take the next ids of the answer and return the text that is now certain."""
@@ -185,16 +195,14 @@ class IncrementalDetokenizer:
 class ByteStream:
     """Each token is a fixed run of bytes; a UTF-8 decoder keeps the unfinished character."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, is_skipped: Callable[[int], bool]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._is_skipped = is_skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, ids: Iterable[int]) -> str:
-        tokenizer = self._tokenizer
-        if self._skip_special_tokens:
-            ids = [token_id for token_id in ids if not tokenizer.is_special(token_id)]
-        return self._decoder.decode(b"".join([tokenizer.id_to_bytes(token_id) for token_id in ids]))
+        pieces = [self._tokenizer.id_to_bytes(token_id) for token_id in ids if not self._is_skipped(token_id)]
+        return self._decoder.decode(b"".join(pieces))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -203,9 +211,9 @@ class ByteStream:
 class WindowStream:
     """Decodes a short window: tokens already written, for their spelling's sake, and those still waiting."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], is_skipped: Callable[[int], bool]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._is_skipped = is_skipped
         self._written, self._waiting = self._split(self._visible(prompt_ids[-PROMPT_CONTEXT:]))
 
     def append(self, ids: Iterable[int]) -> str:
@@ -232,9 +240,7 @@ class WindowStream:
         return [], []
 
     def _visible(self, ids: Iterable[int]) -> list[int]:
-        if not self._skip_special_tokens:
-            return list(ids)
-        return [token_id for token_id in ids if not self._tokenizer.is_special(token_id)]
+        return [token_id for token_id in ids if not self._is_skipped(token_id)]
 
     def _new_text(self) -> str:
         before = self._decode(self._written)
@@ -242,7 +248,7 @@ class WindowStream:
         return text[len(before) :] if text.startswith(before) else self._decode(self._waiting)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def byte_characters() -> dict[str, int]:

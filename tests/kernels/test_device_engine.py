@@ -146,6 +146,28 @@ def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., L
     assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
 
 
+def test_beams(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    """They wait for the host, and others run meanwhile; some lose their blocks."""
+    folder = make_tiny_model(tmp_path / "model")
+    form = StructuredOutput(choice=["a", "ab", "ba"])
+    plain = SamplingParams(beam_width=3, n=3, max_tokens=4, logprobs=1, repetition_penalty=1.5, ignore_eos=True)
+    params = [
+        plain,
+        SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True),
+        SamplingParams(beam_width=2, n=2, max_tokens=4, structured=form),
+    ]
+    prompts = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 8, 9]]
+    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
+    llm = on_device(folder, **(OPTIONS | {"kv_cache_tokens": 20, "max_model_len": 20}))
+    found = llm.generate(prompts, params)
+    assert answers(found) == answers(expected)
+    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    for output, wanted in zip(found, expected, strict=True):
+        for answer, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert answer.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=2e-4)
+    llm._engine.core.scheduler.check_integrity()
+
+
 def test_structured_answers(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     """Their next step is planned before their last token is known."""
     folder = make_tiny_model(tmp_path / "model")

@@ -57,7 +57,7 @@ class AttentionKernels(Protocol):
 
 
 def copy_cache_blocks(caches: Sequence[torch.Tensor], copies: Sequence[BlockCopy]) -> None:
-    """Copy whole blocks in every layer's cache, all sources read before a target is written.
+    """Copy whole blocks in caches [parts, blocks, ...], all sources read before a target is written.
 
     A target's tail then holds the source's, which its owner overwrites before reading it.
     """
@@ -65,7 +65,7 @@ def copy_cache_blocks(caches: Sequence[torch.Tensor], copies: Sequence[BlockCopy
         return
     from kvern.worker.rows import upload
 
-    sources = upload([copy.source for copy in copies], torch.int64, caches[0].device)
-    targets = upload([copy.target for copy in copies], torch.int64, caches[0].device)
+    blocks = [copy.source for copy in copies] + [copy.target for copy in copies]
+    sources, targets = upload(blocks, torch.int64, caches[0].device).view(2, -1)
     for cache in caches:
         cache.index_copy_(1, targets, cache.index_select(1, sources))

@@ -45,16 +45,20 @@ class PagedAttention:
         self.phases = phases
         self.triton = triton
         self.deterministic = deterministic
-        self.caches = [
-            torch.zeros(2, blocks, block_size, layer.kv_heads, layer.head_dim, dtype=dtype, device=device)
-            for layer in layers
-        ]
+        shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
+        pools = {
+            shape: torch.zeros(shapes.count(shape), 2, blocks, block_size, *shape, dtype=dtype, device=device)
+            for shape in dict.fromkeys(shapes)
+        }
+        self._pools = [pool.flatten(0, 1) for pool in pools.values()]  # of layers alike, copied by one launch
+        parts = {shape: iter(pool.unbind(0)) for shape, pool in pools.items()}
+        self.caches = [next(parts[shape]) for shape in shapes]
 
     def plan(self, batch: DeviceBatch) -> "PagedStep":
         return PagedStep(self, batch)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self.caches, copies)
+        copy_cache_blocks(self._pools, copies)
 
 
 class PagedStep:

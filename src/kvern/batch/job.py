@@ -31,6 +31,7 @@ from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvern.llm import LLM, FailedRequest, RequestOutput
+    from kvern.tools.chat import ChatRequest
 
 WINDOW = 8192
 FAILED_BEFORE_WRITING = 256  # rows that fail at once, without a step of the engine between them
@@ -66,6 +67,19 @@ class Begun:
     place: int
     row: Row
     request: BatchRequest
+    chat: ChatRequest | None
+
+    @property
+    def prompt(self) -> str | list[int]:
+        """What the engine takes."""
+        prompt = self.request.prompt if self.chat is None else self.chat.prompt
+        assert prompt is not None
+        return prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        """With what the conversation adds."""
+        return self.request.params if self.chat is None else self.chat.params
 
 
 @dataclass
@@ -185,14 +199,14 @@ class BatchJob:
                 self._place += 1
                 try:
                     request = self._request(row)
-                    prompt = prompt_of(request, llm)
+                    begun = Begun(place, row, request, chat_of(request, llm))
                 except KvernError as error:
                     self._finished[place] = failure(row, error)
                     if len(self._finished) % FAILED_BEFORE_WRITING == 0:
                         self._write_in_order()
                     continue
-                self._begun[str(place)] = Begun(place, row, request)
-                yield str(place), prompt, self._seeded(request.params, place), request.adapter
+                self._begun[str(place)] = begun
+                yield str(place), begun.prompt, self._seeded(begun.params, place), begun.request.adapter
 
         while not exhausted:
             for output in llm.as_completed(inputs()):
@@ -232,7 +246,7 @@ class BatchJob:
 
     def _success(self, begun: Begun, output: RequestOutput) -> Finished:
         self._cached_tokens += output.cached_tokens
-        answer = begun.request.answer(output)
+        answer = begun.request.answer(output, begun.chat)
         if not self._as_lines:
             answer = {"row": begun.row.number, **answer}
         elif not is_openai_row(begun.row.values) or self.reader.columns is not None:
@@ -272,11 +286,13 @@ def interrupts_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def prompt_of(request: BatchRequest, llm: LLM) -> str | list[int]:
-    if request.messages is not None:
-        return llm.chat_prompt(request.messages, request.tools)
-    assert request.prompt is not None
-    return request.prompt
+def chat_of(request: BatchRequest, llm: LLM) -> ChatRequest | None:
+    chat = request.chat
+    if chat is None:
+        return None
+    return llm.chat_request(
+        chat.messages, request.params, chat.use, thinking_budget=chat.thinking_budget, variables=chat.variables
+    )
 
 
 def failure(row: Row, error: KvernError) -> Finished:

@@ -18,20 +18,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvern.batch.chat_body import CHAT_FIELDS, assistant_message, finish_reason, read_chat_body
 from kvern.batch.requests import BatchRequest, sampling_params, split_prompt
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvern.llm import CompletionOutput, RequestOutput
+    from kvern.tools.chat import ChatRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's earlier names of what `structured` holds."""
 STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
-OWN_FIELDS = {"messages", "prompt", "tools", "max_completion_tokens", "top_logprobs", "logprobs", *STRUCTURED}
+# fmt: off
+OWN_FIELDS = {
+    "prompt", "max_completion_tokens", "top_logprobs", "logprobs", "use_beam_search", *STRUCTURED, *CHAT_FIELDS
+}
+# fmt: on
 # Fields that are accepted with the value that asks for nothing special.
 ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "stream": (None, False),
@@ -39,8 +45,6 @@ ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "tool_choice": (None, "auto", "none"),
-    "reasoning_effort": (None,),
     "modalities": (None, ["text"]),
 }
 
@@ -76,20 +80,27 @@ def read_openai_row(
     prompt, messages = split_prompt(body[name], name)
     if (messages is None) == (url == CHAT):
         raise InvalidRequest(f"body has a {name} that {url} does not take: {body[name]!r:.60}")
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    chat = read_chat_body(body) if url == CHAT else None
     params = sampling_params(defaults, parameters(body, url))
     named = body.get("model")
     adapter = named if isinstance(named, str) and named in adapters else None
-    answer = functools.partial(openai_answer, custom_id=custom_id, url=url, model=adapter or model, created=created)
-    return BatchRequest(prompt, messages, tools, params, answer, adapter)
+    answer = functools.partial(
+        openai_answer,
+        custom_id=custom_id,
+        model=adapter or model,
+        created=created,
+        include_reasoning=chat is None or chat.include_reasoning,
+    )
+    return BatchRequest(prompt, chat, params, answer, adapter)
 
 
 def check_fields(body: Mapping[str, Any]) -> None:
+    known = WITHOUT_EFFECT | OWN_FIELDS | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__)
     for name, value in body.items():
-        if name in ONLY_VALUES:
+        if name in ONLY_VALUES and not (name == "best_of" and body.get("use_beam_search")):
             if value not in ONLY_VALUES[name]:
                 raise InvalidParameter(f"{name} is {value!r:.60}: a batch does not support that; leave it out")
-        elif name not in WITHOUT_EFFECT | OWN_FIELDS and name not in SamplingParams.__struct_fields__:
+        elif name not in known:
             raise InvalidParameter(f"unknown field {name!r} in body: leave it out")
 
 
@@ -101,6 +112,11 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     structured = structured_of(body)
     if structured is not None:
         found["structured"] = structured
+    searching = body.get("use_beam_search")
+    if searching is not None and not isinstance(searching, bool):
+        raise InvalidParameter(f"use_beam_search is {searching!r:.40}: it must be true or false")
+    if searching:
+        found.setdefault("beam_width", body.get("best_of") or body.get("n") or 1)
     if url == CHAT:
         wanted = found.pop("logprobs", False)
         if not isinstance(wanted, bool):
@@ -150,15 +166,25 @@ def response_format(value: object) -> dict[str, Any] | None:
     return {"json": schema}
 
 
-def openai_answer(output: RequestOutput, *, custom_id: str, url: str, model: str, created: int) -> dict[str, Any]:
+def openai_answer(
+    output: RequestOutput,
+    chat: ChatRequest | None,
+    *,
+    custom_id: str,
+    model: str,
+    created: int,
+    include_reasoning: bool,
+) -> dict[str, Any]:
     """Return the output row. Its ids derive from the row, so that a resumed job writes the same ones."""
     key = hashlib.sha256(f"{custom_id}/{output.request_id}".encode()).hexdigest()[:24]
-    choices = [chat_choice(item) if url == CHAT else text_choice(item) for item in output.outputs]
+    choices = [
+        text_choice(item) if chat is None else chat_choice(item, chat, include_reasoning) for item in output.outputs
+    ]
     generated = sum(len(item.token_ids) for item in output.outputs)
     prompt = len(output.prompt_token_ids)
     body = {
-        "id": f"{'chatcmpl' if url == CHAT else 'cmpl'}-{key}",
-        "object": "chat.completion" if url == CHAT else "text_completion",
+        "id": f"{'cmpl' if chat is None else 'chatcmpl'}-{key}",
+        "object": "text_completion" if chat is None else "chat.completion",
         "created": created,
         "model": model,
         "choices": choices,
@@ -168,12 +194,13 @@ def openai_answer(output: RequestOutput, *, custom_id: str, url: str, model: str
     return {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}
 
 
-def chat_choice(completion: CompletionOutput) -> dict[str, Any]:
+def chat_choice(completion: CompletionOutput, chat: ChatRequest, include_reasoning: bool) -> dict[str, Any]:
+    message = chat.message(completion.text)
     return {
         "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text},
+        "message": assistant_message(message, include_reasoning),
         "logprobs": chat_logprobs(completion),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason(completion, message),
     }
 
 

@@ -14,26 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvern.batch.chat_body import ChatBody
 from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest
 from kvern.sampling_params import SamplingParams
+from kvern.tools.definitions import read_tools
 
 if TYPE_CHECKING:
     from kvern.llm import RequestOutput
+    from kvern.tools.chat import ChatRequest
 
 ANSWER_COLUMNS = ("answer", "finish_reason", "prompt_tokens", "completion_tokens")
 PROMPT_COLUMNS = ("prompt", "messages")
 
-Answer = Callable[["RequestOutput"], dict[str, Any]]
+Answer = Callable[["RequestOutput", "ChatRequest | None"], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What one row asks for: a prompt (text or token ids) or messages, and ``answer``, which turns the engine's output
-    into the fields that are written."""
+    """What one row asks for: a prompt (text or token ids) or a conversation, and ``answer``, which turns the engine's
+    output, and how it is to be read, into the fields that are written."""
 
     prompt: str | list[int] | None
-    messages: list[dict[str, Any]] | None
-    tools: list[dict[str, Any]] | None
+    chat: ChatBody | None
     params: SamplingParams
     answer: Answer
     adapter: str | None = None
@@ -82,8 +84,8 @@ class RowRules:
                 f"n is {params.n}: a plain row has one answer; use OpenAI's batch format for several"
             )
         adapter = values.get("adapter") if self.fields_are_parameters else None
-        tools = values.get("tools") if messages else None
-        return BatchRequest(prompt, messages, tools, params, plain_answer, adapter)
+        chat = None if messages is None else ChatBody(messages, read_tools(values.get("tools")))
+        return BatchRequest(prompt, chat, params, plain_answer, adapter)
 
     def for_tables(self) -> RowRules:
         """The rules for CSV and Parquet, whose other columns are the user's own data and never parameters."""
@@ -127,7 +129,7 @@ def readable_type_error(message: str) -> str:
     return f"{match[2]}: {expected[0].lower()}{expected[1:]}"
 
 
-def plain_answer(output: RequestOutput) -> dict[str, Any]:
+def plain_answer(output: RequestOutput, chat: ChatRequest | None) -> dict[str, Any]:
     completion = output.outputs[0]
     values = (
         completion.text,

@@ -3,6 +3,7 @@
     waiting --admit--> path of cached blocks acquired, head of a partial block copied, new blocks allocated
     running --extend-> one block more whenever the sequence crosses a block's end
             --publish> its blocks that are full and whose tokens are known enter the prefix tree
+            --fork---> another request shares its full blocks and copies the head of the last one
     ended   --free---> references dropped; cached blocks stay in the tree until they are evicted
 
 The contiguous cache is the same code with blocks as long as the longest sequence: one block per request.
@@ -129,6 +130,23 @@ class KVCacheManager:
         request.block_ids = request.block_ids + blocks
         return blocks
 
+    def fork(self, parent: Request, child: Request) -> list[BlockCopy] | None:
+        """Let `child`, which has no blocks, share what `parent` has computed.
+
+        Sets block_ids, nodes and computed_tokens and returns the copies to run before either writes; None, and nothing
+        changed, when there is no block for the part that cannot be shared.
+        """
+        full, tail = divmod(parent.computed_tokens, self.block_size)
+        if tail and not self.available_count:
+            return None
+        own = self._allocate(1) if tail else []
+        shared = parent.block_ids[:full]
+        self.pool.share(shared)
+        self.tree.acquire(parent.nodes)
+        child.block_ids, child.nodes = shared + own, list(parent.nodes)
+        child.computed_tokens = parent.computed_tokens
+        return [BlockCopy(parent.block_ids[full], own[0], tail)] if tail else []
+
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
         namespace = self._namespace(request)
@@ -153,6 +171,10 @@ class KVCacheManager:
             parent = request.nodes[-1] if request.nodes else None
             tail = tuple(request.token_ids[start:known])
             self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
+        self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        """Drop the request's references; of its blocks only those stay cached that are in the tree already."""
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
         request.block_ids, request.nodes, request.computed_tokens = [], [], 0

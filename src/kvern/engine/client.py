@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
+from kvern.tools.chat import ChatRequest
+from kvern.tools.definitions import ToolUse
 
 logger = logging.getLogger("kvern")
 
@@ -94,13 +96,20 @@ class Generation:
     @property
     def request_ids(self) -> list[str]:
         """Of its answers."""
-        return [request.request_id for request in self._requests]
+        return [name for request in self._requests for name in request.answer_ids]
+
+    @property
+    def sequences(self) -> int:
+        """That run side by side."""
+        return sum(request.params.beam_width or 1 for request in self._requests)
 
     def messages(self) -> list[NewRequest]:
         """What an engine needs to begin it, or to go on where the answers stand."""
         if not any(answer.token_ids for answer in self.output.outputs) and not self.crashes:
             return [NewRequest.of(request) for request in self._requests]
         reported = len(self.output.prompt_logprobs or [None]) - 1
+        if self._requests[0].params.beam_width is not None:  # nothing of it arrives before all of it
+            return [NewRequest.of(request, reported) for request in self._requests]
         return [
             NewRequest.of(request).resumed(answer.token_ids, reported if answer.index == 0 else 0)
             for request, answer in zip(self._requests, self.output.outputs, strict=True)
@@ -185,7 +194,14 @@ class EngineClient:
         self._available.set()
         spec = spec_from_config(read_json(self.folder / "config.json"))
         length = self._link.ready.max_model_len
-        self._inputs = InputProcessor(self.tokenizer, spec, self.folder, length, self.config.seed)
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            spec,
+            self.folder,
+            length,
+            self.config,
+            max_batch_requests=self._link.ready.max_batch_requests,
+        )
         if self._link.ready.gpu is not None:
             self._watch_gpu(self._link.ready.gpu)
         self._supervisor = asyncio.create_task(self._supervise())
@@ -200,9 +216,15 @@ class EngineClient:
         await self._link.stop()
         self._directory.cleanup()
 
-    async def chat_prompt(self, messages: Messages, tools: Sequence[Any] | None) -> list[int]:
+    async def chat_prompt(
+        self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The conversation as token ids, made outside the event loop. Raises InvalidRequest."""
-        return await asyncio.to_thread(self.inputs.chat_prompt, messages, tools)
+        return await asyncio.to_thread(self.tokenizer.chat_prompt_ids, messages, tools, **(variables or {}))
+
+    async def chat(self, messages: Messages, params: SamplingParams, use: ToolUse, **options: Any) -> ChatRequest:
+        """`Chat.request`, outside the event loop. Raises InvalidRequest or InvalidParameter."""
+        return await asyncio.to_thread(self.inputs.chat.request, messages, params, use, **options)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text as token ids, made outside the event loop. Raises InvalidRequest."""
@@ -242,7 +264,7 @@ class EngineClient:
         if self.failure is not None:
             raise self.failure
         key = self.adapters.key(adapter)
-        turn = self._turns.take(owner, len(requests))
+        turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))
         for request in requests:
             request.turn, request.namespace, request.adapter = turn, namespace, key
         text = prompt if isinstance(prompt, str) else None
@@ -328,7 +350,7 @@ class EngineClient:
                 self._outputs.abort(generation.request_ids)
                 self.metrics.finished(generation.output, generation.times(time.monotonic()))
                 if not generation.first:
-                    self._turns.give_back(generation.owner, len(generation.request_ids))
+                    self._turns.give_back(generation.owner, generation.sequences)
                 self._send(FinishRequests(generation.request_ids))
 
     def _send(self, message: Message) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvern.engine.beams import BeamSearch, Decode
 from kvern.engine.scheduler import Scheduler
 from kvern.errors import InvalidAdapter
 from kvern.request import FinishReason, Request, State
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step did for one request. `token_id` is None when only prompt log-probabilities came."""
+    """What one step did for one answer. `token_id` is None when only prompt log-probabilities came.
+
+    Or when an answer ends without a token: a beam search found fewer answers than were asked for.
+    """
 
     request_id: str
     token_id: int | None = None
@@ -39,6 +43,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """From arrival to the first step that computed something of it."""
     embedding: bytes | None = None
     """The last hidden state of the prompt, float32, of a request that asked for it."""
+    cumulative_logprob: float | None = None
+    """Of the whole answer, with the first token of an answer that a beam search found."""
 
 
 class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
@@ -66,13 +72,22 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCore:
-    """Drives the scheduler and the executor. Not thread-safe: one thread calls it."""
+    """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
+
+    `decode` turns token ids into text, for beams that end at stop strings. `store` has the adapters that the executor's
+    runner loads from; None: there are none.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, executor: "Executor", depth: int = 1, store: "AdapterStore | None" = None
+        self,
+        scheduler: Scheduler,
+        executor: "Executor",
+        depth: int = 1,
+        decode: Decode | None = None,
+        store: "AdapterStore | None" = None,
     ) -> None:
-        """`store`: the adapters that the executor's runner loads from; None: there are none."""
         self.scheduler = scheduler
+        self._decode = decode
         self._store = store
         self._unloading: set[int] = set()
         self._executor = executor
@@ -90,6 +105,8 @@ class EngineCore:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
+        if request.params.beam_width is not None:
+            request.beams = BeamSearch(request, self._decode)
         self.scheduler.add(request)
 
     def read_adapter(self, path: str) -> "Adapter":
@@ -184,8 +201,15 @@ class EngineCore:
                     events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
                 continue
             self._counted.generation_tokens += 1
-            full = self.scheduler.update(request, token_id)
             slot = output.scheduled[index].slot
+            if request.beams is not None:
+                if prompt_logprobs is not None:
+                    events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
+                self.scheduler.hold(request)
+                if request.beams.report(request, result.candidates.get(slot), result.broken.get(slot)):
+                    events += self._continue(request.beams)
+                continue
+            full = self.scheduler.update(request, token_id)
             if slot in result.broken:
                 self.scheduler.finish(request, "abort", f"the grammar cannot be followed: {result.broken[slot]}")
             elif token_id in request.stop_token_ids and request.output_length > request.params.min_tokens:
@@ -207,6 +231,43 @@ class EngineCore:
             )
         self._forget_unused()
         return events
+
+    def _continue(self, search: BeamSearch) -> list[TokenEvent]:
+        """Choose which beams go on, now that all have reported; the answers, if none does."""
+        following = search.choose()
+        if not search.done:
+            children = [(continuation.beam.request, continuation.token_id) for continuation in following]
+            search.go_on(following, self.scheduler.branch(search.requests, children))
+            return []
+        request = search.requests[0]
+        self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
+        return _answers(search, request)
+
+
+def _answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
+    """The answers of a search that is done, token by token; `request` is one of its beams."""
+    events = []
+    queued = request.begun_at - request.arrived_at
+    for answer_id, found in zip(search.answer_ids, search.hypotheses, strict=False):
+        last = len(found.token_ids) - 1
+        for index, token_id in enumerate(found.token_ids):
+            events.append(
+                TokenEvent(
+                    answer_id,
+                    token_id,
+                    found.entries[index] if found.entries else None,
+                    cached_tokens=request.cached_tokens,
+                    finish_reason=found.reason if index == last else None,
+                    stop_reason=found.stop_reason if index == last else None,
+                    queue_seconds=queued if index == 0 else 0.0,
+                    cumulative_logprob=found.total if index == 0 else None,
+                )
+            )
+    reason = None
+    if not search.hypotheses:
+        reason = f"no beam can go on: {search.failure or 'every next token is banned'}"
+    missing = search.answer_ids[len(search.hypotheses) :]
+    return events + [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:

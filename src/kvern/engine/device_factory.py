@@ -22,6 +22,7 @@ from kvern.engine.factory import (
     make_scheduler,
     plan_cache,
     resolve_max_model_len,
+    text_decoder,
 )
 from kvern.engine.kernel_check import REQUIRED, working_kernels
 from kvern.engine.measurements import Measurements, cache_folder, keep_builds
@@ -129,7 +130,7 @@ def build_device_core(
     )
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
     depth = 2 if config.overlap else 1
-    return EngineCore(scheduler, InProcessExecutor(runner), depth, store), spec, plan
+    return EngineCore(scheduler, InProcessExecutor(runner), depth, text_decoder(folder), store), spec, plan
 
 
 def without_broken(config: EngineConfig, spec: ModelSpec, kernels: frozenset[str]) -> EngineConfig:

@@ -28,7 +28,14 @@ class Engine:
         self.core, self.spec, self.cache_plan = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder)
-        self.inputs = InputProcessor(self.tokenizer, self.spec, folder, self.cache_plan.max_model_len, config.seed)
+        self.inputs = InputProcessor(
+            self.tokenizer,
+            self.spec,
+            folder,
+            self.cache_plan.max_model_len,
+            config,
+            max_batch_requests=self.core.scheduler.limits.max_batch_requests,
+        )
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
         self._adapters = AdapterNames()
@@ -69,7 +76,7 @@ class Engine:
         requests, params = self.inputs.requests(request_id, prompt, params, priority=priority, embed=embed)
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, params)
-        self._members[request_id] = [request.request_id for request in requests]
+        self._members[request_id] = [name for request in requests for name in request.answer_ids]
         for request in requests:
             request.adapter = key
             self.core.add(request)

@@ -1,7 +1,9 @@
 """Makes an engine from a configuration: model, KV cache size, scheduler, runner."""
 
+import functools
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from kvern.adapters.store import AdapterStore
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.cache.manager import KVCacheManager
 from kvern.config import EngineConfig
+from kvern.engine.beams import Decode
 from kvern.engine.core import EngineCore
 from kvern.engine.device import resolve_device
 from kvern.engine.policy import POLICIES
@@ -24,6 +27,7 @@ from kvern.models.registry import spec_from_config
 from kvern.models.spec import ModelSpec
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
+from kvern.tokenizer import Tokenizer
 from kvern.worker.adapters import Adapters
 from kvern.worker.executor import InProcessExecutor
 from kvern.worker.rows import BatchRows
@@ -87,7 +91,7 @@ def build_core(
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
     grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
     runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, adapters)
-    return EngineCore(scheduler, InProcessExecutor(runner), store=store), spec, plan
+    return EngineCore(scheduler, InProcessExecutor(runner), decode=text_decoder(folder), store=store), spec, plan
 
 
 def make_adapters(
@@ -100,6 +104,20 @@ def make_adapters(
     pinned = decoder.build.device.type == "cuda"
     store = AdapterStore(decoder.spec, bank.targets, config.max_adapter_rank, decoder.build.dtype, pinned)
     return Adapters(bank, store), store
+
+
+def text_decoder(folder: Path) -> Decode:
+    """Makes texts of a model's tokens; the tokenizer is loaded at first use."""
+
+    @functools.cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer(folder)
+
+    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        known = tokenizer()
+        return known.decode(token_ids, skip_special_tokens) if known.available else ""
+
+    return decode
 
 
 def batch_requests(config: EngineConfig, device: torch.device) -> int:

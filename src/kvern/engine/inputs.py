@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.spec import ModelSpec
 from kvern.request import Request
 from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
+from kvern.tools.chat import Chat
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -23,16 +25,31 @@ EMBEDDING = SamplingParams(temperature=0, max_tokens=1)
 
 
 class InputProcessor:
-    """Makes requests for one model. `max_model_len` bounds prompt and answer together, in tokens."""
+    """Makes requests for one model.
 
-    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, folder: Path, max_model_len: int, seed: int) -> None:
+    `max_model_len` bounds prompt and answer together, in tokens; `max_batch_requests` the beams of a search. `chat`
+    makes requests out of conversations.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        spec: ModelSpec,
+        folder: Path,
+        max_model_len: int,
+        config: EngineConfig,
+        *,
+        max_batch_requests: int,
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
         self._grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids)
         self._defaults = _generation_defaults(folder)
-        self._seed = seed
+        self.chat = Chat(tokenizer, self._grammars, config.tool_parser, config.reasoning_parser)
+        self._seed = config.seed
+        self._max_batch_requests = max_batch_requests
         self._count = 0
 
     def requests(
@@ -44,7 +61,7 @@ class InputProcessor:
         priority: int = 0,
         embed: bool = False,
     ) -> tuple[list[Request], SamplingParams]:
-        """`n` requests for one prompt, and the parameters with all defaults filled in.
+        """`n` requests for one prompt, or one for all beams, and the parameters with all defaults filled in.
 
         With `embed`, one for the prompt's last hidden state. Raises InvalidRequest or InvalidParameter.
         """
@@ -57,9 +74,9 @@ class InputProcessor:
         bad_word_ids = self._bad_word_ids(params)
         _check_that_something_can_be_sampled(params, stop, bad_word_ids)
         grammar = None if params.structured is None else self._grammars.compile(params.structured)
-        group = request_id if params.n > 1 else None
+        group = request_id if params.sequences > 1 else None
         requests: list[Request] = []
-        for index in range(params.n):
+        for index in range(params.n if params.beam_width is None else 1):
             requests.append(
                 Request(
                     request_id=f"{request_id}#{index}",
@@ -110,6 +127,13 @@ class InputProcessor:
                     raise InvalidParameter(
                         f"{name} holds token id {token}: the model has ids 0 to {self.vocab_size - 1}"
                     )
+        if params.beam_width is not None:
+            if params.beam_width > self._max_batch_requests:
+                raise InvalidParameter(
+                    f"beam_width is {params.beam_width}, and {self._max_batch_requests} sequences run at the same time "
+                    "at most: lower it, or raise max_batch_requests"
+                )
+            return params.replace(temperature=0, top_k=0, top_p=1)
         missing = {name: value for name, value in self._defaults.items() if getattr(params, name) is None}
         return params.replace(**missing) if missing else params
 

@@ -8,6 +8,7 @@ from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvern.tools.pieces import Message
 
 
 @dataclass
@@ -22,11 +23,14 @@ class CompletionOutput:
     """The stop token id or stop string that ended it; None for the end-of-sequence token and for other reasons."""
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    """Of all its tokens, if log-probabilities were asked for or beams searched."""
+    message: Message | None = None
+    """The answer to a conversation taken apart: content, reasoning, tool calls."""
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and its `n` answers."""
+    """A prompt and its `n` answers; of a beam search those that it found, the best first."""
 
     request_id: str
     prompt: str | None
@@ -54,7 +58,8 @@ class Answer:
         self._tokenizer = tokenizer
         self._text = ""
         prompt = request.token_ids[: request.prompt_length]
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens)
+        kept = frozenset(params.visible_token_ids or ())
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
     def add(self, event: TokenEvent) -> str | None:
         """Take one token; the stop string that it completes, if any."""
@@ -63,7 +68,10 @@ class Answer:
         output.token_ids.append(token_id)
         if output.logprobs is not None and event.logprobs is not None:
             output.logprobs.append(self.with_text(event.logprobs))
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs[token_id].logprob
+            if self._params.beam_width is None:
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs[token_id].logprob
+        if event.cumulative_logprob is not None:
+            output.cumulative_logprob = event.cumulative_logprob
         if event.finish_reason != "stop" or self._params.include_stop_str_in_output:
             start = len(self._text)
             self._text += self._detokenizer.append([token_id])
@@ -132,12 +140,13 @@ class OutputProcessor:
     def add(self, output_id: str, prompt: str | None, requests: list[Request], params: SamplingParams) -> RequestOutput:
         """Announce the requests (samples) that together answer one prompt."""
         prompt_ids = requests[0].token_ids[: requests[0].prompt_length]
-        answers = [Answer(self._tokenizer, request, params, index) for index, request in enumerate(requests)]
+        owners = [(answer_id, request) for request in requests for answer_id in request.answer_ids]
+        answers = [Answer(self._tokenizer, request, params, index) for index, (_, request) in enumerate(owners)]
         output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
-        for request, answer in zip(requests, answers, strict=True):
-            self._answers[request.request_id] = output, answer
+        for (answer_id, _), answer in zip(owners, answers, strict=True):
+            self._answers[answer_id] = output, answer
         return output
 
     def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:
@@ -151,6 +160,9 @@ class OutputProcessor:
             if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
                 output.prompt_logprobs += map(answer.with_text, event.prompt_logprobs)
             if event.token_id is None:
+                if event.finish_reason is not None:
+                    self._end_without_token(event, output, answer)
+                    changed[output.request_id] = output
                 continue
             output.cached_tokens = max(output.cached_tokens, event.cached_tokens)
             output.embedding = output.embedding or event.embedding
@@ -163,6 +175,15 @@ class OutputProcessor:
             output.finished = all(item.finish_reason is not None for item in output.outputs)
             changed[output.request_id] = output
         return list(changed.values()), stopped
+
+    def _end_without_token(self, event: TokenEvent, output: RequestOutput, answer: Answer) -> None:
+        """A search found nothing more: what it did find stays, or else one answer that says why there is none."""
+        del self._answers[event.request_id]
+        if event.stop_reason is None or answer.output.index:
+            output.outputs.remove(answer.output)
+        else:
+            answer.output.finish_reason, answer.output.stop_reason = event.finish_reason, event.stop_reason
+        output.finished = all(item.finish_reason is not None for item in output.outputs)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests that were ended from outside; their answers keep what they have."""

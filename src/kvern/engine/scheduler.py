@@ -8,6 +8,10 @@ under a budget. A decode is one token behind, a prompt is many, a preempted requ
                  3. waiting requests, best first, while there are slots, blocks and budget
     When blocks run out in 1 or 2, the worst running request is preempted: its blocks go, its tokens stay.
 
+The beams of a search are requests like others. Each is held when its step has come back, until those of all have; then
+`branch` lets some go on and others take their places. What a beam has reported outlives its blocks, so beams that find
+no room at the same time are computed one after the other.
+
 Best first means: aged requests first, then the policy's key, then turn, then arrival. Waiting requests are admitted
 strictly in that order: if the best one does not fit, nobody overtakes it. So a request that has aged waits only for
 those that run already and those that aged before it.
@@ -16,14 +20,15 @@ An adapter's place on the device is the one thing that others pass by: while a r
 an adapter go on, as they take no such place, and requests with an adapter wait behind it.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvern.adapters.slots import AdapterSlots
-from kvern.cache.manager import KVCacheManager
+from kvern.cache.manager import BlockCopy, KVCacheManager
 from kvern.engine.policy import PolicyKey, first_come
 from kvern.request import FinishReason, Request, State
-from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.step import Fork, NewRequest, ScheduledTokens, SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Scheduler:
         self._arrivals = 0
         self._free_slots = list(range(limits.max_batch_requests - 1, -1, -1))
         self._by_id: dict[str, Request] = {}
+        self._forks: dict[int, tuple[Fork, list[BlockCopy]]] = {}  # by slot: what the next step does before all else
+        self._names = 0
 
     @property
     def has_work(self) -> bool:
@@ -85,9 +92,13 @@ class Scheduler:
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request, waiting or running; its blocks are free at once."""
+        """End a request, waiting or running, with all beams of its search; their blocks are free at once."""
         if request.state is State.FINISHED:
             return
+        for member in [request] if request.beams is None else request.beams.requests:
+            self._end(member, reason, stop_reason)
+
+    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if request.state is State.RUNNING:
             self._leave(request)
         else:
@@ -104,6 +115,18 @@ class Scheduler:
         preempted = self._schedule_running(output)
         if not preempted:
             self._admit(output)
+            while not output.scheduled and self._make_room():
+                self._admit(output)
+        if output.scheduled:
+            forks = self._forks.values()
+            output.forked = [fork for fork, _ in forks]
+            output.copies[:0] = [copied for _, copies in forks for copied in copies]
+            output.grown[:0] = [
+                (fork.slot, fork.length // self.cache.block_size, [copied.target])
+                for fork, copies in forks
+                for copied in copies
+            ]
+            self._forks = {}
         return output
 
     def update(self, request: Request, token_id: int) -> bool:
@@ -113,6 +136,98 @@ class Scheduler:
         if request.state is State.RUNNING:
             self.cache.publish(request, self.step)
         return request.output_length >= request.max_tokens
+
+    def hold(self, request: Request) -> None:
+        """What may follow a beam has arrived."""
+        request.in_flight -= 1
+        request.held = True
+
+    def branch(self, members: Sequence[Request], children: Sequence[tuple[Request, int]]) -> list[Request]:
+        """Let the held beams `members` go on as `children`: each a member and the token behind it.
+
+        A member's first child is itself; the others take the places of members without children, or new ones. Those
+        for which there is no room wait. Returns one request for each child.
+        """
+        parents = {parent for parent, _ in children}
+        spare = [member for member in members if member not in parents]
+        for member in reversed(spare):
+            self._detach(member)
+        went_on: set[Request] = set()
+        requests = []
+        for parent, token_id in children:
+            if parent in went_on:
+                child = spare.pop(0) if spare else self._sibling(parent)
+                self._fork(parent, child, token_id)
+                requests.append(child)
+            else:
+                went_on.add(parent)
+                requests.append(parent)
+        for parent, token_id in children:
+            if parent in went_on:
+                went_on.remove(parent)
+                if parent.state is State.RUNNING:
+                    fork = Fork(parent.slot, parent.slot, len(parent.token_ids), token_id)
+                    self._forks[parent.slot] = fork, []
+                parent.token_ids.append(token_id)
+                parent.held = False
+        for member in spare:
+            self._retire(member, requests[0])
+        return requests
+
+    def _fork(self, parent: Request, child: Request, token_id: int) -> None:
+        """Let `child`, which neither runs nor waits, go on behind `parent`."""
+        child.token_ids = [*parent.token_ids, token_id]
+        child.held = False
+        copies = self.cache.fork(parent, child) if parent.state is State.RUNNING and self._free_slots else None
+        if copies is None:
+            self._wait(child)
+            return
+        child.state, child.slot = State.RUNNING, self._free_slots.pop()
+        self.running.append(child)
+        if child.adapter is not None:
+            self.adapters.enter(child.adapter)  # its parent runs: the adapter has its place
+        self._forks[child.slot] = Fork(child.slot, parent.slot, len(parent.token_ids), token_id), copies
+
+    def _sibling(self, parent: Request) -> Request:
+        """One more beam of the same search; it reports nothing of the prompt, which its first beam computes."""
+        sibling = copy.copy(parent)
+        sibling.request_id = f"{parent.request_id}/{self._names}"
+        self._names += 1
+        sibling.params = parent.params.replace(prompt_logprobs=None)
+        sibling.block_ids, sibling.nodes, sibling.computed_tokens, sibling.slot = [], [], 0, -1
+        self._by_id[sibling.request_id] = sibling
+        self.cache.register(sibling)
+        return sibling
+
+    def _detach(self, request: Request) -> None:
+        """Take the place of a beam that nothing follows."""
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+            self._free_slots.append(request.slot)
+            request.slot = -1
+            if request.adapter is not None:
+                self.adapters.leave(request.adapter)
+            self.cache.drop(request)
+        else:
+            self.waiting.remove(request)
+
+    def _retire(self, request: Request, heir: Request) -> None:
+        """End a beam that was detached. The search keeps the name by which it is known outside."""
+        assert request.beams is not None
+        if request.request_id == request.beams.name:
+            request.request_id, heir.request_id = heir.request_id, request.request_id
+            self._by_id[heir.request_id] = heir
+        del self._by_id[request.request_id]
+        request.state = State.FINISHED
+        self.cache.forget(request)
+
+    def _make_room(self) -> bool:
+        """Preempt the worst running request if beams are held that wait for others to be admitted; whether it did."""
+        waiting = any(request.in_flight for request in self.waiting)
+        if waiting or not self.running or not all(request.held for request in self.running):
+            return False
+        self._preempt(self._ordered(self.running)[-1])
+        return True
 
     def _schedule_running(self, output: SchedulerOutput) -> bool:
         preempted = False
@@ -150,10 +265,15 @@ class Scheduler:
             return
         adapters_full = False
         reserve = sum(self._needs_more_blocks(request) for request in self.running)
-        for request in self._ordered(self.waiting) if self._free_slots and budget > 0 else ():
-            if request.in_flight or (request.leader is not None and not request.leader.prompt_scheduled):
+        slots = len(self._free_slots) - sum(_future_siblings(request) for request in self.running)
+        for request in self._ordered(self.waiting) if slots > 0 and budget > 0 else ():
+            if (
+                request.in_flight
+                or request.held
+                or (request.leader is not None and not request.leader.prompt_scheduled)
+            ):
                 continue  # its next input is still on its way
-            if budget <= 0 or not self._free_slots:
+            if budget <= 0 or slots <= _future_siblings(request):
                 break
             if not self.limits.chunked_prefill and len(request.token_ids) > budget:
                 budget = 0
@@ -168,6 +288,7 @@ class Scheduler:
             self.waiting.remove(request)
             request.state, request.slot = State.RUNNING, self._free_slots.pop()
             self.running.append(request)
+            slots -= 1 + _future_siblings(request)
             reserve += self._needs_more_blocks(request)
             output.copies += copies
             output.joined.append(self._joining(request, output))
@@ -196,9 +317,10 @@ class Scheduler:
             embed=request.embed,
         )
 
-    def _needs_more_blocks(self, request: Request) -> bool:
-        """Admission leaves one block for each such request, lest it be preempted for the newcomer."""
-        return self.cache.blocks_for(request.prompt_length + request.max_tokens) > len(request.block_ids)
+    def _needs_more_blocks(self, request: Request) -> int:
+        """Blocks that admission leaves for a running request, lest it be preempted for the newcomer."""
+        grows = self.cache.blocks_for(request.prompt_length + request.max_tokens) > len(request.block_ids)
+        return grows + _future_siblings(request)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """How many of the request's tokens this step can compute."""
@@ -217,15 +339,21 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
+        self.preemption_count += 1
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request that has run."""
         request.state = State.WAITING
         request.preemptions += 1
         request.waiting_since = self.step
-        self.preemption_count += 1
         self.waiting.append(request)
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self._free_slots.append(request.slot)
+        if self._forks.pop(request.slot, (None, []))[1]:  # the head of its last block was not copied yet
+            request.computed_tokens -= request.computed_tokens % self.cache.block_size
         request.slot = -1
         if request.adapter is not None:
             self.adapters.leave(request.adapter)
@@ -255,3 +383,10 @@ class Scheduler:
         assert all(request.state is State.WAITING and not request.block_ids for request in self.waiting)
         self.cache.check_integrity(self.running)
         self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])
+
+
+def _future_siblings(request: Request) -> int:
+    """Rows that a search will take when its prompt is computed."""
+    if request.beams is None or request.output_length:
+        return 0
+    return request.beams.width - 1

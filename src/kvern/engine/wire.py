@@ -42,8 +42,8 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
     adapter: int | None = None
 
     @classmethod
-    def of(cls, request: Request) -> "NewRequest":
-        """What is sent for a request that has not run."""
+    def of(cls, request: Request, reported_prompt_logprobs: int = 0) -> "NewRequest":
+        """What is sent for a request that has not run, or of which nothing but the prompt's is reported."""
         return cls(
             request.request_id,
             request.token_ids[: request.prompt_length],
@@ -57,6 +57,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             request.turn,
             request.group,
             None if request.leader is None else request.leader.request_id,
+            reported_prompt_logprobs=reported_prompt_logprobs,
             grammar=request.grammar,
             embed=request.embed,
             adapter=request.adapter,

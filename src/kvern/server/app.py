@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import kvern
+from kvern.batch.chat_body import template_variables
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
 from kvern.errors import DeadlineExceeded, EngineDied, InvalidAdapter, InvalidParameter, InvalidRequest
@@ -34,6 +35,7 @@ from kvern.server.http import (
     until_gone,
 )
 from kvern.server.keys import ApiKey
+from kvern.server.openapi_page import page
 from kvern.server.responses import Responses
 from kvern.server.service import Service, typed
 from kvern.server.store import Store, default_folder
@@ -103,6 +105,7 @@ class Server:
             **dict.fromkeys(errors, _failed),
             HTTPException: _refused,
             ClientDisconnect: _gone,
+            RecursionError: _nested,
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
@@ -134,7 +137,7 @@ class Server:
     async def documentation(self, request: Request) -> Response:
         """The same for readers."""
         headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return HTMLResponse(openapi.page(self._described()), headers=headers)
+        return HTMLResponse(page(self._described()), headers=headers)
 
     def _described(self) -> openapi.Schema:
         return openapi.document(self.service.names, self.service.client.inputs.vocab_size, self._has_keys)
@@ -160,7 +163,7 @@ class Server:
         service.model(body)
         if "messages" in body:
             tools = typed(body, "tools", list, None)
-            token_ids = await openai.conversation(typed(body, "messages", list, []), tools, service)
+            token_ids = await openai.conversation(body["messages"], tools, service, template_variables(body))
         else:
             special = typed(body, "add_special_tokens", bool, True)
             token_ids = await service.client.encode(typed(body, "prompt", str, ""), special)
@@ -214,6 +217,12 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail.lower()}"
     return json_response(error_body(error.status_code, message), error.status_code, error.headers)
+
+
+async def _nested(request: Request, error: Exception) -> Response:
+    """Only what was sent can be so deep."""
+    refused = HttpError(400, "the body is nested too deeply: use fewer levels")
+    return messages.error_for(path_of(request.scope), refused)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -7,7 +7,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.batch.openai_format import COMPLETIONS
 from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.sampling_params import SamplingParams
 from kvern.server.http import HttpError, json_response, read_object, until_gone
@@ -39,7 +38,7 @@ class Embeddings:
         dimensions = typed(body, "dimensions", int, None)
         if "input" not in body:
             raise HttpError(400, "input is missing: a text, a list of token ids, or a list of these", param="input")
-        prompts = await read_prompts({"prompt": body["input"]}, COMPLETIONS, service)
+        prompts = read_prompts({"prompt": body["input"]})
         ask = service.ask(body, prompts, SamplingParams(), key, embed=True)
         outputs = await service.run(ask)
         data = []

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, KvernError
+from kvern.batch.chat_body import CHAT_FIELDS
+from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest, KvernError
 from kvern.sampling_params import SamplingParams
 
 MAX_BODY_BYTES = 16 << 20
@@ -20,6 +21,8 @@ DRAINED_BYTES = 8 * MAX_BODY_BYTES
 """So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
 
 IGNORED_HEADER = "x-kvern-ignored-fields"
+
+NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input"})
 
 T = TypeVar("T")
 
@@ -69,11 +72,9 @@ def error_response(error: Exception) -> Response:
         body = error_body(error.status, error.message, error.param, error.code)
         return json_response(body, error.status, error.headers)
     param = None
-    if isinstance(error, InvalidParameter):  # its message begins with the field's name
+    if isinstance(error, InvalidParameter | InvalidRequest):  # its message begins with the field's name
         first = re.match(r"\w+", str(error))
-        param = (
-            first[0] if first is not None and first[0] in (*SamplingParams.__struct_fields__, "dimensions") else None
-        )
+        param = first[0] if first is not None and first[0] in NAMED_FIELDS else None
     return json_response(error_body(status_of(error), str(error), param), status_of(error))
 
 
@@ -105,7 +106,7 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
     try:
         body = msgspec.json.decode(b"".join(parts))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from kvern.batch.chat_body import ChatBody, plain_messages, read_chat_body
 from kvern.batch.openai_format import (
     CHAT,
     ONLY_VALUES,
     OWN_FIELDS,
     WITHOUT_EFFECT,
     chat_choice,
-    chat_logprobs,
     parameters,
     text_choice,
     text_logprobs,
@@ -26,8 +26,11 @@ from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.server.http import HttpError
 from kvern.server.keys import ApiKey
+from kvern.server.parts import Part
 from kvern.server.service import OWN_FIELDS as OWN
 from kvern.server.service import Ask, Running, Service, typed
+from kvern.tools.chat import ChatRequest
+from kvern.tools.definitions import read_tools
 
 logger = logging.getLogger("kvern.requests")
 
@@ -47,6 +50,9 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    chat: ChatRequest | None = None
+    """How the answers to a conversation are read."""
+    include_reasoning: bool = True
     answers: int = 1
     """For each prompt: `n`. The ask has more if `best_of` was given."""
     logprobs: bool = False
@@ -66,7 +72,10 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
     merge_extra(body)
     model = service.model(body)
     is_chat = url == CHAT
+    searching = bool(body.get("use_beam_search"))
     for name, values in ONLY_VALUES.items():
+        if searching and name == "best_of":
+            continue  # the number of beams
         if name in body and body[name] not in values and (name not in STREAMING or (is_chat and name == "best_of")):
             raise HttpError(400, f"{name} is {body[name]!r:.60}: this server does not do that", param=name)
     echo = not is_chat and typed(body, "echo", bool, False)
@@ -76,7 +85,7 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
     answers, logprobs = params.n, params.logprobs is not None
     if echo and logprobs:
         params = params.replace(prompt_logprobs=params.logprobs)
-    best_of = answers if is_chat else typed(body, "best_of", int, answers)
+    best_of = answers if is_chat or searching else typed(body, "best_of", int, answers)
     stream = typed(body, "stream", bool, False)
     if best_of < answers or (best_of > answers and stream):
         message = f"best_of is {best_of} with n {answers}: it must not be smaller, and a stream cannot choose the best"
@@ -88,11 +97,18 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
     known = (
         WITHOUT_EFFECT | OWN_FIELDS | STREAMING | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__) | set(OWN)
     )
-    prompts = await read_prompts(body, url, service)
+    chat, include_reasoning = None, True
+    if is_chat:
+        read = read_chat_body(body)
+        chat, include_reasoning = await chat_request(read, params, service), read.include_reasoning
+        params = chat.params
+    prompts = read_prompts(body) if chat is None else [chat.prompt]
     return Call(
         url,
         model,
         service.ask(body, prompts, params, key),
+        chat=chat,
+        include_reasoning=include_reasoning,
         stream=stream,
         include_usage=bool(typed(body, "stream_options", dict, {}).get("include_usage")),
         echo=echo,
@@ -111,11 +127,8 @@ def merge_extra(body: dict[str, Any]) -> None:
             body.setdefault(name, value)
 
 
-async def read_prompts(body: Mapping[str, Any], url: str, service: Service) -> list[Prompt]:
-    """The prompts of a body: one text or list of token ids, or several; or one conversation."""
-    if url == CHAT:
-        tools = typed(body, "tools", list, None) if body.get("tool_choice") != "none" else None
-        return [await conversation(typed(body, "messages", list, []), tools, service)]
+def read_prompts(body: Mapping[str, Any]) -> list[Prompt]:
+    """The prompts of a body: one text or list of token ids, or several. Raises HttpError."""
     prompt = body.get("prompt")
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(first, int)):
@@ -129,48 +142,18 @@ async def read_prompts(body: Mapping[str, Any], url: str, service: Service) -> l
     )
 
 
-async def conversation(messages: list[Any], tools: list[Any] | None, service: Service) -> list[int]:
-    """Messages in OpenAI's form as token ids. Raises HttpError or InvalidRequest."""
-    if not messages or not all(isinstance(message, dict) for message in messages):
-        raise HttpError(400, "messages must be a list of one message or more, each an object", param="messages")
-    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
-        raise HttpError(400, "tools must be a list of objects", param="tools")
-    return await service.client.chat_prompt([plain_message(message) for message in messages], tools)
+async def chat_request(body: ChatBody, params: SamplingParams, service: Service) -> ChatRequest:
+    """A conversation as prompt, parameters and a reader of its answers. Raises InvalidRequest or InvalidParameter."""
+    options = {"thinking_budget": body.thinking_budget, "variables": body.variables}
+    return await service.client.chat(body.messages, params, body.use, **options)
 
 
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: no nulls, the older name of the developer's role, content as one text."""
-    plain = {name: value for name, value in message.items() if value is not None}
-    if plain.get("role") == "developer":
-        plain["role"] = "system"
-    if isinstance(plain.get("content"), list):
-        plain["content"] = text_of(plain["content"])
-    if isinstance(plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_with_arguments(call) for call in plain["tool_calls"]]
-    return plain
-
-
-def _with_arguments(call: Any) -> Any:
-    """A call whose arguments, a JSON text in OpenAI's form, are an object, as templates expect them."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except msgspec.DecodeError as error:
-        message = f"the arguments of a tool call are not valid JSON: {error}"
-        raise HttpError(400, message, param="messages") from error
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def text_of(parts: Sequence[Any], kinds: Sequence[str] = ("text", "input_text", "output_text")) -> str:
-    """The text of a message that comes in parts. Raises HttpError for parts that are not text."""
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            message = f"a content part is of type {kind!r:.40}: this model takes text ({', '.join(kinds)}) only"
-            raise HttpError(400, message, param="messages")
-    return "\n".join(part["text"] for part in parts)
+async def conversation(
+    messages: object, tools: list[Any] | None, service: Service, variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Messages in OpenAI's form as token ids. Raises InvalidRequest."""
+    use = read_tools(tools)
+    return await service.client.chat_prompt(plain_messages(messages), list(use.definitions) or None, variables)
 
 
 def answer(call: Call, outputs: Sequence[RequestOutput], service: Service) -> dict[str, Any]:
@@ -178,7 +161,7 @@ def answer(call: Call, outputs: Sequence[RequestOutput], service: Service) -> di
     choices = []
     for number, output in enumerate(outputs):
         for index, item in enumerate(best(output.outputs, call.answers)):
-            choice = chat_choice(item) if call.is_chat else text_choice(item)
+            choice = text_choice(item) if call.chat is None else chat_choice(item, call.chat, call.include_reasoning)
             choice["index"] = number * call.answers + index
             if not call.logprobs:
                 choice["logprobs"] = None
@@ -227,7 +210,13 @@ async def events(call: Call, running: Running, service: Service) -> AsyncIterato
     """The chunks of a stream: what is new since the last, and the usage if it was asked for."""
     kind = "chat.completion.chunk" if call.is_chat else "text_completion"
     parts = [
-        Part(item, number * call.answers + item.index, call.is_chat, echoed(output, service) if call.echo else "")
+        Part(
+            item,
+            number * call.answers + item.index,
+            None if call.chat is None else call.chat.reader(),
+            call.include_reasoning,
+            echoed(output, service) if call.echo else "",
+        )
         for number, output in enumerate(running.outputs)
         for item in output.outputs
     ]
@@ -241,38 +230,6 @@ async def events(call: Call, running: Running, service: Service) -> AsyncIterato
                 yield {**head, "choices": [choice]}
     if call.include_usage:
         yield {**head, "choices": [], "usage": usage(running.outputs)}
-
-
-class Part:
-    """What of one answer has been sent."""
-
-    def __init__(self, answer: CompletionOutput, index: int, chat: bool, echo: str) -> None:
-        self._answer, self._index, self._chat, self._echo = answer, index, chat, echo
-        self._characters = self._tokens = 0
-        self._begun = self._ended = False
-
-    def news(self, interval: int) -> dict[str, Any] | None:
-        """The next chunk's choice; None if fewer than `interval` tokens are new (one is enough for the first)."""
-        answer = self._answer
-        waiting = len(answer.token_ids) - self._tokens
-        if self._ended or (answer.finish_reason is None and waiting < (interval if self._begun else 1)):
-            return None
-        text = answer.text[self._characters :]
-        choice: dict[str, Any] = {"index": self._index}
-        if self._chat:
-            choice["delta"] = {"content": text} if self._begun else {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text if self._begun else self._echo + text
-        if answer.logprobs is not None:
-            new = CompletionOutput(self._index, token_ids=answer.token_ids[self._tokens :])
-            new.logprobs = answer.logprobs[self._tokens :]
-            choice["logprobs"] = (chat_logprobs if self._chat else text_logprobs)(new)
-        else:
-            choice["logprobs"] = None
-        choice["finish_reason"] = answer.finish_reason
-        self._characters, self._tokens = len(answer.text), len(answer.token_ids)
-        self._begun, self._ended = True, answer.finish_reason is not None
-        return choice
 
 
 def envelope(call: Call, kind: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
-"""The description of the API (OpenAPI 3.1), and a page that shows it."""
+"""The description of the API (OpenAPI 3.1)."""
 
-import html
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from kvern.sampling_params import SamplingParams
 from kvern.server import messages
 from kvern.server.batches import EMBEDDINGS, ENDPOINTS
 from kvern.server.files import MOST_ON_PAGE, OUTPUT, PURPOSES
+from kvern.tools.tool_format import NAME
 
 Schema = dict[str, Any]
 
@@ -72,9 +72,16 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     streamed = {"stream": optional(SWITCH), "stream_options": optional(record({"include_usage": optional(SWITCH)}))}
     kinds = one_of("text", "json_object", "json_schema")
     shaped = {"response_format": optional(record({"type": kinds, "json_schema": OBJECT}, "type"))}
+    searched = {"use_beam_search": optional(SWITCH), "best_of": optional(WHOLE)}
     part = record({"type": one_of("text"), "text": TEXT}, "type", "text")
     message = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(part)]})}, "role")
-    tools = optional(listed(OBJECT))
+    thinks = {"chat_template_kwargs": optional(OBJECT), "thinking_budget": optional({"type": "integer", "minimum": 0})}
+    name = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+    function = record({"name": name, "description": optional(TEXT), "parameters": optional(OBJECT)}, "name")
+    tools = optional(listed(record({"type": one_of("function"), "function": function}, "type", "function")))
+    flat_tools = optional(listed(record({"type": one_of("function"), **function["properties"]}, "type", "name")))
+    parallel = {"parallel_tool_calls": optional(SWITCH)}
+    choice = optional({"anyOf": [one_of("auto", "none", "required"), OBJECT]})
     completion_fields = {
         **sampling(),
         **common,
@@ -82,7 +89,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "prompt": prompt,
         **shaped,
         "echo": optional(SWITCH),
-        "best_of": optional(WHOLE),
+        **searched,
     }
     chat_fields = {
         **sampling(),
@@ -90,7 +97,13 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         **streamed,
         "messages": listed(message, minItems=1),
         "tools": tools,
+        "tool_choice": choice,
+        **parallel,
+        **thinks,
+        "include_reasoning": optional(SWITCH),
+        "reasoning_effort": optional(TEXT),
         **shaped,
+        **searched,
         "max_completion_tokens": optional({"type": "integer", "minimum": 1}),
         "logprobs": optional(SWITCH),
         "top_logprobs": optional({"type": "integer", "minimum": 0, "maximum": 100}),
@@ -106,7 +119,11 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "background": optional(SWITCH),
         "store": optional(SWITCH),
         "metadata": optional(OBJECT),
-        "tools": tools,
+        "tools": flat_tools,
+        "tool_choice": choice,
+        **parallel,
+        **thinks,
+        "reasoning": optional(OBJECT),
     }
     claude_message = record(
         {"role": one_of("user", "assistant"), "content": {"anyOf": [TEXT, listed(part)]}}, "role", "content"
@@ -121,7 +138,10 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "top_k": optional(WHOLE),
         "top_p": optional(NUMBER),
         "stream": optional(SWITCH),
-        "tools": tools,
+        "tools": optional(listed(record({"name": name, "input_schema": OBJECT}, "name", "input_schema"))),
+        "tool_choice": optional(record({"type": one_of("auto", "any", "tool", "none"), "name": TEXT}, "type")),
+        "thinking": optional(record({"type": one_of("enabled", "disabled"), "budget_tokens": WHOLE}, "type")),
+        "chat_template_kwargs": thinks["chat_template_kwargs"],
     }
     identified = record({"id": TEXT, "object": TEXT}, "id", "object")
     listing = record({"object": one_of("list"), "data": listed(OBJECT)}, "object", "data")
@@ -369,47 +389,3 @@ def _responses(answer: Schema | None, kind: str, statuses: tuple[int, ...], erro
         for status in sorted(set(statuses))
     }
     return {"200": done, **refused}
-
-
-def page(described: Schema) -> str:
-    """The description for readers: one file without scripts."""
-    parts = []
-    for path, operations in described["paths"].items():
-        for method, operation in operations.items():
-            body = operation.get("requestBody", {}).get("content", {})
-            fields = "".join(_fields(content["schema"]) for content in body.values())
-            codes = ", ".join(operation["responses"])
-            parts.append(
-                f"<details><summary><b>{method.upper()}</b> <code>{html.escape(path)}</code> "
-                f"{html.escape(operation['summary'])}</summary>{fields}<p>Answers: {codes}</p></details>"
-            )
-    about = html.escape(described["info"]["description"])
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        "<title>kvern: API</title><style>:root{color-scheme:light dark}body{font:16px/1.5 system-ui;max-width:60rem;"
-        "margin:2rem auto;padding:0 1rem}td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
-        "summary{cursor:pointer;padding:.3rem 0}</style>"
-        f"<h1>kvern {html.escape(described['info']['version'])}</h1><p>{about}</p>"
-        f'<p>As a document: <a href="openapi.json">openapi.json</a></p>{"".join(parts)}</html>'
-    )
-
-
-def _fields(schema: Schema) -> str:
-    rows = []
-    for name, field in schema.get("properties", {}).items():
-        need = "required" if name in schema.get("required", ()) else ""
-        text = html.escape(field.get("description", ""))
-        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(kind_of(field))}<td>{need}<td>{text}")
-    return f"<table><tr><th>field<th>type<th><th>{''.join(rows)}</table>" if rows else ""
-
-
-def kind_of(schema: Schema) -> str:
-    """A type in words."""
-    if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
-    if "anyOf" in schema:
-        kinds = [kind_of(option) for option in schema["anyOf"] if option != {"type": "null"}]
-        return " or ".join(dict.fromkeys(kinds))
-    if schema.get("type") == "array":
-        return f"list of {kind_of(schema['items'])}"
-    return str(schema.get("type", "anything"))

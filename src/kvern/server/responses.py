@@ -6,12 +6,13 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
 from kvern.batch.openai_format import response_format
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import RequestOutput
@@ -19,8 +20,11 @@ from kvern.errors import KvernError
 from kvern.sampling_params import SamplingParams
 from kvern.server.http import EventStream, HttpError, ignored_header, json_response, read_object, until_gone
 from kvern.server.keys import ApiKey
-from kvern.server.openai import conversation, merge_extra, text_of
+from kvern.server.openai import chat_request, merge_extra
+from kvern.server.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages
 from kvern.server.service import OWN_FIELDS, Ask, Service, typed
+from kvern.tools.chat import ChatRequest
+from kvern.tools.definitions import read_tools
 
 MOST_STORED = 1000
 MOST_STORED_CHARACTERS = 64 << 20
@@ -33,7 +37,7 @@ REFUSED = {"conversation": None, "prompt": None, "max_tool_calls": None, "trunca
 KNOWN = frozenset({
     "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
     "metadata", "tools", "tool_choice", "text", "user", "parallel_tool_calls", "service_tier", "reasoning", "include",
-    "truncation", "safety_identifier", "stream_options",
+    "truncation", "safety_identifier", "stream_options", "thinking_budget", "chat_template_kwargs",
     *SamplingParams.__struct_fields__, *OWN_FIELDS, *REFUSED,
 })
 # fmt: on
@@ -47,14 +51,14 @@ class Stored:
     body: dict[str, Any]
     messages: list[dict[str, Any]]
     ask: Ask
+    chat: ChatRequest
     task: asyncio.Task[None] | None = None
     sequence: int = 0
-    message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
     @property
     def characters(self) -> int:
         """Of its conversation, without the answer."""
-        return sum(len(message["content"]) for message in self.messages)
+        return sum(len(message.get("content") or "") for message in self.messages)
 
 
 class Responses:
@@ -86,7 +90,7 @@ class Responses:
         if outputs is None:
             stored.body["status"] = "cancelled"
         else:
-            self._complete(stored, outputs[0])
+            complete(stored, outputs[0])
         return json_response(stored.body, headers=headers)
 
     async def retrieve(self, request: Request) -> Response:
@@ -124,8 +128,9 @@ class Responses:
         messages = [*self._earlier(body, key), *input_messages(body.get("input"))]
         instructions = typed(body, "instructions", str, None)
         prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
-        used = tools if tools and body.get("tool_choice") != "none" else None
-        token_ids = await conversation(prompt, None if used is None else chat_tools(used), service)
+        use = read_tools(chat_tools(tools), chat_tool_choice(body.get("tool_choice")), body.get("parallel_tool_calls"))
+        reasoning = typed(body, "reasoning", dict, {})
+        variables = template_variables({"reasoning_effort": reasoning.get("effort"), **body})
         values = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
         values.pop("logprobs", None)
         form = text.get("format") or {"type": "text"}
@@ -136,7 +141,9 @@ class Responses:
             values["max_tokens"] = body["max_output_tokens"]
         if values.get("n", 1) != 1:
             raise HttpError(400, f"n is {values['n']!r:.20}: a response has one answer", param="n")
-        params = sampling_params(SamplingParams(), values)
+        conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
+        chat = await chat_request(conversation, sampling_params(SamplingParams(), values), service)
+        params = chat.params
         store = typed(body, "store", bool, True)
         response = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -151,9 +158,9 @@ class Responses:
             "metadata": typed(body, "metadata", dict, {}),
             "model": model,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": body.get("previous_response_id"),
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
             "service_tier": "default",
             "store": store,
             "temperature": params.temperature if params.temperature is not None else 1.0,
@@ -165,7 +172,7 @@ class Responses:
             "usage": None,
             "user": body.get("user"),
         }
-        stored = Stored(key, response, messages, service.ask(body, [token_ids], params, key))
+        stored = Stored(key, response, messages, service.ask(body, [chat.prompt], params, key), chat)
         if store or response["background"]:
             self._remember(str(response["id"]), stored)
         return stored
@@ -190,8 +197,7 @@ class Responses:
         if stored.body["status"] not in ("completed", "incomplete"):
             message = f"response {response_id} is {stored.body['status']}: wait until it is completed"
             raise HttpError(400, message, param="previous_response_id")
-        answer = stored.body["output"][0]["content"][0]["text"]
-        return [*stored.messages, {"role": "assistant", "content": answer}]
+        return [*stored.messages, *input_messages(stored.body["output"])]
 
     def _find(self, response_id: str, key: ApiKey) -> Stored:
         stored = self._stored.get(response_id)
@@ -210,22 +216,7 @@ class Responses:
         except (KvernError, HttpError) as error:
             self._fail(stored, error)
         else:
-            self._complete(stored, output)
-
-    def _complete(self, stored: Stored, output: RequestOutput) -> None:
-        answer = output.outputs[0]
-        cut = answer.finish_reason == "length"
-        stored.body["status"] = "incomplete" if cut else "completed"
-        stored.body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        stored.body["output"] = [message_item(stored, answer.text, stored.body["status"])]
-        prompt, generated = len(output.prompt_token_ids), len(answer.token_ids)
-        stored.body["usage"] = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": output.cached_tokens},
-            "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + generated,
-        }
+            complete(stored, output)
 
     def _fail(self, stored: Stored, error: Exception) -> None:
         stored.body["status"] = "failed"
@@ -239,75 +230,46 @@ class Responses:
         return failed
 
     async def _events(self, stored: Stored, running: Any) -> AsyncIterator[object]:
-        answer = running.outputs[0].outputs[0]
-        place = {"output_index": 0, "content_index": 0, "item_id": stored.message_id}
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        [output] = running.outputs
+        answer, reader = output.outputs[0], stored.chat.reader()
+        items = OutputItems()
         yield event(stored, "response.created", response=stored.body)
         yield event(stored, "response.in_progress", response=stored.body)
-        item = message_item(stored, "", "in_progress") | {"content": []}
-        yield event(stored, "response.output_item.added", output_index=0, item=item)
-        yield event(stored, "response.content_part.added", **place, part=empty)
-        sent = 0
         async for _ in running:
-            if len(answer.text) > sent:
-                delta, sent = answer.text[sent:], len(answer.text)
-                yield event(stored, "response.output_text.delta", **place, delta=delta, logprobs=[])
-        self._complete(stored, running.outputs[0])
-        [item] = stored.body["output"]
-        yield event(stored, "response.output_text.done", **place, text=answer.text, logprobs=[])
-        yield event(stored, "response.content_part.done", **place, part=item["content"][0])
-        yield event(stored, "response.output_item.done", output_index=0, item=item)
+            for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None)):
+                yield event(stored, kind, **fields)
+        for kind, fields in items.end(conclude(stored, output)):
+            yield event(stored, kind, **fields)
+        stored.body["output"] = items.items
         yield event(stored, f"response.{stored.body['status']}", response=stored.body)
+
+
+def complete(stored: Stored, output: RequestOutput) -> None:
+    """The response to a whole answer."""
+    items = OutputItems()
+    items.add(stored.chat.reader().read(output.outputs[0].text, True))
+    items.end(conclude(stored, output))
+    stored.body["output"] = items.items
+
+
+def conclude(stored: Stored, output: RequestOutput) -> str:
+    """All but the items; returns the status."""
+    answer = output.outputs[0]
+    cut = answer.finish_reason == "length"
+    status = stored.body["status"] = "incomplete" if cut else "completed"
+    stored.body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+    prompt, generated = len(output.prompt_token_ids), len(answer.token_ids)
+    stored.body["usage"] = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + generated,
+    }
+    return status
 
 
 def event(stored: Stored, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
     """A named event; they are numbered."""
     number, stored.sequence = stored.sequence, stored.sequence + 1
     return kind, {"type": kind, "sequence_number": number, **fields}
-
-
-def message_item(stored: Stored, text: str, status: str) -> dict[str, Any]:
-    """The answer as an item of the response's output."""
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {
-        "id": stored.message_id,
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": content,
-    }
-
-
-def input_messages(value: object) -> list[dict[str, Any]]:
-    """`input`, a text or a list of items, as messages of a conversation. Raises HttpError."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
-        raise HttpError(400, f"input is {value!r:.60}: it must be a text or a list of items", param="input")
-    return [_input_message(item) for item in value]
-
-
-def _input_message(item: Mapping[str, Any]) -> dict[str, Any]:
-    kind = item.get("type", "message")
-    if kind == "message" and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list):
-        content = item["content"] if isinstance(item["content"], str) else text_of(item["content"])
-        return {"role": item["role"], "content": content}
-    if kind == "function_call" and isinstance(item.get("arguments"), str):
-        call = {"id": item.get("call_id"), "type": "function"}
-        function = {"name": item.get("name"), "arguments": item["arguments"]}
-        return {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]}
-    if kind == "function_call_output" and isinstance(item.get("output"), str | list):
-        content = item["output"] if isinstance(item["output"], str) else text_of(item["output"])
-        return {"role": "tool", "content": content, "tool_call_id": item.get("call_id")}
-    raise HttpError(400, f"an input item of type {kind!r:.40} is not understood: {item!r:.80}", param="input")
-
-
-def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
-    """Tools in the form that templates know. Raises HttpError for those that are no functions."""
-    for tool in tools:
-        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise HttpError(400, f"a tool is {tool!r:.60}: it must be of type function, with a name", param="tools")
-    return [
-        {"type": "function", "function": {name: tool[name] for name in tool if name not in ("type", "strict")}}
-        for tool in tools
-    ]

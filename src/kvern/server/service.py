@@ -19,6 +19,7 @@ from kvern.server.keys import ApiKey
 LONGEST_LISTS = {
     "stop": 64,
     "stop_token_ids": 1024,
+    "visible_token_ids": 1024,
     "bad_words": 1024,
     "allowed_token_ids": 1 << 20,
     "logit_bias": 4096,
@@ -27,7 +28,7 @@ LONGEST_STOP = 1024
 """Characters of one stop string or bad word."""
 MOST_SAMPLES = 128
 MOST_SEQUENCES = 1024
-"""Prompts times `n` of one request."""
+"""Prompts times `n`, or beams, of one request."""
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 LONGEST_SALT = 256
 
@@ -52,8 +53,8 @@ class Ask:
 
     @property
     def sequences(self) -> int:
-        """Answers that will be generated."""
-        return len(self.prompts) * self.params.n
+        """Sequences that will be generated."""
+        return len(self.prompts) * self.params.sequences
 
 
 class Running:
@@ -94,7 +95,7 @@ class Service:
 
     def model(self, body: Mapping[str, Any]) -> str:
         """The model or adapter that a body names, or the only model. Raises HttpError."""
-        model = body.get("model") or self.models[0]
+        model = self.models[0] if body.get("model") is None else body["model"]
         if model not in self.models and (not isinstance(model, str) or model not in self.client.adapters):
             message = f"there is no model {model!r:.100}: this server has {', '.join(self.names)}"
             raise HttpError(404, message, param="model", code="model_not_found")
@@ -179,9 +180,11 @@ def check_bounds(params: SamplingParams, prompts: int) -> None:
             raise InvalidParameter(f"stop or bad_words hold a text of {len(word)} characters: at most {LONGEST_STOP}")
     if params.n > MOST_SAMPLES:
         raise InvalidParameter(f"n is {params.n}: this server takes {MOST_SAMPLES} at most")
-    if prompts * params.n > MOST_SEQUENCES:
+    sequences = params.sequences
+    if prompts * sequences > MOST_SEQUENCES:
+        name = "n" if params.beam_width is None else "beam_width"
         raise InvalidParameter(
-            f"{prompts} prompts times n {params.n} are {prompts * params.n} answers: this server gives "
+            f"{prompts} prompts times {name} {sequences} are {prompts * sequences} answers: this server gives "
             f"{MOST_SEQUENCES} at most to one request"
         )
 

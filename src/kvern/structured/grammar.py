@@ -36,7 +36,10 @@ class Grammars:
 
     def compile(self, structured: StructuredOutput) -> str:
         """The grammar as the matcher takes it. Raises InvalidParameter with what cannot be expressed."""
-        return self._compile(msgspec.json.encode(structured))
+        try:
+            return self._compile(msgspec.json.encode(structured))
+        except RecursionError as error:
+            raise InvalidParameter("structured: the schema is nested too deeply") from error
 
     def matcher(self, grammar: str) -> "LLMatcher":
         """At the beginning of an answer that follows a compiled grammar."""
@@ -53,6 +56,12 @@ class Grammars:
         if not found:
             raise InvalidParameter("structured needs an end-of-sequence token, and this model names none")
         return found
+
+    @functools.cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that no text of a grammar matches, only their ids; entries of the table without a token among them."""
+        known, padding = range(self._tokenizer.vocab_size), range(Tokenizer(self._folder).vocab_size, self._vocab_size)
+        return frozenset(token for token in known if self._tokenizer.is_special_token(token)) | frozenset(padding)
 
     @functools.cached_property
     def _tokenizer(self) -> "LLTokenizer":
@@ -93,6 +102,18 @@ def _limits() -> "LLParserLimits":
 
 
 def _grammar(structured: StructuredOutput) -> str:
+    if not structured.parts:
+        return _lone_grammar(structured)
+    grammars = [{"lark_grammar": structured.grammar}]
+    for name, part in structured.parts.items():
+        written = _lone_grammar(part)
+        is_lark = part.json is None and part.regex is None
+        held = {"lark_grammar": written} if is_lark else msgspec.json.decode(written)["grammars"][0]
+        grammars.append({**held, "name": name})
+    return msgspec.json.encode({"grammars": grammars}).decode()
+
+
+def _lone_grammar(structured: StructuredOutput) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvern.step import NewRequest
+from kvern.step import Fork, NewRequest
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from kvern.worker.executor import StepResult
 
 BITS = 32
-SPARE_GRAMMARS = 16
-SPARE_MATCHERS = 256
-"""Of each grammar: as many are kept at most, with what they have learnt."""
+SPARE_MATCHERS = 512
+"""Matchers of ended requests that are kept for others with their grammar."""
 
 
 def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -26,8 +25,8 @@ def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> N
 
     If nothing of what a mask allows is left in its row, the mask goes before.
     """
-    shifts = torch.arange(BITS, dtype=torch.int32, device=logits.device)
-    bits = (masks[:, :, None] >> shifts) & 1
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (masks.view(torch.uint8)[:, :, None] >> shifts) & 1
     allowed = bits.view(len(rows), -1)[:, : logits.shape[1]].bool()
     scores = logits[rows].masked_fill(~allowed, float("-inf"))
     nothing = scores.isneginf().all(-1, keepdim=True)
@@ -58,10 +57,11 @@ class GrammarRows:
         """Let requests take their rows; what they have generated already is followed."""
         bound = []
         for request in joined:
-            if request.slot in self._matchers:
-                self._left.append((self._grammar_of.pop(request.slot), self._matchers.pop(request.slot)))
+            self._leave(request.slot)
             if request.grammar is not None:
                 bound.append(request)
+        if not self._expected:
+            self._keep()
         for request, matcher in zip(bound, self._threads.map(self._matcher, bound), strict=True):
             self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.grammar or ""
 
@@ -72,6 +72,24 @@ class GrammarRows:
         matcher.consume_tokens(request.token_ids[request.prompt_length :])
         return matcher
 
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """Let rows go on behind others with another token, which their matchers then have consumed."""
+        taken = [fork for fork in forked if fork.slot != fork.source]
+        for fork in taken:
+            self._leave(fork.slot)
+        for fork in taken:  # before the sources go on: each goes on in its own row
+            if fork.source in self._matchers:
+                self._matchers[fork.slot] = self._matchers[fork.source].deep_copy()
+        for fork in forked:
+            matcher = self._matchers.get(fork.slot)
+            if matcher is not None and not matcher.is_stopped():
+                matcher.consume_token(fork.token_id)
+
+    def _leave(self, slot: int) -> None:
+        matcher, grammar = self._matchers.pop(slot, None), self._grammar_of.pop(slot, None)
+        if matcher is not None and grammar is not None:
+            self._left.append((grammar, matcher))
+
     def __contains__(self, slot: object) -> bool:
         return slot in self._matchers
 
@@ -81,15 +99,31 @@ class GrammarRows:
         if any(matcher is not None for matcher in matchers):
             self._expected.append((matchers, result))
 
-    def restrict(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, str]:
+    def accept(self, slots: Sequence[int | None], tokens: Sequence[int]) -> list[int]:
+        """Follow the tokens just sampled for `slots`, where their grammars allow them; the rows where these do not."""
+        refused = []
+        for row, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
+            matcher = None if slot is None else self._matchers.get(slot)
+            if matcher is None:
+                continue
+            if matcher.is_stopped():
+                allowed = token in self._grammars.eos_token_ids
+            else:
+                allowed = matcher.try_consume_tokens([token]) == 1
+            if not allowed:
+                refused.append(row)
+        return refused
+
+    def restrict(self, logits: torch.Tensor, slots: Sequence[int], rows: Sequence[int] | None = None) -> dict[int, str]:
         """Leave each row of `logits` [N, vocabulary] the tokens that its grammar allows, after all that came before.
 
-        Waits for the tokens of earlier steps, not for this one. If bans have left a row nothing of what its grammar
-        allows, the grammar goes before. Returns, by slot, why a grammar cannot be followed any more: some become too
-        expensive on the way.
+        `rows`: those that have grammars and are to be restricted; None: all with grammars. Waits for the tokens of
+        earlier steps, not for this one. If bans have left a row nothing of what its grammar allows, the grammar goes
+        before. Returns, by slot, why a grammar cannot be followed any more: some become too expensive on the way.
         """
         self._follow()
-        rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
+        if rows is None:
+            rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
         if not rows:
             return {}
         pinned = self._device.type == "cuda"
@@ -140,12 +174,13 @@ class GrammarRows:
         self._keep()
 
     def _keep(self) -> None:
-        """Keep the matchers of rows that ended, whose last tokens came, for others with their grammar: they have
-        learnt what that takes."""
+        """Keep the matchers of rows that ended, whose last tokens came: they have learnt what their grammar takes."""
         for grammar, matcher in self._left:
             if not matcher.is_error() and matcher.reset():
-                spare = self._spare.pop(grammar, [])
-                self._spare[grammar] = [*spare[: SPARE_MATCHERS - 1], matcher]
+                self._spare[grammar] = [*self._spare.pop(grammar, []), matcher]
         self._left.clear()
-        while len(self._spare) > SPARE_GRAMMARS:
-            del self._spare[next(iter(self._spare))]
+        while sum(map(len, self._spare.values())) > SPARE_MATCHERS:
+            oldest = next(iter(self._spare))
+            self._spare[oldest] = self._spare[oldest][1:]
+            if not self._spare[oldest]:
+                del self._spare[oldest]

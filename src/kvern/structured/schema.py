@@ -250,6 +250,9 @@ class _Rewriter:
                     )
             elif key not in IGNORED and key not in APPLIED:
                 made[key] = value
+        properties, required = made.get("properties", {}), made.get("required", ())
+        if made.get("type") == "object" and any(properties.get(name) is False for name in required):
+            return False
         return made
 
     def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:

@@ -135,7 +135,7 @@ class DecodeGraphs:
             return None
         requests = [self._rows.request(slot) for slot in slots]
         if len(requests) != len(self._grouped) or any(map(is_not, requests, self._grouped)):
-            tables = [request.block_ids for request in requests]
+            tables = [request.shareable_blocks(self._block_size) for request in requests]
             self._groups = find_shared_prefixes(tables, starts, self._block_size, self._prefix_members)
             self._grouped = requests
         return self._groups

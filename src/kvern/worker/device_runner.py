@@ -19,6 +19,7 @@ from kvern.attention.base import AttentionBackend
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.models.decoder import Decoder
+from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
@@ -48,6 +49,8 @@ class Needs(enum.IntFlag):
     """The hidden state is wanted, which a graph does not give."""
     GRAMMAR = 32
     """The host says which tokens may follow, when it knows the last one."""
+    BEAMS = 64
+    """The most probable tokens are wanted, not one; the host chooses."""
 
 
 def needs_of(request: NewRequest) -> Needs:
@@ -62,6 +65,8 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.GRAMMAR
     if request.embed:
         needs |= Needs.EMBEDDING
+    if params.beam_width is not None:
+        needs |= Needs.BEAMS
     if params.temperature is None or params.temperature >= GREEDY_BELOW:
         if params.typical_p < 1.0:
             needs |= Needs.TYPICAL
@@ -86,6 +91,7 @@ class Results:
             [entry for output in outputs for entry in output.prompt_logprobs],
             {slot: reason for output in outputs for slot, reason in output.broken.items()},
             {slot: state for output in outputs for slot, state in output.embeddings.items()},
+            {slot: item for output in outputs for slot, item in output.candidates.items()},
         )
 
 
@@ -123,6 +129,10 @@ class DeviceRunner:
         if self._adapters is not None:
             self._adapters.load(output.adapters)
         self._attention.copy_blocks(output.copies)
+        self._rows.fork(output.forked)
+        self._grammars.fork(output.forked)
+        for fork in output.forked:
+            self._needs[fork.slot] = int(needs_of(self._rows.request(fork.slot)))
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
         self._rows.grow(output.grown)
@@ -234,9 +244,10 @@ class DeviceRunner:
             most = max(count for count in counts if count is not None)
             logprobs = token_logprobs(original, chosen, most)
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
-        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken)
+        candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
+        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates)
         if needs & Needs.GRAMMAR:
-            self._grammars.expect([item.slot if item.sample else None for item in scheduled], step)
+            self._grammars.expect(rows.sampled_slots(scheduled), step)
         return step
 
 
@@ -251,5 +262,10 @@ class JoinedPieces:
         prompts = [entry for output in outputs for entry in output.prompt_logprobs[0] or ()]
         last = outputs[-1]
         return ModelRunnerOutput(
-            [last.token_ids[0]], [last.logprobs[0]], [prompts or None], last.broken, last.embeddings
+            [last.token_ids[0]],
+            [last.logprobs[0]],
+            [prompts or None],
+            last.broken,
+            last.embeddings,
+            last.candidates,
         )

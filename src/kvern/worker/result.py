@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvern.models.decoder import Decoder
+from kvern.sample.beams import DeviceCandidates
 from kvern.sample.logprobs import DeviceLogprobs, fetch, token_logprobs
 from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
 from kvern.worker.input_batch import InputBatch
@@ -43,6 +44,7 @@ class PendingStep:
         prompt_logprobs: Sequence[PromptLogprobs | None] = (),
         embeddings: tuple[Sequence[int], torch.Tensor] | None = None,
         broken: dict[int, str] | None = None,
+        candidates: DeviceCandidates | None = None,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked.
 
@@ -54,6 +56,7 @@ class PendingStep:
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
         self._broken = broken or {}
+        self._candidates = candidates
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self._done: torch.cuda.Event | None = None
         if sampled is not None and sampled.device.type == "cuda":
@@ -74,8 +77,10 @@ class PendingStep:
         if self._embeddings is not None:
             slots, states = self._embeddings
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
+        candidates = {} if self._candidates is None else self._candidates.by_slot()
         if len(tokens) == len(self._scheduled):
-            return ModelRunnerOutput(list(tokens), logprobs, prompts or [None] * len(tokens), self._broken, embeddings)
+            prompts = prompts or [None] * len(tokens)
+            return ModelRunnerOutput(list(tokens), logprobs, prompts, self._broken, embeddings, candidates)
         pairs = iter(zip(tokens, logprobs, strict=True))
         chosen = [next(pairs) if item.sample else (None, None) for item in self._scheduled]
         return ModelRunnerOutput(
@@ -84,6 +89,7 @@ class PendingStep:
             prompts or [None] * len(chosen),
             self._broken,
             embeddings,
+            candidates,
         )
 
 

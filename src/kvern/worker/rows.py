@@ -5,7 +5,7 @@ from itertools import chain
 
 import torch
 
-from kvern.step import NewRequest
+from kvern.step import Fork, NewRequest, ScheduledTokens
 
 
 def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -46,6 +46,25 @@ class BatchRows:
             self.frequency,
         ) = self._numbers
         self.requests: list[NewRequest | None] = [None] * slots
+
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """Let rows go on behind others, all as they were before; the blocks they do not share come with `grow`."""
+        if not forked:
+            return
+        sent = [(fork.slot, fork.source, fork.length, fork.token_id) for fork in forked]
+        slots, sources, lengths, token_ids = upload(
+            list(chain(*zip(*sent, strict=True))), torch.int64, self.device
+        ).view(4, -1)
+        if any(fork.slot != fork.source for fork in forked):
+            targets = [(self.tokens[:, : max(fork.length for fork in forked)], 0), (self.block_table, 0)]
+            requests = [self.requests[fork.source] for fork in forked]
+            if any(self.requests[fork.slot] is not request for fork, request in zip(forked, requests, strict=True)):
+                targets += [(self._integers, 1), (self._numbers, 1)]
+            for target, dimension in targets:
+                target.index_copy_(dimension, slots, target.index_select(dimension, sources))
+            for fork, request in zip(forked, requests, strict=True):
+                self.requests[fork.slot] = request
+        self.tokens.index_put_((slots, lengths), token_ids.int())
 
     def join(self, joined: Sequence[NewRequest]) -> None:
         """Let requests take their rows."""
@@ -91,3 +110,10 @@ class BatchRows:
         request = self.requests[slot]
         assert request is not None, f"row {slot} is empty"
         return request
+
+    def sampled_slots(self, scheduled: Sequence[ScheduledTokens]) -> list[int | None]:
+        """The rows that go on with the token sampled for them, None for others: parts of prompts, and beams."""
+        return [
+            item.slot if item.sample and self.request(item.slot).params.beam_width is None else None
+            for item in scheduled
+        ]

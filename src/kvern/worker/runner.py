@@ -1,12 +1,16 @@
 """Runs one step through PyTorch: rows, input batch, model, logits, sampler. For CPUs, and GPUs without Triton."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.models.decoder import Decoder
+from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
-from kvern.sample.sampler import sample
+from kvern.sample.sampler import GREEDY_BELOW, sample
+from kvern.sampling_params import SamplingParams
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
@@ -40,6 +44,8 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.load(output.adapters)
         self._attention.copy_blocks(output.copies)
+        self._rows.fork(output.forked)
+        self._grammars.fork(output.forked)
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
         self._rows.grow(output.grown)
@@ -51,20 +57,19 @@ class ModelRunner:
         prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
         if not batch.sample_slots:
             return PendingStep(output.scheduled, None, prompt_logprobs=prompts)
-        counts = [self._rows.request(slot).params.logprobs for slot in batch.sample_slots]
+        params = [self._rows.request(slot).params for slot in batch.sample_slots]
+        counts = [item.logprobs for item in params]
+        beams = any(item.beam_width for item in params)
         everyone = len(batch.sample_slots) == hidden.shape[0]
         hidden = hidden if everyone else hidden[batch.sample_tokens]
-        chosen, logprobs, broken = self._sample(
-            batch, hidden, max((count for count in counts if count is not None), default=None)
-        )
+        most = max((count for count in counts if count is not None), default=None)
+        chosen, logprobs, candidates, broken = self._sample(batch, hidden, most, beams)
         states = embeddings(self._rows, batch.sample_slots, hidden)
-        step = PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken)
-        self._grammars.expect([item.slot if item.sample else None for item in output.scheduled], step)
-        return step
+        return PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken, candidates)
 
     def _sample(
-        self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None
-    ) -> tuple[torch.Tensor, DeviceLogprobs | None, dict[int, str]]:
+        self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None, beams: bool
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None, DeviceCandidates | None, dict[int, str]]:
         slots = batch.sample_slots
         logits = self._decoder.logits(hidden)
         original = None if wanted is None else logits.clone()
@@ -72,7 +77,41 @@ class ModelRunner:
             ends = [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]
             sampling = dict(zip(batch.slots, ends, strict=True))
             constrain(logits, self._rows, slots, [sampling[slot] for slot in slots])
-        broken = self._grammars.restrict(logits, slots)
-        chosen = sample(logits, self._rows, slots, batch.sample_positions)
+        chosen, broken = self._choose(logits, slots, batch.sample_positions)
         self._rows.tokens[torch.tensor(slots, device=chosen.device), batch.sample_positions] = chosen.int()
-        return chosen, None if original is None else token_logprobs(original, chosen, wanted or 0), broken
+        logprobs = None if original is None else token_logprobs(original, chosen, wanted or 0)
+        candidates = DeviceCandidates(logits, original, self._rows, slots) if beams else None
+        return chosen, logprobs, candidates, broken
+
+    def _choose(
+        self, logits: torch.Tensor, slots: Sequence[int], positions: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Sample; grammars are asked afterwards, since they mostly allow what a model says, and masks cost more.
+
+        The most probable token of all, or the earliest drawn, is also the one among those allowed, if it is allowed
+        itself. Filters look at all probabilities: they need the mask before.
+        """
+        bound = [row for row, slot in enumerate(slots) if slot in self._grammars]
+        filtered = [row for row in bound if _filters(self._rows.request(slots[row]).params)]
+        broken = self._grammars.restrict(logits, slots, filtered)
+        chosen = sample(logits, self._rows, slots, positions)
+        if bound:
+            going = [None if self._rows.request(slot).params.beam_width else slot for slot in slots]
+            refused = self._grammars.accept(going, chosen.tolist())
+            broken |= self._grammars.restrict(logits, slots, refused)
+            if refused:
+                index = torch.tensor(refused, device=logits.device)
+                again = [slots[row] for row in refused]
+                chosen[index] = sample(logits[index], self._rows, again, positions[index])
+                self._grammars.accept(again, chosen[index].tolist())
+        return chosen, broken
+
+
+def _filters(params: SamplingParams) -> bool:
+    """Whether more than one token is looked at: the improbable ones are dropped, or beams choose."""
+    if params.beam_width is not None:
+        return True
+    if params.temperature is not None and params.temperature < GREEDY_BELOW:
+        return False
+    few = bool(params.top_k and params.top_k > 0) or params.min_p > 0
+    return few or (params.top_p or 1.0) < 1.0 or params.typical_p < 1.0

@@ -39,7 +39,8 @@ def find_shared_prefixes(
     """
     by_first: dict[int, list[int]] = {}
     for index, table in enumerate(tables):
-        by_first.setdefault(table[0], []).append(index)
+        if table:
+            by_first.setdefault(table[0], []).append(index)
     groups = PrefixGroups(keys=[0] * len(tables))
     most = tiles_for(len(tables), members)
     for requests in sorted(by_first.values(), key=len, reverse=True):

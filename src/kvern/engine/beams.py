@@ -1,0 +1,188 @@
+"""Beam search: which continuations of a prompt's beams go on, and which have ended.
+
+    prompt --step--> its most probable next tokens --choose--> up to `width` beams
+    each beam --step--> its most probable next tokens --report--> when all have reported: choose
+                                                                   |
+                        the best that do not end go on <-----------+-----------> the best that end are hypotheses
+
+The rules are those of `generate(num_beams=...)` in Hugging Face transformers: a continuation that ends becomes a
+hypothesis if it is among the `width` most probable of all beams, the `width` best hypotheses are kept, and the search
+ends when `early_stopping` says so or when nothing can go on. The search knows nothing of blocks and rows.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvern.request import FinishReason, Request
+from kvern.step import BeamCandidates, TokenLogprobs
+
+Decode = Callable[[Sequence[int], bool], str]
+"""Token ids as text; with true, without special tokens."""
+
+
+@dataclass(eq=False)
+class Beam:
+    """A sequence that goes on. `total` is its log-probability; `entries` are reported of its tokens, if asked for."""
+
+    request: Request
+    total: float = 0.0
+    entries: list[TokenLogprobs] = field(default_factory=list)
+    candidates: BeamCandidates | None = None
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A beam with the candidate at `place` behind it."""
+
+    beam: Beam
+    place: int
+    token_id: int
+    total: float
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All that was generated."""
+        request = self.beam.request
+        return [*request.token_ids[request.prompt_length :], self.token_id]
+
+    @property
+    def entries(self) -> list[TokenLogprobs]:
+        """Of all that was generated, if asked for."""
+        entry = self.beam.candidates.entry if self.beam.candidates is not None else None
+        return [] if entry is None else [*self.beam.entries, entry(self.place)]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A sequence that has ended."""
+
+    score: float
+    """`total` over its length to the power of `length_penalty`."""
+    total: float
+    token_ids: list[int]
+    entries: list[TokenLogprobs]
+    reason: FinishReason
+    stop_reason: int | None = None
+
+
+class BeamSearch:
+    """The beams of one prompt. Begins with one, the request that computes the prompt.
+
+    `done` when no beam goes on; `hypotheses` are then the answers, best first.
+    """
+
+    def __init__(self, request: Request, decode: Decode | None = None) -> None:
+        """`decode` is needed to find stop strings."""
+        params = request.params
+        assert params.beam_width is not None
+        self.width = params.beam_width
+        self.name = request.request_id
+        """The id of one of its requests, always."""
+        self.answer_ids = request.answer_ids
+        self.beams = [Beam(request)]
+        self.hypotheses: list[Hypothesis] = []
+        self.done = False
+        self.failure: str | None = None
+        """Why a beam could not be followed."""
+        self._params = params
+        self._max_tokens = request.max_tokens
+        self._stop_token_ids = request.stop_token_ids
+        self._texts = StopTexts(params.stop_strings, params.skip_special_tokens, decode)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of the beams."""
+        return [beam.request for beam in self.beams]
+
+    def report(self, request: Request, candidates: BeamCandidates | None, failure: str | None) -> bool:
+        """What may follow one beam, or why nothing can; whether all beams have reported."""
+        beam = next(beam for beam in self.beams if beam.request is request)
+        if candidates is None or failure is not None:
+            candidates, self.failure = BeamCandidates((), ()), failure
+        beam.candidates = candidates
+        return all(beam.candidates is not None for beam in self.beams)
+
+    def choose(self) -> list[Continuation]:
+        """The continuations that go on, best first; empty when the search is done."""
+        length = self.beams[0].request.output_length + 1
+        following: list[Continuation] = []
+        for rank, continuation in enumerate(self._best_first()):
+            ending = self._ending(continuation, length)
+            if ending is None:
+                following.append(continuation)
+            elif rank < self.width:
+                self._keep(continuation, length, *ending)
+            if len(following) == self.width or (length == self._max_tokens and rank + 1 == self.width):
+                break
+        self.done = not following or not self._can_improve(following[0].total, length)
+        return [] if self.done else following
+
+    def go_on(self, following: Sequence[Continuation], requests: Sequence[Request]) -> None:
+        """Let these requests be the beams, one for each continuation."""
+        self.beams = [
+            Beam(request, continuation.total, continuation.entries)
+            for continuation, request in zip(following, requests, strict=True)
+        ]
+
+    def _best_first(self) -> Iterator[Continuation]:
+        """All candidates of all beams, the most probable first, without those that are impossible."""
+        known = [(beam, beam.candidates) for beam in self.beams if beam.candidates is not None]
+        heap = [(-beam.total - item.logprobs[0], index, 0) for index, (beam, item) in enumerate(known) if item.logprobs]
+        heapq.heapify(heap)
+        while heap:
+            negative, index, place = heap[0]
+            if negative == float("inf"):
+                return
+            beam, candidates = known[index]
+            if place + 1 < len(candidates.logprobs):
+                heapq.heapreplace(heap, (-beam.total - candidates.logprobs[place + 1], index, place + 1))
+            else:
+                heapq.heappop(heap)
+            yield Continuation(beam, place, candidates.token_ids[place], -negative)
+
+    def _ending(self, continuation: Continuation, length: int) -> tuple[FinishReason, int | None] | None:
+        if length > self._params.min_tokens:
+            if continuation.token_id in self._stop_token_ids:
+                return "stop", continuation.token_id
+            if self._texts.ended_by(continuation):
+                return "length", None  # which string it is, and where the text is cut, is found with the whole text
+        return ("length", None) if length == self._max_tokens else None
+
+    def _keep(self, continuation: Continuation, length: int, reason: FinishReason, stop_reason: int | None) -> None:
+        total = continuation.total
+        score = total / length**self._params.length_penalty
+        if len(self.hypotheses) == self.width and score <= self.hypotheses[-1].score:
+            return
+        ended = Hypothesis(score, total, continuation.token_ids, continuation.entries, reason, stop_reason)
+        insort(self.hypotheses, ended, key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[self.width :]
+
+    def _can_improve(self, best: float, length: int) -> bool:
+        """Whether a beam may still become one of the best hypotheses; `best` is the log-probability of the first."""
+        if len(self.hypotheses) < self.width:
+            return True
+        params = self._params
+        if params.early_stopping is True:
+            return False
+        longest = self._max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+        possible: float = best / longest**params.length_penalty
+        return possible > self.hypotheses[-1].score
+
+
+class StopTexts:
+    """Finds stop strings in the last tokens of a beam."""
+
+    def __init__(self, texts: Sequence[str], skip_special_tokens: bool, decode: Decode | None) -> None:
+        self._texts, self._skip_special_tokens, self._decode = texts, skip_special_tokens, decode
+        self._window = max((len(text.encode()) for text in texts), default=0) + 4  # a token is a byte at least
+
+    def ended_by(self, continuation: Continuation) -> bool:
+        """Whether the last token completes one of the texts."""
+        if not self._texts or self._decode is None:
+            return False
+        tokens = continuation.token_ids[-self._window :]
+        before = len(self._decode(tokens[:-1], self._skip_special_tokens))
+        text = self._decode(tokens, self._skip_special_tokens)
+        return any(text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self._texts)

@@ -1,0 +1,98 @@
+"""What may follow each beam of a batch: found on the device, read on the host when the step's result is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvern.sample.logprobs import fetch
+from kvern.step import BeamCandidates, Logprob, NewRequest, TokenLogprobs
+from kvern.worker.rows import BatchRows, upload
+
+
+def candidate_count(request: NewRequest) -> int:
+    """Next tokens of a beam that can matter: as many as beams go on, and before them those that may end it."""
+    params = request.params
+    width = params.beam_width or 0
+    return width + (width if params.stop_strings else 0) + len(request.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class CandidateLogprobs:
+    """Under the model's own logits, of N beams: their candidates [N, K] and the most probable tokens [N, most]."""
+
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    best_ids: torch.Tensor
+    best: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, ids: torch.Tensor, most: int) -> "CandidateLogprobs":
+        """For logits [N, vocabulary] and candidates [N, K], on their way to the host."""
+        logprobs = logits.float().log_softmax(-1)
+        chosen = logprobs.gather(1, ids)
+        ranks = torch.stack([(logprobs > chosen[:, place : place + 1]).sum(-1) + 1 for place in range(ids.shape[1])], 1)
+        best = logprobs.topk(min(most, logits.shape[-1]), -1)
+        return cls(fetch(chosen), fetch(ranks), fetch(best.indices), fetch(best.values))
+
+    def entry(self, row: int, place: int, token: int, count: int) -> TokenLogprobs:
+        """Of one candidate, then of the `count` most probable tokens."""
+        entry = {token: Logprob(float(self.logprobs[row, place]), int(self.ranks[row, place]))}
+        best = zip(self.best_ids[row, :count].tolist(), self.best[row, :count].tolist(), strict=True)
+        for rank, (other, value) in enumerate(best, 1):
+            entry.setdefault(other, Logprob(value, rank))
+        return entry
+
+
+class DeviceCandidates:
+    """The candidates of a step's beams on their way to the host."""
+
+    def __init__(
+        self, logits: torch.Tensor, original: torch.Tensor | None, rows: BatchRows, slots: Sequence[int]
+    ) -> None:
+        """`logits` [S, vocabulary] of the rows `slots` that sample, and as they were before constraints and masks.
+
+        The latter may be None if nobody asked for log-probabilities.
+        """
+        self._requests = {slot: rows.request(slot) for slot in slots if rows.request(slot).params.beam_width}
+        if len(self._requests) < len(slots):
+            places = [place for place, slot in enumerate(slots) if slot in self._requests]
+            index = upload(places, torch.int64, logits.device)
+            logits = logits.index_select(0, index)
+            original = None if original is None else original.index_select(0, index)
+        count = max(map(candidate_count, self._requests.values()))
+        scores, ids = logits.topk(min(count, logits.shape[-1]), -1)
+        logprobs = scores.float() - logits.float().logsumexp(-1, keepdim=True)
+        self._logprobs = fetch(logprobs.nan_to_num(nan=float("-inf"), neginf=float("-inf")))  # NaN: all is banned
+        self._ids = fetch(ids)
+        wanted = [request.params.logprobs for request in self._requests.values()]
+        most = max((count for count in wanted if count is not None), default=None)
+        self._reported = None
+        if original is not None and most is not None:
+            self._reported = CandidateLogprobs.of(original, ids, most)
+
+    def by_slot(self) -> dict[int, BeamCandidates]:
+        """When they have arrived."""
+        found = {}
+        rows = zip(self._requests.items(), self._ids.tolist(), self._logprobs.tolist(), strict=True)
+        for row, ((slot, request), ids, logprobs) in enumerate(rows):
+            count = candidate_count(request)
+            found[slot] = BeamCandidates(ids[:count], logprobs[:count], self._entry(row, ids, request))
+        return found
+
+    def _entry(self, row: int, ids: list[int], request: NewRequest) -> "ReportedEntry | None":
+        count = request.params.logprobs
+        return None if count is None or self._reported is None else ReportedEntry(self._reported, row, ids, count)
+
+
+@dataclass(frozen=True)
+class ReportedEntry:
+    """Makes what is reported of one beam's candidates: few of them are chosen."""
+
+    logprobs: CandidateLogprobs
+    row: int
+    ids: list[int]
+    count: int
+
+    def __call__(self, place: int) -> TokenLogprobs:
+        return self.logprobs.entry(self.row, place, self.ids[place], self.count)

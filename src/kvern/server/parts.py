@@ -1,0 +1,80 @@
+"""What of one answer of /v1/chat/completions or /v1/completions has been sent, and what is new."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvern.batch.chat_body import finish_reason
+from kvern.batch.openai_format import chat_logprobs, text_logprobs
+from kvern.engine.output import CompletionOutput
+from kvern.tools.chat import AnswerReader
+from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
+
+
+class Part:
+    """One answer; `reader` takes the answer to a conversation apart, `echo` is sent before a text."""
+
+    def __init__(
+        self,
+        answer: CompletionOutput,
+        index: int,
+        reader: AnswerReader | None = None,
+        include_reasoning: bool = True,
+        echo: str = "",
+    ) -> None:
+        self._answer, self._index, self._reader, self._echo = answer, index, reader, echo
+        self._include_reasoning = include_reasoning
+        self._characters = self._tokens = 0
+        self._begun = self._ended = False
+
+    def news(self, interval: int) -> dict[str, Any] | None:
+        """The next chunk's choice; None if fewer than `interval` tokens are new (one is enough for the first)."""
+        answer = self._answer
+        waiting = len(answer.token_ids) - self._tokens
+        if self._ended or (answer.finish_reason is None and waiting < (interval if self._begun else 1)):
+            return None
+        choice: dict[str, Any] = {"index": self._index}
+        if self._reader is not None:
+            choice["delta"] = delta(
+                self._reader.read(answer.text, answer.finish_reason is not None), self._include_reasoning
+            )
+            if not choice["delta"] and self._begun and answer.finish_reason is None:
+                return None  # all of it is held back, and its log-probabilities are sent with what comes next
+            if not self._begun:
+                choice["delta"] = {"role": "assistant", "content": "", **choice["delta"]}
+        else:
+            choice["text"] = ("" if self._begun else self._echo) + answer.text[self._characters :]
+        choice["logprobs"] = self._logprobs()
+        choice["finish_reason"] = (
+            answer.finish_reason if self._reader is None else finish_reason(answer, self._reader.message)
+        )
+        self._characters, self._tokens = len(answer.text), len(answer.token_ids)
+        self._begun, self._ended = True, answer.finish_reason is not None
+        return choice
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        if self._answer.logprobs is None:
+            return None
+        new = CompletionOutput(self._index, token_ids=self._answer.token_ids[self._tokens :])
+        new.logprobs = self._answer.logprobs[self._tokens :]
+        return (text_logprobs if self._reader is None else chat_logprobs)(new)
+
+
+def delta(pieces: Sequence[Piece], include_reasoning: bool) -> dict[str, Any]:
+    """Pieces of an answer in OpenAI's form."""
+    found: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                found["content"] = found.get("content", "") + text
+            case Reasoning(text) if include_reasoning:
+                found["reasoning_content"] = found.get("reasoning_content", "") + text
+            case CallBegins(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case Arguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    if calls:
+        found["tool_calls"] = list(calls.values())
+    return found

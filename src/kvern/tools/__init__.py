@@ -1,0 +1,12 @@
+"""Tool calls and reasoning: what models write around their answers, read while it comes and demanded where it must.
+
+pieces       an answer's parts: content, reasoning, the beginning of a call, its arguments
+buffered     a parser's growing text: states, what may still become a marker, blanks around calls
+json_call    one {"name": ..., "arguments": {...}}
+hermes, llama, mistral, gemma, pythonic   one family's format each, behind the protocol of `tool_format`
+formats      which format a chat template speaks
+thinking     <think> and kin
+definitions  the tools of a request, checked
+grammar      one grammar out of thinking, calls and a structured answer
+chat         ties them together: a conversation becomes a prompt, parameters and a reader of the answer
+"""

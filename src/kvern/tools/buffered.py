@@ -1,0 +1,115 @@
+"""A growing text that is read by states, each of which waits until what it needs has come."""
+
+from collections.abc import Callable
+
+from kvern.tools.pieces import Arguments, CallBegins, Content, Piece
+from kvern.tools.tool_format import new_call_id
+
+BLANKS = " \t\r\n"
+
+
+def held_back(text: str, marker: str) -> int:
+    """Characters at the end of a text that a marker may begin with."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+class BufferedParser:
+    """What the parsers of all formats share.
+
+    A state is a method that looks at `buffer`, takes what it understands, and returns whether it came further. It may
+    decide only what no further character can change, so that every cutting of the text gives the same answer. When
+    `ended`, nothing follows, and a state that still waits gives way to content.
+
+    Blanks before a call and after it are left out of the content.
+    """
+
+    new_id: Callable[[], str] = staticmethod(new_call_id)
+
+    def __init__(self) -> None:
+        self.buffer = ""
+        self.ended = False
+        self.state: Callable[[], bool] = self.content_state
+        self._pieces: list[Piece] = []
+        self._blanks = ""
+        self._calls = 0
+        self._after_call = False
+
+    def content_state(self) -> bool:
+        """Reads what is no call."""
+        raise NotImplementedError
+
+    def feed(self, text: str) -> list[Piece]:
+        """The next characters."""
+        self.buffer += text
+        return self._read()
+
+    def finish(self) -> list[Piece]:
+        """The text has ended."""
+        self.ended = True
+        self._read_into()
+        self.content(self.buffer)
+        self.buffer = ""
+        if not self._after_call and self._blanks:
+            self._pieces.append(Content(self._blanks))
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _read_into(self) -> None:
+        while self.state():
+            pass
+
+    def _read(self) -> list[Piece]:
+        self._read_into()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def take(self, count: int) -> str:
+        """Remove the first characters."""
+        taken, self.buffer = self.buffer[:count], self.buffer[count:]
+        return taken
+
+    def expect(self, marker: str) -> bool | None:
+        """The buffer, blanks aside, begins with this; None: more must come to tell."""
+        text = self.buffer.lstrip(BLANKS)
+        if text.startswith(marker):
+            return True
+        return None if marker.startswith(text) and not self.ended else False
+
+    def drop(self, marker: str) -> None:
+        """Remove what `expect` has found."""
+        self.take(self.buffer.index(marker) + len(marker))
+
+    def content(self, text: str) -> None:
+        """Text for the user."""
+        text = self._blanks + text
+        kept = text.rstrip(BLANKS)
+        self._blanks = text[len(kept) :]
+        if kept:
+            self._after_call = False
+            self._pieces.append(Content(kept))
+
+    def content_until(self, marker: str) -> bool:
+        """Take content up to a marker, and the marker; False: it has not come yet."""
+        place = self.buffer.find(marker)
+        if place < 0:
+            kept = 0 if self.ended else held_back(self.buffer, marker)
+            self.content(self.take(len(self.buffer) - kept))
+            return False
+        self.content(self.take(place))
+        self.take(len(marker))
+        return True
+
+    def begin(self, name: str) -> None:
+        """A call for certain."""
+        self._blanks = ""
+        self._after_call = True
+        self._pieces.append(CallBegins(self._calls, self.new_id(), name))
+        self._calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that began last."""
+        if text:
+            self._pieces.append(Arguments(self._calls - 1, text))

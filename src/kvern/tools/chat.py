@@ -1,0 +1,172 @@
+"""A conversation on its way: to a prompt with parameters, and from the answer's text to its pieces."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.sampling_params import SamplingParams
+from kvern.structured.grammar import Grammars
+from kvern.structured.output import StructuredOutput
+from kvern.tokenizer import Tokenizer
+from kvern.tools.definitions import NO_TOOLS, ToolUse
+from kvern.tools.formats import format_of
+from kvern.tools.grammar import GrammarWriter, Thought
+from kvern.tools.pieces import Content, Message, Piece
+from kvern.tools.thinking import ThinkingSplitter, beginning_of, thinking_of
+from kvern.tools.tool_format import ToolFormat, ToolParser
+
+PROMPT_END = 32
+"""Tokens at the end of a prompt that tell whether it stops in the middle of thinking."""
+
+
+class PlainParser:
+    """Reads an answer without calls."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """All of it is content."""
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        """Nothing is held back."""
+        return []
+
+
+class AnswerReader:
+    """Takes one answer apart while it grows: `read` its text so far, again and again. `message` is the sum."""
+
+    def __init__(self, parser: ToolParser, thought: Thought | None) -> None:
+        self.message = Message()
+        self._parser = parser
+        self._thinking = None if thought is None else ThinkingSplitter(thought.form, thought.beginning, parser.feed)
+        self._characters = 0
+        self._ended = False
+
+    def read(self, text: str, ended: bool) -> list[Piece]:
+        """The pieces that are new; `text` is the whole answer so far, and `ended` says that there will be no more."""
+        if self._ended:
+            return []
+        new, self._characters, self._ended = text[self._characters :], len(text), ended
+        pieces = self._parser.feed(new) if self._thinking is None else self._thinking.feed(new, ended)
+        if ended:
+            pieces += self._parser.finish()
+        self.message.add(pieces)
+        return pieces
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What the engine needs, and how the answers are written."""
+
+    prompt: list[int]
+    params: SamplingParams
+    form: ToolFormat | None = None
+    names: frozenset[str] = frozenset()
+    thought: Thought | None = None
+
+    def reader(self) -> AnswerReader:
+        """For one answer."""
+        return AnswerReader(PlainParser() if self.form is None else self.form.parser(self.names), self.thought)
+
+    def message(self, text: str) -> Message:
+        """A whole answer taken apart."""
+        reader = self.reader()
+        reader.read(text, True)
+        return reader.message
+
+
+class Chat:
+    """What one model's chat template says of tools and thinking.
+
+    `tool_parser` and `reasoning_parser`: auto finds out, none leaves everything in the text, a name decides.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, grammars: Grammars, tool_parser: str, reasoning_parser: str) -> None:
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._writer = GrammarWriter(tokenizer, grammars)
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+
+    def request(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        use: ToolUse = NO_TOOLS,
+        *,
+        thinking_budget: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> ChatRequest:
+        """The prompt, and parameters that make the answer what was asked.
+
+        `variables` are names that the template can see. Raises InvalidRequest or InvalidParameter.
+        """
+        definitions = list(use.definitions) or None
+        prompt = self._tokenizer.chat_prompt_ids(messages, definitions, add_generation_prompt, **(variables or {}))
+        form = self._format(use) if use.choice != "none" else None
+        thought = self._thought(prompt, thinking_budget, definitions is not None)
+        if form is None and thought is None:
+            return ChatRequest(prompt, params)
+        structured = self._writer.answer(form, use, params.structured, thought)
+        if structured is not params.structured and structured is not None:
+            self._check(structured, use)
+        params = params.replace(
+            structured=structured,
+            visible_token_ids=self._visible(params, form, thought) or None,
+            stop_token_ids=self._stops(params, form) or None,
+        )
+        return ChatRequest(prompt, params, form, frozenset(tool.name for tool in use.tools), thought)
+
+    def _format(self, use: ToolUse) -> ToolFormat | None:
+        form = self._form
+        if form is None and (self._tool_parser == "auto" or use.choice == "required"):
+            raise InvalidRequest(
+                "tools are given, and the model's chat template writes calls in no form that is known here: name one "
+                "with --tool-parser, or none to get calls as the model writes them, without tool_choice"
+            )
+        return form
+
+    @functools.cached_property
+    def _form(self) -> ToolFormat | None:
+        return format_of(self._tokenizer.chat_template.source(tools=True), self._tool_parser)
+
+    def _thought(self, prompt: Sequence[int], budget: int | None, tools: bool) -> Thought | None:
+        form = thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
+        if budget is not None:
+            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
+                raise InvalidParameter(f"thinking_budget is {budget!r:.40}: it must be a number of tokens, 0 or more")
+            if form is None:
+                raise InvalidRequest(
+                    "thinking has a budget, and the model's chat template knows no thinking: leave it out, or name the "
+                    "marks with --reasoning-parser"
+                )
+        if form is None:
+            return None
+        end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        return Thought(form, beginning_of(end, form), budget)
+
+    def _check(self, structured: StructuredOutput, use: ToolUse) -> None:
+        """Compile the grammar; if that fails for a tool's schema, say for which."""
+        try:
+            self._grammars.compile(structured)
+        except InvalidParameter:
+            for tool in use.callable_tools:
+                try:
+                    self._grammars.compile(StructuredOutput(json=tool.parameters))
+                except InvalidParameter as error:
+                    reason = str(error).removeprefix("structured: ")
+                    raise InvalidRequest(f"{tool.place}.function.parameters: {reason}") from error
+            raise
+
+    def _visible(self, params: SamplingParams, form: ToolFormat | None, thought: Thought | None) -> list[int]:
+        markers = (*(() if form is None else form.markers), *(() if thought is None else thought.form.markers))
+        return [*(params.visible_token_ids or ()), *self._tokens(markers)]
+
+    def _stops(self, params: SamplingParams, form: ToolFormat | None) -> list[int]:
+        return [*(params.stop_token_ids or ()), *self._tokens(() if form is None else form.stops)]
+
+    def _tokens(self, markers: Sequence[str]) -> list[int]:
+        found = (self._tokenizer.token_to_id(marker) for marker in markers)
+        return [token for token in found if token is not None]

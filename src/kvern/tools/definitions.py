@@ -1,0 +1,156 @@
+"""The tools of a request and how they may be used, checked; errors name the place."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvern.errors import InvalidRequest
+from kvern.tools.tool_format import NAME
+
+MOST_TOOLS = 512
+MOST_CHARACTERS = 1 << 18
+"""Of one tool."""
+ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call. `parameters` is a JSON schema; `place` is where the request has it."""
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool
+    place: str
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says of tools. `definitions` are in OpenAI's form, as templates know them.
+
+    `choice`: auto leaves it to the model, required wants a call, `named` one of that tool.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    definitions: tuple[dict[str, Any], ...] = ()
+    choice: Literal["auto", "required", "none"] = "none"
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those that the answer may call."""
+        return tuple(tool for tool in self.tools if self.named in (None, tool.name))
+
+    @property
+    def constrains_auto(self) -> bool:
+        """The model decides whether to call, and how is prescribed."""
+        return self.choice == "auto" and (not self.parallel or any(tool.strict for tool in self.tools))
+
+
+NO_TOOLS = ToolUse()
+
+
+def read_tools(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
+    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
+    if parallel is not None and not isinstance(parallel, bool):
+        raise InvalidRequest(f"parallel_tool_calls is {parallel!r:.40}: it must be true or false")
+    if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+        raise InvalidRequest(f"tools is {tools!r:.60}: it must be a list")
+    definitions = list(tools or ())
+    if len(definitions) > MOST_TOOLS:
+        raise InvalidRequest(f"tools holds {len(definitions)} tools: at most {MOST_TOOLS}")
+    read = tuple(_tool(definition, f"tools[{number}]") for number, definition in enumerate(definitions))
+    places: dict[str, str] = {}
+    for tool in read:
+        if tool.name in places:
+            raise InvalidRequest(
+                f"{tool.place}.function.name is {tool.name!r}, as in {places[tool.name]}: names must differ"
+            )
+        places[tool.name] = tool.place
+    how, named = _choice(choice, list(places))
+    if how == "none" or not read:
+        return NO_TOOLS
+    return ToolUse(
+        read, tuple(_for_template(definition) for definition in definitions), how, named, parallel is not False
+    )
+
+
+def _for_template(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says nothing to a model."""
+    function = {name: value for name, value in definition["function"].items() if name != "strict" and value is not None}
+    return {**definition, "type": "function", "function": function}
+
+
+def _tool(definition: object, place: str) -> Tool:
+    if not isinstance(definition, Mapping):
+        raise InvalidRequest(f"{place} is {definition!r:.60}: it must be an object")
+    kind = definition.get("type", "function")
+    if kind != "function":
+        raise InvalidRequest(f"{place}.type is {kind!r:.40}: this server has tools of type function only")
+    function = definition.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{place}.function is {function!r:.60}: it must be an object with a name")
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{place}.function.name is {name!r:.80}: it must be 1 to 64 letters, digits, underscores, dots and dashes"
+        )
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest(f"{place}.function.description is {description!r:.60}: it must be a text")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequest(f"{place}.function.strict is {strict!r:.40}: it must be true or false")
+    parameters = _parameters(function.get("parameters"), f"{place}.function.parameters")
+    return Tool(name, parameters, bool(strict), place)
+
+
+def _parameters(schema: object, place: str) -> dict[str, Any]:
+    if schema is None or schema == {}:
+        return ANY_ARGUMENTS
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{place} is {schema!r:.60}: it must be a JSON schema of an object")
+    try:
+        size = len(json.dumps(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{place} is no JSON: {error}") from error
+    if size > MOST_CHARACTERS:
+        raise InvalidRequest(f"{place} has {size} characters: at most {MOST_CHARACTERS}")
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(f"{place}.type is {schema['type']!r:.60}: arguments are an object")
+    properties, required = schema.get("properties"), schema.get("required")
+    if properties is not None and not isinstance(properties, dict):
+        raise InvalidRequest(f"{place}.properties is {properties!r:.60}: it must be an object")
+    for name, value in (properties or {}).items():
+        if not isinstance(value, dict | bool):
+            raise InvalidRequest(f"{place}.properties.{name:.60} is {value!r:.60}: it must be a schema")
+    if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+        raise InvalidRequest(f"{place}.required is {required!r:.60}: it must be a list of names")
+    return schema if "type" in schema else {**schema, "type": "object"}
+
+
+def _choice(choice: object, names: Sequence[str]) -> tuple[Literal["auto", "required", "none"], str | None]:
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, Mapping):
+        return "required", _named(choice, names)
+    if choice not in ("auto", "none", "required"):
+        raise InvalidRequest(
+            f'tool_choice is {choice!r:.60}: it must be auto, none, required or {{"type": "function", "function": '
+            '{"name": ...}}'
+        )
+    if choice == "required" and not names:
+        raise InvalidRequest("tool_choice is required and there are no tools: give tools")
+    return ("auto" if choice == "auto" else "required" if choice == "required" else "none"), None
+
+
+def _named(choice: Mapping[str, Any], names: Sequence[str]) -> str:
+    function = choice.get("function")
+    if choice.get("type", "function") != "function" or not isinstance(function, Mapping):
+        raise InvalidRequest(f"tool_choice is {dict(choice)!r:.80}: it must name a function")
+    name = function.get("name")
+    if name not in names:
+        known = ", ".join(names) or "none"
+        raise InvalidRequest(f"tool_choice names {name!r:.80}, which is none of the tools: there are {known:.200}")
+    return str(name)

@@ -1,0 +1,27 @@
+"""All formats, and which of them a chat template speaks."""
+
+from kvern.tools.gemma import Gemma
+from kvern.tools.hermes import Hermes
+from kvern.tools.llama import Llama
+from kvern.tools.mistral import Mistral
+from kvern.tools.pythonic import Pythonic
+from kvern.tools.tool_format import ToolFormat
+
+FORMATS: tuple[ToolFormat, ...] = (
+    Hermes(),
+    Mistral(),
+    Mistral(named=True),
+    Gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"),
+    Gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>"),
+    Pythonic(),
+    Llama(),
+)
+
+
+def format_of(template: str, wanted: str) -> ToolFormat | None:
+    """The format called `wanted`; with auto the one that the template speaks; None: none."""
+    speaks = [form for form in FORMATS if form.matches(template)]
+    if wanted != "auto":
+        named = [form for form in FORMATS if form.name == wanted]
+        return next((form for form in named if form in speaks), named[0] if named else None)
+    return speaks[0] if speaks else None

@@ -1,0 +1,203 @@
+"""FunctionGemma and Gemma 4: call:f{key:value,...} between two tokens, texts between two others instead of quotes.
+
+    <start_function_call>call:f{city:<escape>Oslo<escape>,days:3}<end_function_call>
+    <|tool_call>call:f{city:<|"|>Oslo<|"|>,days:3}<tool_call|>
+
+A call is handed over when it is complete: only then its notation can become JSON. JSON is understood in its place.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kvern.tools.buffered import BufferedParser
+from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+
+HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,64})(?=\{)")
+LONGEST_HEAD = 256
+IN_JSON = re.compile(r'["\\]')
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+KEY = re.compile(r'[^\s:{}\[\],"]+')
+SCALAR = re.compile(r"[^\s{}\[\],:]+")
+DEEPEST = 100
+
+
+class Gemma:
+    """The format of one generation; see ToolFormat."""
+
+    trigger: str | None
+
+    def __init__(self, name: str, begin: str, end: str, quote: str, stop: str) -> None:
+        self.name = name
+        self.markers = (begin, end, quote)
+        self.stops = (stop,)
+        self.trigger = begin
+        self.opening = begin[0]
+
+    def matches(self, template: str) -> bool:
+        """The template writes earlier calls with these tokens."""
+        return self.markers[0] in template and self.markers[2] in template
+
+    def parser(self, names: frozenset[str]) -> ToolParser:
+        """The tokens leave no doubt, so that calls of unknown tools are calls, too."""
+        return GemmaParser(*self.markers)
+
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+        """The arguments as JSON, whose schema a grammar can follow."""
+        begin, end, _ = self.markers
+        one = " | ".join(f"{literal(f'call:{tool.name}')} {tool.arguments}" for tool in tools)
+        call = f"({one}) {literal(end)}"
+        return f"{call} ({literal(begin)} {call})*" if several else call
+
+
+class GemmaParser(BufferedParser):
+    """Content, then a call between tokens, then content."""
+
+    def __init__(self, begin: str, end: str, quote: str) -> None:
+        super().__init__()
+        self._begin, self._end, self._quote = begin, end, quote
+        sign = re.compile(rf'[{{}}]|"|{re.escape(quote)}')
+        self._next = {"": sign, '"': IN_JSON, quote: re.compile(re.escape(quote))}
+
+    def content_state(self) -> bool:
+        """Up to the token."""
+        if not self.content_until(self._begin):
+            return False
+        self.state = self._head_state
+        return True
+
+    def _no_call(self) -> bool:
+        self.content(self._begin)
+        self.state = self.content_state
+        return True
+
+    def _head_state(self) -> bool:
+        found = HEAD.match(self.buffer)
+        if found is None or found.end() > LONGEST_HEAD:
+            return (self.ended or "{" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self._no_call()
+        self._name, self._start = found[1], found.end()
+        self._place, self._depth, self._inside = found.end(), 0, ""
+        self.state = self._arguments_state
+        return True
+
+    def _arguments_state(self) -> bool:
+        """Look for the brace that ends them, outside of texts."""
+        while True:
+            found = self._next[self._inside].search(self.buffer, self._place)
+            longest = len(self._quote)
+            if found is None:
+                self._place = max(self._place, len(self.buffer) - longest + 1)
+                return self.ended and self._no_call()
+            if found[0] in '"\\' and found.end() + longest > len(self.buffer) and not self.ended:
+                return False  # it may be a part of the token that quotes
+            self._place = found.end()
+            if found[0] == "\\":
+                self._place += 1
+            elif found[0] in "{}":
+                self._depth += 1 if found[0] == "{" else -1
+            else:
+                self._inside = "" if self._inside else found[0]
+            if not self._depth:
+                return self._complete()
+
+    def _complete(self) -> bool:
+        arguments = written_arguments(self.buffer[self._start : self._place], self._quote)
+        if arguments is None:
+            return self._no_call()
+        self.begin(self._name)
+        self.arguments(arguments)
+        self.take(self._place)
+        self.state = self._end_state
+        return True
+
+    def _end_state(self) -> bool:
+        found = self.expect(self._end)
+        if found is None:
+            return False
+        if found:
+            self.drop(self._end)
+        self.state = self.content_state
+        return True
+
+
+def written_arguments(text: str, quote: str) -> str | None:
+    """A mapping in Gemma's notation as JSON; None if it is none."""
+    try:
+        reader = _Reader(text, quote)
+        value = reader.value(0)
+        if reader.place != len(text) or not isinstance(value, dict):
+            return None
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return None
+
+
+class _Reader:
+    """Reads values; raises ValueError where there is none."""
+
+    def __init__(self, text: str, quote: str) -> None:
+        self.place = 0
+        self._text, self._quote = text, quote
+
+    def value(self, depth: int) -> Any:
+        self._blanks()
+        if depth > DEEPEST:
+            raise ValueError("too deep")
+        if self._take("{"):
+            return self._mapping(depth)
+        if self._take("["):
+            items = []
+            self._blanks()
+            while not self._take("]"):
+                items.append(self.value(depth + 1))
+                self._separator("]")
+            return items
+        string = self._string()
+        if string is not None:
+            return string
+        return json.loads(self._match(SCALAR))
+
+    def _mapping(self, depth: int) -> dict[str, Any]:
+        found = {}
+        self._blanks()
+        while not self._take("}"):
+            key = self._string()
+            key = self._match(KEY) if key is None else key
+            self._blanks()
+            if not self._take(":"):
+                raise ValueError("no colon")
+            found[key] = self.value(depth + 1)
+            self._separator("}")
+        return found
+
+    def _separator(self, end: str) -> None:
+        self._blanks()
+        if not self._take(",") and not self._text.startswith(end, self.place):
+            raise ValueError("no comma")
+        self._blanks()
+
+    def _string(self) -> str | None:
+        if self._take(self._quote):
+            end = self._text.index(self._quote, self.place)
+            text, self.place = self._text[self.place : end], end + len(self._quote)
+            return text
+        if self._text.startswith('"', self.place):
+            return str(json.loads(self._match(STRING), strict=False))
+        return None
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, self.place)
+        if found is None:
+            raise ValueError("nothing there")
+        self.place = found.end()
+        return found[0]
+
+    def _take(self, sign: str) -> bool:
+        found = self._text.startswith(sign, self.place)
+        self.place += len(sign) if found else 0
+        return found
+
+    def _blanks(self) -> None:
+        while self._text.startswith((" ", "\n", "\t", "\r"), self.place):
+            self.place += 1

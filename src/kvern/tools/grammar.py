@@ -1,0 +1,167 @@
+"""One grammar for an answer: thinking up to a budget, then calls of tools, a structured answer, or free text.
+
+    start: think? (calls | answer)
+
+Schemas stay grammars of their own, which this one refers to.
+"""
+
+import functools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.structured.grammar import Grammars
+from kvern.structured.output import StructuredOutput
+from kvern.tokenizer import Tokenizer
+from kvern.tools.definitions import ToolUse
+from kvern.tools.thinking import Beginning, ThinkingFormat
+from kvern.tools.tool_format import CallableTool, ToolFormat
+
+LONGEST_CONTEXT = 1 << 20
+"""No model thinks longer, so that no budget beyond needs counting."""
+TEXT = "TEXT: /(?s:.*)/"
+GAP = r"GAP: /[\x20\n\r\t]{1,4}/"
+
+
+@dataclass(frozen=True)
+class Thought:
+    """How the model thinks before this answer. `budget` is in tokens; None: as many as it likes."""
+
+    form: ThinkingFormat
+    beginning: Beginning
+    budget: int | None = None
+
+
+class GrammarWriter:
+    """Writes grammars for one model's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, grammars: Grammars) -> None:
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+
+    def answer(
+        self, form: ToolFormat | None, use: ToolUse, structured: StructuredOutput | None, thought: Thought | None
+    ) -> StructuredOutput | None:
+        """What the answer must look like as a whole; None: nothing is prescribed.
+
+        Raises InvalidRequest or InvalidParameter if these cannot be had together.
+        """
+        parts: dict[str, StructuredOutput] = {}
+        rules: list[str] = []
+        wanted = self._wanted(form, use, structured, parts, rules)
+        thinks = thought is not None and thought.beginning != "over"
+        if not thinks or (wanted is None and (thought is None or thought.budget is None)):
+            if wanted is None or wanted == "@answer":
+                return structured
+            rules.insert(0, f"start: {wanted}")
+        else:
+            assert thought is not None
+            rules.insert(0, self._start(thought, wanted))
+            rules += self._thinking(thought)
+        return StructuredOutput(grammar="\n".join(rules), parts=parts)
+
+    def _wanted(
+        self,
+        form: ToolFormat | None,
+        use: ToolUse,
+        structured: StructuredOutput | None,
+        parts: dict[str, StructuredOutput],
+        rules: list[str],
+    ) -> str | None:
+        """The expression for what follows the thinking; None: whatever the model likes."""
+        if structured is not None:
+            if structured.parts:
+                raise InvalidParameter("structured has parts: they cannot be combined with tools or thinking")
+            if use.choice == "required":
+                raise InvalidRequest(
+                    "tool_choice demands a call, and structured output (response_format) an answer: give one of them"
+                )
+            parts["answer"] = structured
+            if use.choice != "auto":
+                return "@answer"
+        if (
+            form is None
+            or use.choice == "none"
+            or not (structured is not None or use.choice == "required" or use.constrains_auto)
+        ):
+            return None
+        calls = self._calls(form, use, parts)
+        if use.choice == "required":
+            return f"{self._literal(form, form.trigger or '')} {calls}"
+        if structured is not None:
+            if form.trigger is None:
+                raise InvalidRequest(
+                    f"tools and structured output (response_format) are both set, and calls in this model's format "
+                    f"({form.name}) cannot be told from an answer: set tool_choice to none or required, or give one"
+                )
+            return f"(@answer | {self._literal(form, form.trigger)} {calls})"
+        rules.append(TEXT)
+        if form.trigger is None:
+            rules.append(rf"OTHER: /\s*[^\s\{form.opening}](?s:.*)/")
+            return f"({calls} | OTHER | /\\s*/)"
+        trigger = self._literal(form, form.trigger)
+        rules.append(f"trigger{'[lazy]' if trigger.startswith(chr(34)) else ''}: TEXT {trigger}")
+        return f"(trigger {calls} | TEXT)"
+
+    def _calls(self, form: ToolFormat, use: ToolUse, parts: dict[str, StructuredOutput]) -> str:
+        tools: list[CallableTool] = []
+        for tool in use.callable_tools:
+            part = f"tool_{len(tools)}"
+            parts[part] = StructuredOutput(json=tool.parameters)
+            tools.append(CallableTool(tool.name, f"@{part}", tool.parameters))
+        return form.calls(tools, use.parallel and use.named is None, functools.partial(self._literal, form))
+
+    def _literal(self, form: ToolFormat, text: str) -> str:
+        return self.literal(text, form.markers)
+
+    def literal(self, text: str, markers: Iterable[str]) -> str:
+        """A text as an expression, in which markers that are tokens of their own stand as tokens."""
+        special = self._grammars.special_token_ids
+        ids = {marker: self._tokenizer.token_to_id(marker) for marker in markers}
+        tokens = {marker: token for marker, token in ids.items() if token is not None and token in special}
+        pieces = re.split("|".join(f"({re.escape(marker)})" for marker in tokens), text) if tokens else [text]
+        written = (
+            f"<[{tokens[piece]}]>" if piece in tokens else msgspec.json.encode(piece).decode()
+            for piece in pieces
+            if piece
+        )
+        return " ".join(written)
+
+    def _start(self, thought: Thought, wanted: str | None) -> str:
+        begin = self.literal(thought.form.begin, thought.form.markers)
+        inside = thought.beginning == "inside"
+        if wanted is not None:
+            return f"start: {'think GAP?' if inside else f'({begin} think GAP?)?'} {wanted}\n{GAP}"
+        free, token = self._tokens_but(), self._tokenizer.token_to_id(thought.form.begin)
+        if inside:
+            return f"start: think {free}*"
+        first = free if token is None else self._tokens_but(token)
+        return f"start: ({begin} think)? ({first} {free}*)?"
+
+    def _thinking(self, thought: Thought) -> list[str]:
+        end = self._tokenizer.token_to_id(thought.form.end)
+        if end is None:
+            if thought.budget is not None:
+                raise InvalidRequest(
+                    f"thinking has a budget, and this model's {thought.form.end} is several tokens, which cannot be "
+                    "forced: leave the budget out"
+                )
+            return [f"think[suffix={msgspec.json.encode(thought.form.end).decode()}]: /(?s:.*)/"]
+        if thought.budget == 0:
+            return [f"think: <[{end}]>"]
+        count = "*" if thought.budget is None or thought.budget > LONGEST_CONTEXT else f"{{0,{thought.budget}}}"
+        return [f"think: {self._tokens_but(end)}{count} <[{end}]>"]
+
+    def _tokens_but(self, *others: int) -> str:
+        """Any token but special ones (whatever ends answers among them) and these."""
+        unwanted = sorted({*self._grammars.special_token_ids, *self._grammars.eos_token_ids, *others})
+        ranges: list[list[int]] = []
+        for token in unwanted:
+            if ranges and token == ranges[-1][1] + 1:
+                ranges[-1][1] = token
+            else:
+                ranges.append([token, token])
+        return f"<[^{','.join(f'{first}-{last}' for first, last in ranges)}]>"

@@ -1,0 +1,69 @@
+"""Hermes, Qwen and kvern's own models: <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them."""
+
+import json
+from collections.abc import Sequence
+
+from kvern.tools.buffered import BufferedParser
+from kvern.tools.json_call import JsonCall
+from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class Hermes:
+    """The format; see ToolFormat."""
+
+    name = "hermes"
+    markers = (BEGIN, END)
+    stops = ()
+    trigger = BEGIN
+    opening = "<"
+
+    def matches(self, template: str) -> bool:
+        """Other formats between the same tags name what stands in them."""
+        return BEGIN in template and not any(tag in template for tag in ("<function=", "<arg_key>", "<function name"))
+
+    def parser(self, names: frozenset[str]) -> ToolParser:
+        """The tags leave no doubt, so that calls of unknown tools are calls, too."""
+        return HermesParser()
+
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+        """With or without the line breaks that some templates have inside the tags."""
+        heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
+        one = " | ".join(f"{literal(head)} {tool.arguments}" for head, tool in zip(heads, tools, strict=True))
+        call = f'"\\n"? ({one}) "}}" "\\n"? {literal(END)}'
+        return f'{call} ("\\n"? {literal(BEGIN)} {call})*' if several else call
+
+
+class HermesParser(BufferedParser):
+    """Content, then a call between tags, then content."""
+
+    def content_state(self) -> bool:
+        """Up to the tag."""
+        if not self.content_until(BEGIN):
+            return False
+        self._call = JsonCall(self, None)
+        self.state = self._call_state
+        return True
+
+    def _call_state(self) -> bool:
+        result = self._call.read()
+        if result is None and not self.ended:
+            return False
+        if self._call.begun:
+            if result is None:
+                self._call.end()
+            self.state = self._end_state
+        else:
+            self.content(BEGIN)
+            self.state = self.content_state
+        return True
+
+    def _end_state(self) -> bool:
+        found = self.expect(END)
+        if found is None:
+            return False
+        if found:
+            self.drop(END)
+        self.state = self.content_state
+        return True

@@ -1,0 +1,170 @@
+"""One call as a JSON object, {"name": "f", "arguments": {...}}, its keys in any order, read while it grows."""
+
+import json
+import re
+from collections.abc import Container
+
+from kvern.tools.buffered import BLANKS, BufferedParser
+from kvern.tools.tool_format import NAME
+
+ARGUMENTS = ("arguments", "parameters")
+LONGEST_STRING = 512
+"""Of keys and names, in characters as they are written."""
+AFTER_SCALAR = re.compile(r"[,}\]\s]")
+OUTSIDE = re.compile(r'["{}\[\]]')
+INSIDE = re.compile(r'["\\]')
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+class JsonValue:
+    """Finds the end of a value that begins at `start` of a growing text: by its brackets and quotes alone."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self.place = start
+        self._depth = 0
+        self._in_string = False
+
+    def ends(self, text: str) -> bool:
+        """Go on to `place`, the end of the value or of what there is."""
+        if text[self.start] not in '{["':
+            found = AFTER_SCALAR.search(text, self.place)
+            self.place = len(text) if found is None else found.start()
+            return found is not None
+        while self.place < len(text):
+            found = (INSIDE if self._in_string else OUTSIDE).search(text, self.place)
+            if found is None:
+                self.place = len(text)
+            elif found[0] == "\\":
+                self.place = found.start()
+                if found.end() == len(text):
+                    return False
+                self.place += 2
+            else:
+                self.place = found.end()
+                if found[0] == '"':
+                    self._in_string = not self._in_string
+                else:
+                    self._depth += 1 if found[0] in "{[" else -1
+                if not self._in_string and self._depth <= 0:
+                    return True
+        return False
+
+
+class JsonCall:
+    """Reads one object from the beginning of a parser's buffer.
+
+    `read` is called whenever the buffer has grown. It begins the call and hands over arguments as soon as both name
+    and arguments are certain; until then the buffer stays as it was, so that the text can become content.
+    """
+
+    def __init__(self, parser: BufferedParser, names: Container[str] | None) -> None:
+        """`names`: only calls of these count; None: of any."""
+        self._parser = parser
+        self._names = names
+        self._place = 0
+        self._name: str | None = None
+        self._key = ""
+        self._expected = "{"
+        self._value: JsonValue | None = None
+        self._given: JsonValue | None = None
+        self._handed = 0
+        self._text: str | None = None
+        self.begun = False
+
+    def read(self) -> bool | None:
+        """True: it has ended, and its text is gone from the buffer; False: it is no call, or not from here on."""
+        while (result := self._step()) is None and self._moved:
+            pass
+        self._hand_over()
+        if result and not self.begun:
+            result = self._begin(self._text or "{}")
+        if self.begun and result is not None:
+            self._parser.take(self._place)
+        return result
+
+    def end(self) -> None:
+        """The text ends in the middle of the call, if that has begun: what there is of it is handed over."""
+        if self.begun:
+            rest = self._parser.take(len(self._parser.buffer))
+            if self._value is self._given:
+                self._parser.arguments(rest[self._handed :])
+
+    def _step(self) -> bool | None:
+        text, self._moved = self._parser.buffer, True
+        if self._value is not None:
+            return self._read_value(text)
+        while self._place < len(text) and text[self._place] in BLANKS:
+            self._place += 1
+        if self._place == len(text):
+            self._moved = False
+            return None
+        sign = text[self._place]
+        if self._expected == "key" and sign == '"':
+            return self._read_key(text)
+        if self._expected == "value":
+            self._value = JsonValue(self._place)
+            if self._key in ARGUMENTS and self._given is None and self._text is None and sign == "{":
+                self._given = self._value
+            return None
+        following = {"{": {"{": "key"}, "key": {"}": "end"}, ":": {":": "value"}, ",": {",": "key", "}": "end"}}
+        expected = following[self._expected].get(sign)
+        if expected is None:
+            return False
+        self._expected = expected
+        self._place += 1
+        return True if expected == "end" else None
+
+    def _read_key(self, text: str) -> bool | None:
+        found = STRING.match(text, self._place)
+        if found is None or found.end() - self._place > LONGEST_STRING:
+            self._moved = False
+            return False if len(text) - self._place > LONGEST_STRING else None
+        self._key = _decoded(found[0]) or ""
+        self._place, self._expected = found.end(), ":"
+        return None
+
+    def _read_value(self, text: str) -> bool | None:
+        assert self._value is not None
+        if not self._value.ends(text):
+            self._moved = False
+            too_long = self._key == "name" and self._value.place - self._value.start > LONGEST_STRING
+            return False if too_long else None
+        self._place, written = self._value.place, text[self._value.start : self._value.place]
+        known = self._given is not None or self._text is not None
+        if self._key == "name" and self._name is None:
+            name = _decoded(written)
+            if name is None or not NAME.fullmatch(name) or (self._names is not None and name not in self._names):
+                return False
+            self._name = name
+        elif self._key in ARGUMENTS and not known and self._value is not self._given:
+            self._text = "{}" if written == "null" else _decoded(written)
+            if self._text is None or not self._text.lstrip().startswith("{"):
+                return False
+        self._value, self._expected = None, ","
+        return None
+
+    def _begin(self, text: str) -> bool:
+        """Begin the call if its name is known, with these arguments."""
+        if self._name is None:
+            return False
+        self.begun = True
+        self._parser.begin(self._name)
+        self._parser.arguments(text)
+        return True
+
+    def _hand_over(self) -> None:
+        if self._given is None or self._name is None:
+            return
+        if not self.begun:
+            self._begin("")
+            self._handed = self._given.start
+        self._parser.arguments(self._parser.buffer[self._handed : self._given.place])
+        self._handed = self._given.place
+
+
+def _decoded(written: str) -> str | None:
+    try:
+        value = json.loads(written, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

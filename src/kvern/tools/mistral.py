@@ -1,0 +1,136 @@
+"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], and since 2025 [TOOL_CALLS]f[ARGS]{...} for each."""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Sequence
+
+from kvern.tools.buffered import BLANKS, BufferedParser
+from kvern.tools.json_call import JsonCall, JsonValue
+from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+
+BEGIN, ARGUMENTS, IDENTITY = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+HEAD = re.compile(r"([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
+LONGEST_HEAD = 256
+
+
+def new_id() -> str:
+    """Mistral's templates take ids of nine letters and digits only."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class Mistral:
+    """The format in either form, which the template decides; see ToolFormat."""
+
+    name = "mistral"
+    markers = (BEGIN, ARGUMENTS, IDENTITY)
+    stops = ()
+    trigger = BEGIN
+    opening = "["
+
+    def __init__(self, named: bool = False) -> None:
+        """`named`: calls are written name first, not as a list."""
+        self._named = named
+
+    def matches(self, template: str) -> bool:
+        """Lists, or names first: one instance is of one form."""
+        return BEGIN in template and (ARGUMENTS in template) == self._named
+
+    def parser(self, names: frozenset[str]) -> ToolParser:
+        """Both forms are understood; the marker leaves no doubt, so that calls of unknown tools are calls, too."""
+        return MistralParser()
+
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+        """In the template's form."""
+        if self._named:
+            one = " | ".join(f"{literal(tool.name + ARGUMENTS)} {tool.arguments}" for tool in tools)
+            return f"({one}) ({literal(BEGIN)} ({one}))*" if several else f"({one})"
+        heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
+        one = " | ".join(f"{literal(head)} {tool.arguments}" for head, tool in zip(heads, tools, strict=True))
+        call = f'({one}) "}}"'
+        more = f'(", " {call})*' if several else ""
+        return f'" "? "[" {call} {more} "]"'
+
+
+class MistralParser(BufferedParser):
+    """Content, then calls in either form, then content."""
+
+    new_id = staticmethod(new_id)
+
+    def content_state(self) -> bool:
+        """Up to the marker."""
+        if not self.content_until(BEGIN):
+            return False
+        self.state = self._marked_state
+        return True
+
+    def _no_call(self) -> bool:
+        self.content(BEGIN)
+        self.state = self.content_state
+        return True
+
+    def _marked_state(self) -> bool:
+        """After the marker, which nothing but a call may follow."""
+        text = self.buffer.lstrip(BLANKS)
+        if not text and not self.ended:
+            return False
+        if text.startswith("["):
+            self._list = self.take(self.buffer.index("[") + 1)
+            self._first = True
+            return self._open_call()
+        found = HEAD.match(text)
+        if found is not None and found.end() <= LONGEST_HEAD:
+            self.buffer = text[found.end() :]
+            self.begin(found[1])
+            self._value = JsonValue(0)
+            self._handed = 0
+            self.state = self._arguments_state
+            return True
+        return (self.ended or "{" in text or len(text) > LONGEST_HEAD) and self._no_call()
+
+    def _arguments_state(self) -> bool:
+        ends = self._value.ends(self.buffer)
+        place = len(self.buffer) if self.ended and not ends else self._value.place
+        self.arguments(self.buffer[self._handed : place])
+        self._handed = place
+        if not ends and not self.ended:
+            return False
+        self.take(place)
+        self.state = self.content_state
+        return True
+
+    def _open_call(self) -> bool:
+        self._call = JsonCall(self, None)
+        self.state = self._call_state
+        return True
+
+    def _call_state(self) -> bool:
+        result = self._call.read()
+        if result is None and not self.ended:
+            return False
+        if result:
+            self._first = False
+            self.state = self._next_state
+            return True
+        if self._call.begun:
+            if result is None:
+                self._call.end()
+        else:
+            self.content((BEGIN if self._first else "") + self._list)
+        self.state = self.content_state
+        return True
+
+    def _next_state(self) -> bool:
+        """After one call of a list."""
+        for sign in ",]":
+            found = self.expect(sign)
+            if found is None:
+                return False
+            if found:
+                self._list = self.take(self.buffer.index(sign) + 1)
+                if sign == ",":
+                    return self._open_call()
+                break
+        self.state = self.content_state
+        return True

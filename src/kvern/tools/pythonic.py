@@ -1,0 +1,150 @@
+"""Calls as Python: the answer is [f(a=1), g(b="x")] and nothing else.
+
+A call is handed over when it is complete: only then its values can become JSON. JSON's own values are understood, and
+`f(**{"a": 1})`.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from kvern.tools.buffered import BufferedParser
+from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+
+HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,63})\(")
+LONGEST_HEAD = 256
+SIGN = re.compile(r"[()\[\]{}'\"]")
+IN_TEXT = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
+SPREAD = re.compile(r"\s*\*\*\s*(\{.*\})\s*", re.DOTALL)
+
+
+class Pythonic:
+    """The format; see ToolFormat."""
+
+    name = "pythonic"
+    markers = ()
+    stops = ()
+    trigger = None
+    opening = "["
+
+    def matches(self, template: str) -> bool:
+        """What the template tells the model to write."""
+        return re.search(r"\[\s*func\w*\(\w+=", template) is not None
+
+    def parser(self, names: frozenset[str]) -> ToolParser:
+        """A list can also be an answer: only calls of the request's tools count."""
+        return PythonicParser(names)
+
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+        """`**` before the arguments as JSON, whose schema a grammar can follow."""
+        one = " | ".join(f'{literal(tool.name + "(**")} {tool.arguments} ")"' for tool in tools)
+        more = f'(", " ({one}))*' if several else ""
+        return f'"[" ({one}) {more} "]"'
+
+
+class PythonicParser(BufferedParser):
+    """Decides at the beginning of the answer."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._before = ""
+        self.state = self._beginning_state
+
+    def content_state(self) -> bool:
+        """All that is left."""
+        self.content(self.take(len(self.buffer)))
+        return False
+
+    def _no_call(self) -> bool:
+        self.content(self._before)
+        self.state = self.content_state
+        return True
+
+    def _beginning_state(self) -> bool:
+        found = self.expect("[")
+        if found is None:
+            return False
+        if not found:
+            return self._no_call()
+        self._before = self.take(self.buffer.index("[") + 1)
+        self.state = self._head_state
+        return True
+
+    def _head_state(self) -> bool:
+        found = HEAD.match(self.buffer)
+        if found is None or found.end() > LONGEST_HEAD or found[1] not in self._names:
+            return (self.ended or "(" in self.buffer or len(self.buffer) > LONGEST_HEAD) and self._no_call()
+        self._name, self._start = found[1], found.end()
+        self._place, self._depth, self._quote = found.end(), 1, ""
+        self.state = self._arguments_state
+        return True
+
+    def _arguments_state(self) -> bool:
+        """Look for the parenthesis that ends them, outside of texts."""
+        while self._depth:
+            found = (IN_TEXT[self._quote] if self._quote else SIGN).search(self.buffer, self._place)
+            if found is None or (found[0] == "\\" and found.end() == len(self.buffer)):
+                self._place = len(self.buffer) if found is None else found.start()
+                return self.ended and self._no_call()
+            self._place = found.end()
+            if found[0] == "\\":
+                self._place += 1
+            elif found[0] in "'\"":
+                self._quote = "" if self._quote else found[0]
+            else:
+                self._depth += 1 if found[0] in "([{" else -1
+        arguments = None
+        if self.buffer[self._place - 1] == ")":
+            arguments = json_arguments(self.buffer[self._start : self._place - 1])
+        if arguments is None:
+            return self._no_call()
+        self.begin(self._name)
+        self.arguments(arguments)
+        self.take(self._place)
+        self.state = self._next_state
+        return True
+
+    def _next_state(self) -> bool:
+        for sign in ",]":
+            found = self.expect(sign)
+            if found is None:
+                return False
+            if found:
+                self._before = self.take(self.buffer.index(sign) + 1)
+                self.state = self._head_state if sign == "," else self.content_state
+                return True
+        self.state = self.content_state
+        return True
+
+
+def json_arguments(text: str) -> str | None:
+    """What stands between a call's parentheses, as a JSON object; None if it is not that."""
+    try:
+        spread = SPREAD.fullmatch(text)
+        if spread is not None:
+            value = json.loads(spread[1], strict=False)
+            return spread[1] if isinstance(value, dict) else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            source = f"f({text}\n)"
+            call = ast.parse(source, mode="eval").body
+            if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+                return None
+            values = {
+                word.arg: _value(ast.get_source_segment(source, word.value), word.value) for word in call.keywords
+            }
+        return None if None in values else json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _value(written: str | None, node: ast.expr) -> Any:
+    """JSON if it is that, else a Python literal. Raises ValueError."""
+    try:
+        return json.loads(written or "")
+    except ValueError:
+        return ast.literal_eval(node)

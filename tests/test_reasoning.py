@@ -1,0 +1,175 @@
+"""Models that think: what they think is split off, and it has an end; whatever is asked of the answer follows it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import jsonschema
+import pytest
+
+from kvern import LLM, SamplingParams
+from kvern.engine.output import CompletionOutput
+from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.structured.output import StructuredOutput
+from kvern.tools.pieces import Message
+from tests.test_server import KEY, Served, serving
+from tests.test_server_tools import ALARM, QUESTION, TOOLS, check_call, gathered
+from tests.tiny_model import make_tiny_model
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}{% endfor %}<|assistant|>"
+    "{% if open is not defined %}{% elif open %}<think>\n{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{# </think> <tool_call> #}"
+)
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def thinking_model(folder: Path, special: bool) -> Path:
+    """The tiny model with marks for thinking and calls as tokens of their own."""
+    make_tiny_model(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for mark, old in zip(MARKS, sorted(vocabulary, key=vocabulary.get)[-4:], strict=True):
+        token = vocabulary.pop(old)
+        tokenizer["model"]["merges"] = [
+            merge for merge in tokenizer["model"]["merges"] if "".join(merge) != old and old not in merge
+        ]
+        vocabulary[mark] = token
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": token, "content": mark, "special": special, **flags})
+    path.write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "special"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = thinking_model(tmp_path_factory.mktemp("thinking") / "model", request.param)
+    with LLM(str(folder), max_model_len=500, max_batch_requests=16, threads=1) as llm:
+        yield llm
+
+
+def answers(llm: LLM, count: int = 8, **options: Any) -> list[CompletionOutput]:
+    """Of a model whose weights mean nothing, drawn with different seeds."""
+    params = {"max_tokens": 300, "temperature": 1.0, **options.pop("params", {})}
+    several = [SamplingParams(seed=seed, **params) for seed in range(count)]
+    return [output.outputs[0] for output in llm.chat([QUESTION] * count, several, **options)]
+
+
+def message_of(answer: CompletionOutput) -> Message:
+    assert answer.message is not None
+    return answer.message
+
+
+@pytest.mark.parametrize("open_", [True, False])
+@pytest.mark.parametrize("budget", [0, 7])
+def test_a_budget_ends_the_thinking(llm: LLM, open_: bool, budget: int) -> None:
+    end, begin = (llm.tokenizer.token_to_id(mark) for mark in ("</think>", "<think>"))
+    bias = {} if open_ else {"logit_bias": {begin: 40.0}}
+    found = answers(llm, params={"max_tokens": 60, **bias}, thinking_budget=budget, variables={"open": open_})
+    for answer in found:
+        thought = answer.token_ids if open_ else answer.token_ids[1:]
+        assert open_ or answer.token_ids[0] == begin
+        assert end in thought[: budget + 1]
+        assert message_of(answer).content == answer.text.partition("</think>")[2].lstrip(" \t\r\n")
+    if budget:
+        assert any(message_of(answer).reasoning for answer in found)
+
+
+@pytest.mark.parametrize("open_", [True, False])
+def test_the_form_is_the_answers_alone(llm: LLM, open_: bool) -> None:
+    """A schema, also with a budget; a demanded call; a strict one."""
+    form = {"structured": StructuredOutput(json=ALARM)}
+    for answer in answers(llm, params=form, thinking_budget=9, variables={"open": open_}):
+        if answer.finish_reason == "stop":
+            jsonschema.validate(json.loads(message_of(answer).content), ALARM)
+    begin = llm.tokenizer.token_to_id("<think>")
+    bias = {} if open_ else {"logit_bias": {begin: 10.0}}
+    options: dict[str, Any] = {"tools": TOOLS, "thinking_budget": 9, "variables": {"open": open_}}
+    stopped = 0
+    for answer in answers(llm, params=bias, tool_choice="required", parallel_tool_calls=False, **options):
+        if answer.finish_reason == "stop":
+            stopped += 1
+            [call] = message_of(answer).tool_calls
+            check_call(call.name, call.arguments)
+            assert not message_of(answer).content
+            assert "<tool_call>" in answer.text
+    assert stopped
+
+
+def test_thinking_that_is_switched_off(llm: LLM) -> None:
+    [answer] = answers(llm, 1, params={"max_tokens": 20}, variables={"enable_thinking": False}, thinking_budget=5)
+    assert message_of(answer).reasoning == ""
+
+
+def test_a_stream_is_taken_apart(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, seed=3, temperature=1.0)
+    options: dict[str, Any] = {"thinking_budget": 12, "variables": {"open": True}}
+    [whole] = llm.chat(QUESTION, params, **options)
+    last = None
+    for output in llm.stream_chat(QUESTION, params, **options):
+        last = message_of(output.outputs[0])
+    assert last == whole.outputs[0].message
+    assert last.reasoning
+
+
+def test_what_cannot_be_done_is_refused(llm: LLM, tiny_llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameter, match="thinking_budget is -1"):
+        answers(llm, 1, thinking_budget=-1)
+    with pytest.raises(InvalidRequest, match="knows no thinking"):
+        answers(tiny_llm, 1, thinking_budget=5)
+    with pytest.raises(InvalidRequest, match="in no form that is known here"):
+        answers(tiny_llm, 1, tools=TOOLS)
+    folder = make_tiny_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    refused = pytest.raises(InvalidRequest, match="several tokens, which cannot be forced")
+    with LLM(str(folder), max_model_len=256, threads=1) as several_tokens, refused:
+        answers(several_tokens, 1, thinking_budget=5)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = thinking_model(tmp_path_factory.mktemp("served") / "model", special=True)
+    with serving("--model", str(folder), "--threads", "1", "--max-model-len", "500") as served:
+        yield served
+    shutil.rmtree(folder)
+
+
+def test_every_api_shows_the_thinking(server: Served) -> None:
+    client = server.client()
+    model = server.client().models.list().data[0].id
+    extra = {"thinking_budget": 8, "chat_template_kwargs": {"open": True}}
+    asked: dict[str, Any] = {"model": model, "messages": QUESTION, "seed": 1, "max_tokens": 40, "extra_body": extra}
+    whole = client.chat.completions.create(**asked).choices[0].message
+    assert whole.reasoning_content
+    [streamed] = gathered(client.chat.completions.create(**asked, stream=True))
+    assert (streamed["reasoning"], streamed["content"]) == (whole.reasoning_content, whole.content)
+    hidden = client.chat.completions.create(**{**asked, "extra_body": {**extra, "include_reasoning": False}})
+    assert not hasattr(hidden.choices[0].message, "reasoning_content")
+    assert hidden.choices[0].message.content == whole.content
+
+    response: dict[str, Any] = {"model": model, "input": QUESTION, "max_output_tokens": 40}
+    response["extra_body"] = {"seed": 1, **extra}
+    thought, said = client.responses.create(**response).output
+    assert (thought.type, thought.content[0].text) == ("reasoning", whole.reasoning_content)
+    assert said.content[0].text == whole.content
+    events = list(client.responses.create(**response, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == whole.reasoning_content
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    with anthropic.Anthropic(base_url=server.url.removesuffix("/v1"), api_key=KEY, max_retries=0) as claude:
+        message: dict[str, Any] = {"model": model, "max_tokens": 40, "messages": QUESTION}
+        message["extra_body"] = {"seed": 1, "chat_template_kwargs": {"open": True}}
+        message["thinking"] = {"type": "enabled", "budget_tokens": 8}
+        thinking, text = claude.messages.create(**message).content
+        assert (thinking.type, thinking.thinking) == ("thinking", whole.reasoning_content)
+        assert text.text == whole.content
+        with claude.messages.stream(**message) as stream:
+            kinds = [block.type for block in stream.get_final_message().content]
+        assert kinds == ["thinking", "text"]

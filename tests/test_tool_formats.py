@@ -1,0 +1,238 @@
+"""Parsers of tool calls and thinking: however a text is cut, they say the same, and nothing of it is lost."""
+
+import json
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvern.config import EngineConfig
+from kvern.tools.chat import AnswerReader, PlainParser
+from kvern.tools.formats import FORMATS, format_of
+from kvern.tools.grammar import Thought
+from kvern.tools.pieces import Message
+from kvern.tools.thinking import THINKING, beginning_of, thinking_of
+from kvern.tools.tool_format import ToolFormat
+
+NAMES = frozenset({"f", "get_weather", "a-b.c"})
+BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(FORMATS)]
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.text(max_size=6)
+    | st.floats(allow_nan=False, width=16),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=5,
+).filter(lambda value: "Infinity" not in json.dumps(value))
+SIGNS = ["{", "}", "[", "]", '"', "\\", "<", "</", ",", ":", " ", "\n", "'", "(", ")", ";", "🦊", "é", "=", "|", "name"]
+
+
+def written(form: ToolFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as a model of this family writes them."""
+    texts = [json.dumps(arguments, ensure_ascii=False) for _, arguments in calls]
+    names = [name for name, _ in calls]
+    pairs = list(zip(names, texts, strict=True))
+    match form.name:
+        case "hermes":
+            return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {t}}}\n</tool_call>' for n, t in pairs)
+        case "llama":
+            return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in pairs)
+        case "mistral" if form.matches("[TOOL_CALLS]"):
+            listed = ", ".join(f'{{"name": "{name}", "arguments": {text}}}' for name, text in pairs)
+            return f"[TOOL_CALLS] [{listed}]"
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in pairs)
+        case "pythonic":
+            return f"[{', '.join(f'{name}(**{text})' for name, text in pairs)}]"
+        case _:
+            begin, end, quote = form.markers  # type: ignore[attr-defined]
+            return "".join(f"{begin}call:{name}{gemma(value, quote)}{end}" for name, value in calls)
+
+
+def gemma(value: Any, quote: str) -> str:
+    """A value in Gemma's notation, where texts hold what they like but the quote."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{quote}{key}{quote}:{gemma(item, quote)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(gemma(item, quote) for item in value) + "]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+
+def read(reader: AnswerReader, text: str, cuts: Sequence[int] = ()) -> Message:
+    """The answer as it comes, cut at these places; ids are left out, they are drawn."""
+    for cut in sorted({cut for cut in cuts if cut < len(text)}):
+        reader.read(text[:cut], False)
+    reader.read(text, True)
+    for call in reader.message.tool_calls:
+        call.call_id = ""
+    return reader.message
+
+
+def reader_of(form: ToolFormat | None, thought: Thought | None = None) -> AnswerReader:
+    return AnswerReader(PlainParser() if form is None else form.parser(NAMES), thought)
+
+
+arguments = st.dictionaries(st.text(max_size=4), values, max_size=3)
+calls_of = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments), min_size=1, max_size=3)
+everywhere = st.lists(st.integers(1, 400), max_size=30) | st.just(list(range(1, 400)))
+
+
+@pytest.mark.parametrize("form", BY_NAME)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whole_calls_arrive_whatever_the_cutting(form: ToolFormat, data: st.DataObject) -> None:
+    """Also with strings that hold braces, quotes and the format's own marks."""
+    marks = st.sampled_from([mark for mark in form.markers if form.name not in ("gemma4", "functiongemma")] or ["}"])
+    calls = [(name, {**given, "m": data.draw(marks)}) for name, given in data.draw(calls_of)]
+    if form.name == "pythonic":
+        calls = [(name.replace("-", "_").replace(".", "_"), given) for name, given in calls]
+        calls = [(name if name in NAMES else "f", given) for name, given in calls]
+    if form.name.endswith(("gemma", "gemma4")):
+        quote = form.markers[2]
+        calls = [(name, json.loads(json.dumps(given).replace(json.dumps(quote)[1:-1], ""))) for name, given in calls]
+    text = written(form, calls)
+    if form.trigger is not None:
+        text = data.draw(st.sampled_from(["", "Well.\n\n"])) + text
+    message = read(reader_of(form), text, data.draw(everywhere))
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == calls
+    assert message.content == ("Well." if text.startswith("Well.") else "")
+    assert message == read(reader_of(form), text)
+
+
+@pytest.mark.parametrize("form", BY_NAME)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_broken_texts_are_read_the_same_in_pieces_and_as_a_whole(form: ToolFormat, data: st.DataObject) -> None:
+    """Half a call, a call with something in the wrong place, marks strewn about: no difference, and no error."""
+    text = written(form, data.draw(calls_of))
+    for _ in range(data.draw(st.integers(0, 4))):
+        place = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.integers(place, min(place + 3, len(text))))
+        text = text[:place] + data.draw(st.sampled_from([*SIGNS, *form.markers, ""])) + text[end:]
+    text = text[: data.draw(st.integers(0, len(text)) | st.just(len(text)))]
+    whole = read(reader_of(form), text)
+    assert read(reader_of(form), text, data.draw(everywhere)) == whole
+    if not whole.tool_calls:
+        assert whole.content == text
+
+
+@pytest.mark.parametrize("form", BY_NAME)
+@settings(max_examples=25, deadline=None)
+@given(text=st.lists(st.sampled_from(SIGNS) | st.text(max_size=5), max_size=20).map("".join), cuts=everywhere)
+def test_text_without_calls_is_content(form: ToolFormat, text: str, cuts: list[int]) -> None:
+    message = read(reader_of(form), text, cuts)
+    if not message.tool_calls:
+        assert message.content == text
+    assert all(mark not in text for mark in form.markers) or form.trigger is None or not message.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+        ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', []),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call> ok', " ok", [("f", "{}")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "", [("f", "{}")]),
+        ("hermes", '<tool_call>{"arguments": "{\\"x\\": 1}", "name": "f"}', "", [("f", '{"x": 1}')]),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
+        ("hermes", "<tool_call>never</tool_call>", "<tool_call>never</tool_call>", []),
+        ("llama", '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+        ("llama", '{"name": "Anna", "parameters": {}}', '{"name": "Anna", "parameters": {}}', []),
+        ("llama", 'Sure: {"name": "f", "parameters": {}}', 'Sure: {"name": "f", "parameters": {}}', []),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", "", [("f", "{}")]),
+        ("mistral", "[TOOL_CALLS] no", "[TOOL_CALLS] no", []),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>x}<|"|>,b:[1,{c:true}]}<tool_call|>', "",
+         [("f", '{"a": "x}", "b": [1, {"c": true}]}')]),
+        ("functiongemma", "<start_function_call>call:f{city:<escape>Oslo<escape>}<end_function_call>", "",
+         [("f", '{"city": "Oslo"}')]),
+        ("functiongemma", "<start_function_call>call:f{city:}", "<start_function_call>call:f{city:}", []),
+        ("pythonic", "[f(a=1, b='x)', c=[True, None])]", "", [("f", '{"a": 1, "b": "x)", "c": [true, null]}')]),
+        ("pythonic", "[f(a=1), f(a=b)]", ", f(a=b)]", [("f", '{"a": 1}')]),
+        ("pythonic", "[f(1)]", "[f(1)]", []),
+        ("pythonic", "[1, 2]", "[1, 2]", []),
+    ],
+)  # fmt: skip
+def test_examples(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    form = next(form for form in FORMATS if form.name == name)
+    for cuts in ([], range(1, len(text))):
+        message = read(reader_of(form), text, cuts)
+        assert (message.content, [(call.name, call.arguments) for call in message.tool_calls]) == (content, calls)
+
+
+def test_arguments_come_while_they_form() -> None:
+    """Of a call in JSON nothing waits that is certain."""
+    reader = reader_of(FORMATS[0])
+    text = '<tool_call>{"name": "f", "arguments": {"city": "Os'
+    reader.read(text, False)
+    assert reader.message.tool_calls[0].arguments == '{"city": "Os'
+
+
+@pytest.mark.parametrize("form", THINKING, ids=lambda form: form.name)
+@pytest.mark.parametrize("beginning", ["possible", "inside", "over"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_thinking_is_split_off(form: Any, beginning: Any, data: st.DataObject) -> None:
+    """With calls behind it; a call inside the thinking is a thought."""
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    thought = data.draw(st.sampled_from(["", "Hm, 2 < 3.", f"I could {call}.", "<thin", "</thin"]))
+    answer = data.draw(st.sampled_from(["", "Yes.", call, f"Yes. {call}"]))
+    gap = data.draw(st.sampled_from(["", "\n\n"]))
+    text = {"inside": "", "possible": form.begin, "over": ""}[beginning] + gap + thought + gap
+    text = answer if beginning == "over" else text + form.end + gap + answer
+
+    def fresh() -> AnswerReader:
+        return reader_of(FORMATS[0], Thought(form, beginning))
+
+    message = read(fresh(), text, data.draw(everywhere))
+    assert message == read(fresh(), text)
+    assert message.reasoning == ("" if beginning == "over" else thought)
+    assert message.content == ("Yes." if answer.startswith("Yes.") else "")
+    assert len(message.tool_calls) == (call in answer)
+    cut = text[: data.draw(st.integers(0, len(text)))]
+    assert read(fresh(), cut, data.draw(everywhere)) == read(fresh(), cut)
+
+
+def test_the_options_name_all_of_them() -> None:
+    kinds = typing.get_type_hints(EngineConfig)
+    assert set(typing.get_args(kinds["tool_parser"])) == {"auto", "none", *(form.name for form in FORMATS)}
+    assert set(typing.get_args(kinds["reasoning_parser"])) == {"auto", "none", *(form.name for form in THINKING)}
+
+
+def test_prompts_that_begin_thinking() -> None:
+    think, mistral, *_ = THINKING
+    assert beginning_of("<|assistant|>\n<think>\n", think) == "inside"
+    assert beginning_of("<think>\n\n</think>\n\n", think) == "over"
+    assert beginning_of("</think>Fine.<|assistant|>", think) == "possible"
+    assert thinking_of("{{ '<think>' }}...</think>", "auto") is think
+    assert thinking_of("{{ '<think>' }}...</think>", "none") is None
+    assert thinking_of("", "auto") is None
+    assert thinking_of("", "mistral") is mistral
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '<tool_call>' }} <function=", None),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument name', "llama"),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("""{{ '<|tool_call>call:' }}{{ '<|"|>' }}""", "gemma4"),
+        ("<start_function_call> <escape>", "functiongemma"),
+        ("in the format [func_name1(params_name1=params_value1, params_name2=...), func_name2(params)]", "pythonic"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_templates_tell_the_format(template: str, name: str | None) -> None:
+    found = format_of(template, "auto")
+    assert (found.name if found else None) == name
+    assert found is None or found.matches(template)
+    assert format_of(template, "none") is None
+    named = format_of("", "mistral")
+    assert named is not None and re.match("mistral", named.name)
