@@ -214,8 +214,9 @@ class SimulatedDevice:
             result.token_ids.append(token)
             result.logprobs.append(None)
             last = min(item.start + item.count, row.request.prompt_length - 1)
-            wanted = row.request.params.prompt_logprobs is not None and last > item.start
-            marks = [{position: Logprob(0.0, 1)} for position in range(item.start + 1, last + 1)]
+            first = max(item.start + 1, row.request.params.prompt_logprobs_from)
+            wanted = row.request.params.prompt_logprobs is not None and last >= first
+            marks = [{position: Logprob(0.0, 1)} for position in range(first, last + 1)]
             result.prompt_logprobs.append(marks if wanted else None)
         return result
 
@@ -262,16 +263,16 @@ class SimulatedEngine:
         priority: int = 0,
         turn: int = 0,
         stop: bool = False,
-        prompt_logprobs: bool = False,
+        prompt_logprobs_from: int | None = None,
         adapter: int | None = None,
         beams: int | None = None,
         **search: Any,
     ) -> list[Request]:
         """Queue `n` samples of a prompt, or a search with beams for its `n` best answers."""
         number = len(self.requests)
-        params = SamplingParams(
-            max_tokens=max_tokens, n=n, prompt_logprobs=0 if prompt_logprobs else None, beam_width=beams, **search
-        )
+        params = SamplingParams(max_tokens=max_tokens, n=n, beam_width=beams, **search)
+        if prompt_logprobs_from is not None:
+            params = params.replace(prompt_logprobs=0, prompt_logprobs_from=prompt_logprobs_from)
         added: list[Request] = []
         for index in range(n if beams is None else 1):
             request = Request(
@@ -375,7 +376,9 @@ class SimulatedEngine:
         else:
             assert (heard.tokens, heard.finish_reason) == (expected, reason)
             if request.params.prompt_logprobs is not None:
-                assert heard.prompt_positions == list(range(1, request.prompt_length))
+                first = request.params.prompt_logprobs_from
+                assert heard.prompt_positions == list(range(first, request.prompt_length))
+                assert heard.cached_tokens < first or first >= request.prompt_length
         if not self.setup.prefix_cache and request.group is None:
             assert heard.cached_tokens == 0
 
@@ -389,7 +392,8 @@ class SimulatedEngine:
         expected = searched_answers(request)
         assert found == expected + [([], "abort")] * (len(heard) - len(expected))
         if request.params.prompt_logprobs is not None:
-            assert heard[0].prompt_positions == list(range(1, request.prompt_length))
+            first = request.params.prompt_logprobs_from
+            assert heard[0].prompt_positions == list(range(first, request.prompt_length))
 
     def expected_answer(self, request: Request) -> tuple[list[int], str]:
         """The answer straight from the simulated model."""

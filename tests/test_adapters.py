@@ -138,6 +138,8 @@ def test_beside_everything_else_that_a_request_may_ask(
         assert last.outputs[0].token_ids == expected["small"][1]
         biased = GREEDY.replace(allowed_token_ids=[7, 8], max_tokens=3)
         assert set(llm.generate(PROMPTS[0], biased, adapter="pattern")[0].outputs[0].token_ids) <= {7, 8}
+        first, other, again = llm.score([(PROMPTS[0], PROMPTS[1])] * 3, adapter=["all", None, "all"])
+        assert first.logprob == pytest.approx(again.logprob, abs=1e-3) != other.logprob
         beams = SamplingParams(beam_width=3, n=2, max_tokens=5, logprobs=1)
         names = ["all", None, "small"]
         searched = [llm.generate(PROMPTS[0], beams, adapter=name)[0].outputs for name in names]

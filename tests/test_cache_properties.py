@@ -102,14 +102,18 @@ class CacheMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=LIMIT - 1),
         namespace=st.sampled_from((b"", b"", b"other")),
         group=st.sampled_from((None, None, "a", "b")),
-        skip=st.sampled_from((False, False, True)),
+        scored_from=st.sampled_from((None, None, 1, 2, 5)),
         reserve=st.integers(0, 2),
     )
-    def admit(self, tokens: list[int], namespace: bytes, group: str | None, skip: bool, reserve: int) -> None:
+    def admit(
+        self, tokens: list[int], namespace: bytes, group: str | None, scored_from: int | None, reserve: int
+    ) -> None:
         if group is not None:
             tokens = list(self.groups.setdefault(group, tokens))
             namespace = b""
-        params = SamplingParams(prompt_logprobs=0 if skip else None)
+        params = SamplingParams()
+        if scored_from is not None:
+            params = SamplingParams(prompt_logprobs=0, prompt_logprobs_from=scored_from)
         request = Request("", tokens, params, LIMIT, namespace=namespace, group=group)
         self.steps += 1
         self.cache.register(request)
@@ -208,16 +212,13 @@ class CacheMachine(RuleBasedStateMachine):
             assert held == self.key(request, position), "the request would read what is not its own"
 
     def path_of(self, request: Request) -> list[Node]:
-        if request.skip_prefix_cache or self.cache._namespace(request) is None:
+        if self.cache._namespace(request) is None:
             return []
-        tokens = request.token_ids
-        return self.cache.tree.match(self.namespace(request), tokens, len(tokens) - 1)[0]
+        return self.cache.tree.match(self.namespace(request), request.token_ids, request.most_cached)[0]
 
     def longest_cached(self, request: Request) -> int:
         """The longest head that any path of the tree begins with, found by looking at all of them."""
-        if request.skip_prefix_cache:
-            return 0
-        limit = len(request.token_ids) - 1
+        limit = request.most_cached
         paths = (tokens for tokens, _ in nodes_of(self.cache.tree, self.namespace(request)))
         return max((shared_length(request.token_ids[:limit], tokens) for tokens in paths), default=0)
 

@@ -23,6 +23,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
 from kvern.structured.output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
+from tests.processors import Step, follow, install
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -277,6 +278,37 @@ def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any]) -> Non
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"max_batch_tokens": 64}], ids=str)
+def test_scores_are_the_cpus(options: dict[str, Any]) -> None:
+    head = [7 + index % 90 for index in range(150)]
+    pairs = [(head[:length], [token, 9, 11]) for length in (1, 40, 150) for token in range(20, 60)]
+    expected = LLM(device="cpu", **SMALL).score(pairs)
+    llm = LLM(device="cuda", **SMALL, **options)
+    for _ in range(2):  # the second time with cached contexts
+        for found, score in zip(llm.score(pairs), expected, strict=True):
+            assert found.token_logprobs == pytest.approx(score.token_logprobs, abs=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"overlap": False}], ids=str)
+def test_logits_processors(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see the token that the host does not know yet, and fail alone."""
+    monkeypatch.syspath_prepend(str(install(tmp_path)))
+    llm = LLM(device="cuda", logits_processors=("follow", "break"), **SMALL, **options)
+    plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    asked: list[dict[str, Any] | None] = [{"follow": {"by": by}} for by in range(1, 9)]
+    asked += [None, {"break": {"how": "nan", "after": 5}}, {"break": {"how": "apply", "after": 7}}]
+    [alone] = llm.generate([[5, 6, 7]], plain)
+    outputs = llm.generate([[5, 6, 7]] * len(asked), [plain.replace(logits_processors=each) for each in asked])
+    for output, by in zip(outputs[:8], range(1, 9), strict=True):
+        expected = [7]
+        for _ in range(40):
+            expected.append(follow(expected[-1], Step(by)))
+        assert output.outputs[0].token_ids == expected[1:]
+    assert outputs[8].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert [len(output.outputs[0].token_ids) for output in outputs[9:]] == [6, 8]
+    assert all(output.failure for output in outputs[9:])
 
 
 def test_deterministic_logits_are_the_same_to_the_last_bit_in_any_batch() -> None:

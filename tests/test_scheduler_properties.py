@@ -70,7 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         turn=st.sampled_from((0, 0, 1, 5)),
         stop=st.booleans(),
-        prompt_logprobs=st.sampled_from((False, False, False, True)),
+        prompt_logprobs_from=st.sampled_from((None, None, None, 1, 4, 9)),
         adapter=st.sampled_from((None, None, 1, 2, 3)),
     )
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> None:
@@ -87,7 +87,8 @@ class EngineMachine(RuleBasedStateMachine):
         namespace=st.sampled_from((0, 0, 0, 1)),
         priority=st.integers(-1, 1),
         stop=st.booleans(),
-        prompt_logprobs=st.sampled_from((False, False, False, True)),
+        prompt_logprobs_from=st.sampled_from((None, None, None, 1, 4)),
+        adapter=st.sampled_from((None, None, 1, 2, 3)),
     )
     def search(self, prompt: list[int], max_tokens: int, beams: int, n: int, **options: Any) -> None:
         setup = self.engine.setup
@@ -138,7 +139,7 @@ def random_life(setup: Setup, seed: int, arrivals: int = 40) -> SimulatedEngine:
                 namespace=dice.random() < 0.1,
                 priority=dice.randint(-1, 1),
                 stop=dice.random() < 0.5,
-                prompt_logprobs=dice.random() < 0.2,
+                prompt_logprobs_from=dice.choice((None, None, None, None, 1, 1 + dice.randrange(12))),
                 adapter=dice.choice((None, None, 1, 2, 3)),
             )
             arrivals -= 1

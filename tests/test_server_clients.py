@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvern import LLM, SamplingParams
+from tests.families import reference_logits
 from tests.test_server import QUESTION, Served, serving
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with serving("--threads", "1", "--max-model-len", "1024") as served:
+    with serving("--threads", "1", "--max-model-len", "1024", "--dtype", "float32") as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(threads=1, max_model_len=1024)
+    return LLM(threads=1, max_model_len=1024, dtype="float32")
 
 
 CALLS = """
@@ -82,10 +84,10 @@ GENERATE = (
     ids=["choices", "completions", "chat"],
 )
 def test_lm_eval(server: Served, llm: LLM, tmp_path: Path, model: str, path: str, kind: str, more: str) -> None:
-    """Its own evaluation of a task made here; what it counts is what the engine says."""
+    """Its own evaluation of a task made here: answers are the engine's, log-likelihoods also those of transformers."""
     rows = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(10, 18)]
     if kind == "multiple_choice":
-        rows = [{"question": "What is 17 + 25? The answer is", "answer": "0"} for _ in range(4)]
+        rows = [{"question": f"What is {number} + 25? The answer is", "answer": "0"} for number in range(17, 25)]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "made.yaml").write_text(TASK.format(name="made", data=data, kind=kind, more=more))
@@ -116,8 +118,10 @@ def check(sample: dict[str, Any], kind: str, chat: bool, llm: LLM) -> None:
         assert sample["resps"][0][0] == output.outputs[0].text
         return
     for choice, (response,) in zip(["42", "7", "one hundred"], sample["resps"], strict=True):
+        [score] = llm.score([(question, f" {choice}")], add_special_tokens=False)
         context = llm.tokenizer.encode(question, add_special_tokens=False)
-        whole = llm.tokenizer.encode(f"{question} {choice}", add_special_tokens=False)
-        [output] = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=0))
-        logprobs = [table[token].logprob for token, table in zip(whole, output.prompt_logprobs, strict=True) if table]
-        assert float(response[0]) == pytest.approx(sum(logprobs[len(context) - 1 :]), abs=0.01)
+        logits = reference_logits(llm.tokenizer.folder, context + score.token_ids)[len(context) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(score.token_ids)[:, None])
+        for found, greedy in ((float(response[0]), str(response[1]) == "True"), (score.logprob, score.is_greedy)):
+            assert found == pytest.approx(float(logprobs.sum()), abs=1e-3)
+            assert greedy == (logits.argmax(-1).tolist() == score.token_ids)

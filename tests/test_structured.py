@@ -47,7 +47,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-EXPRESSIONS = 'start: e\ne: e e | "a" | "ab" | e "a" e e | "b" e e'
+EXPRESSIONS = 'start: "then " e\ne: e e | "a" | "ab" | e "a" e e | "b" e e'
 
 
 def expect(value: object) -> None:
@@ -136,6 +136,7 @@ def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[
         ),
         ({"json": {"$ref": "http://127.0.0.1/schema"}}, "never fetched"),
         ({"json": {"$ref": "#/nowhere"}}, "#/$ref '#/nowhere' names nothing"),
+        ({"json": {"$ref": "#"}}, "leads back to itself"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
         ({"json": False}, "allows no value"),
         ({"regex": "("}, "unclosed group"),
@@ -146,7 +147,7 @@ def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[
         ({}, "structured has nothing"),
         ({"regex": "a", "choice": ["b"]}, "structured has regex, choice"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_cannot_be_followed_is_refused(tiny: LLM, form: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(said)) as refused:

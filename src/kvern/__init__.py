@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvern.async_llm import AsyncLLM
     from kvern.config import EngineConfig
     from kvern.engine.output import CompletionOutput, RequestOutput
+    from kvern.engine.scoring import Score
     from kvern.errors import KvernError
     from kvern.llm import LLM
     from kvern.models.registry import register_family
@@ -30,6 +31,7 @@ __all__ = [
     "KvernError",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "__version__",
     "register_family",
 ]
@@ -42,6 +44,7 @@ _HOMES = {
     "KvernError": "kvern.errors",
     "RequestOutput": "kvern.engine.output",
     "SamplingParams": "kvern.sampling_params",
+    "Score": "kvern.engine.scoring",
     "register_family": "kvern.models.registry",
 }
 

@@ -15,6 +15,7 @@ from kvern.engine.core import EngineStatistics
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import RequestOutput
+from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.llm import (
     Adapters,
     Params,
@@ -86,9 +87,21 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order."""
         several = as_prompts(prompts)
-        params = one_for_each(sampling_params, len(several))
-        adapters = one_adapter_for_each(adapter, len(several))
-        tasks = [asyncio.create_task(self._last(*each)) for each in zip(several, params, adapters, strict=True)]
+        return await self._all(several, one_for_each(sampling_params, len(several)), adapter)
+
+    async def score(
+        self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, adapter: Adapters = None
+    ) -> list[Score]:
+        """The log-likelihood of each (context, continuation); see LLM.score."""
+        prompts = await asyncio.to_thread(scored_prompts, self.tokenizer, pairs, add_special_tokens)
+        outputs = await self._all([item.token_ids for item in prompts], [item.params for item in prompts], adapter)
+        return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
+
+    async def _all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], adapter: Adapters
+    ) -> list[RequestOutput]:
+        adapters = one_adapter_for_each(adapter, len(prompts))
+        tasks = [asyncio.create_task(self._last(*each)) for each in zip(prompts, params, adapters, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -10,6 +10,7 @@
     |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
     |-- BatchFileError     an input or output file of a batch job cannot be used
     |-- DeadlineExceeded   a request did not end within the time that it was given
+    |-- RequestFailed      a request could not go on: its grammar became too expensive, its logits processor failed
     `-- EngineDied         the process that computes has ended
 
 A message is one line: what was wrong, its value, the limit, and what to do. The command line prints it and exits with
@@ -55,6 +56,10 @@ class BatchFileError(KvernError):
 
 class DeadlineExceeded(KvernError):
     """A request's `timeout` has passed."""
+
+
+class RequestFailed(KvernError):
+    """A request ended in the middle of its answer, through what it asked for; others go on."""
 
 
 class EngineDied(KvernError):

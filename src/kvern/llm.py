@@ -13,14 +13,15 @@ from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
-from kvern.errors import InvalidRequest, KvernError
+from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
+from kvern.errors import InvalidRequest, KvernError, RequestFailed
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 
-__all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput"]
+__all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Tools = Sequence[Mapping[str, Any]] | None
@@ -92,6 +93,24 @@ class LLM:
         several = as_prompts(prompts)
         outputs = self._all(several, [None] * len(several), progress, embed=True)
         return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
+
+    def score(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        add_special_tokens: bool = True,
+        adapter: Adapters = None,
+        progress: bool = False,
+    ) -> list[Score]:
+        """The log-likelihood of each (context, continuation), both texts or both token ids, in their order.
+
+        Pairs of one context compute it once, through the prefix cache. `add_special_tokens`: texts begin with the
+        tokens that the tokenizer puts before prompts. Raises InvalidRequest; then none is run.
+        """
+        prompts = scored_prompts(self.tokenizer, pairs, add_special_tokens)
+        token_ids, params = [item.token_ids for item in prompts], [item.params for item in prompts]
+        outputs = self._all(token_ids, params, progress, adapters=one_adapter_for_each(adapter, len(prompts)))
+        return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
 
     def _all(
         self,
@@ -210,8 +229,8 @@ class LLM:
         """Run (id, prompt, params) or (id, prompt, params, adapter) inputs, pulled lazily, and yield each as it
         ends, under its own id.
 
-        An invalid input yields a FailedRequest and disturbs nobody. At most `max_in_flight` inputs (default: twice
-        the batch) are held at once, so the input may be endless.
+        An invalid input, or one that fails on the way, yields a FailedRequest and disturbs nobody. At most
+        `max_in_flight` inputs (default: twice the batch) are held at once, so the input may be endless.
         """
         limit = max_in_flight or 2 * self._engine.core.scheduler.limits.max_batch_requests
         source, alive = iter(inputs), dict[str, RequestOutput]()
@@ -233,7 +252,9 @@ class LLM:
                     return
                 self._engine.step()
                 for request_id in [name for name, output in alive.items() if output.finished]:
-                    yield alive.pop(request_id)
+                    output = alive.pop(request_id)
+                    failure = output.failure
+                    yield output if failure is None else FailedRequest(request_id, RequestFailed(failure))
         finally:
             self._engine.abort(list(alive))
 

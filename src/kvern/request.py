@@ -79,6 +79,7 @@ class Request:
     aged: bool = False
     preemptions: int = 0
     reported_prompt_logprobs: int = 0
+    """Tokens from `params.prompt_logprobs_from` on whose log-probabilities have been reported."""
     arrived_at: float = 0.0
     begun_at: float = 0.0
     """When it came and when its first step was planned, by the monotonic clock."""
@@ -115,9 +116,16 @@ class Request:
         return self.namespace if self.adapter is None else b"adapter %d\0%s" % (self.adapter, self.namespace)
 
     @property
-    def skip_prefix_cache(self) -> bool:
-        """Log-probabilities of the prompt need the prompt to be computed."""
-        return self.params.prompt_logprobs is not None
+    def most_cached(self) -> int:
+        """Tokens that may come from the prefix cache: all before the first one that has something to predict.
+
+        That is the last token, which predicts the next, or one before a prompt token whose log-probabilities are to
+        be reported still.
+        """
+        wanted = self.params.prompt_logprobs_from + self.reported_prompt_logprobs
+        if self.params.prompt_logprobs is None or wanted >= self.prompt_length:
+            return len(self.token_ids) - 1
+        return wanted - 1
 
     @property
     def prompt_scheduled(self) -> bool:

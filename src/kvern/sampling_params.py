@@ -1,6 +1,7 @@
 """What the user asks of the sampler, checked when it is made."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -71,12 +72,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Log-probabilities of the sampled token and of this many most probable ones, from the model's own logits."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
+    prompt_logprobs_from: int = 1
+    """Position of the first prompt token that gets them; what is before can come from the prefix cache."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     visible_token_ids: list[int] | None = None
     """Special tokens that stay in the text all the same."""
     structured: StructuredOutput | None = None
     """What the answer must look like: a JSON schema, a regular expression, a choice or a grammar."""
+
+    logits_processors: dict[str, dict[str, Any]] | None = None
+    """By name, arguments of the custom logits processors that the engine was started with."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -108,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_beams()
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_integer("prompt_logprobs_from", self.prompt_logprobs_from, 1, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it or raise max_tokens"
@@ -116,6 +123,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
         if self.structured is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
+        for name, values in _items("logits_processors", self.logits_processors):
+            if not isinstance(values, dict):
+                raise InvalidParameter(
+                    f"logits_processors: {name} is {values!r:.60}: it must be an object of arguments"
+                )
         _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
         for name in ("bad_words", "allowed_token_ids", "stop_token_ids", "visible_token_ids"):
             _check_list(name, getattr(self, name))
@@ -164,6 +176,12 @@ MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
     "typical_p": (1,),
 }
 """Fields that say how tokens are drawn, and the values of each that ask for nothing."""
+
+
+def _items(name: str, value: object) -> Iterable[tuple[Any, Any]]:
+    if value is not None and not isinstance(value, dict):
+        raise InvalidParameter(f"{name} is {value!r:.60}: it must be an object")
+    return (value or {}).items()
 
 
 def _check_list(name: str, value: object) -> None:

@@ -113,7 +113,7 @@ class ModelRunnerOutput:
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of the prompt tokens that the step's tokens predict, in their order."""
     broken: dict[int, str] = field(default_factory=dict)
-    """By slot: why a request's grammar cannot be followed any more; its token means nothing."""
+    """By slot: why a request cannot go on, through its grammar or logits processor; its token means nothing."""
     embeddings: dict[int, bytes] = field(default_factory=dict)
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)

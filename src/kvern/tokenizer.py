@@ -74,6 +74,12 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
             raise InvalidRequest(f"the prompt is not valid Unicode text: {text!r:.80}") from error
 
+    def leading_special_tokens(self) -> list[int]:
+        """Return the special tokens that ``encode`` puts before a text. Raises InvalidRequest without a tokenizer."""
+        plain, full = self.encode("a", add_special_tokens=False), self.encode("a")
+        places = range(len(full) - len(plain) + 1)
+        return next((full[:place] for place in places if full[place : place + len(plain)] == plain), [])
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; bytes that form no character become U+FFFD."""
         return str(self._require().decode(ids, skip_special_tokens=skip_special_tokens))

@@ -15,6 +15,7 @@ from kvern.engine.startup import Startup
 from kvern.structured.output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter
+from tests.processors import install
 from tests.tiny_model import make_tiny_model
 
 FAMILIES_BY_MECHANISM = [
@@ -179,6 +180,39 @@ def test_structured_answers(tmp_path: Path, on_device: Callable[..., LLM]) -> No
     found = on_device(folder, **OPTIONS).generate(prompts, params)
     assert answers(found) == answers(expected)
     assert found[0].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5}], ids=str)
+def test_scores(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
+    """Contexts come from the prefix cache, in the same step already."""
+    pairs = [(context, continuation) for context in PROMPTS for continuation in ([7], [9, 30, 12])]
+    expected = LLM(str(folder), device="cpu", **OPTIONS).score(pairs)
+    llm = on_device(folder, **(OPTIONS | options))
+    for _ in range(2):
+        for found, score in zip(llm.score(pairs), expected, strict=True):
+            assert found.token_logprobs == pytest.approx(score.token_logprobs, abs=2e-4)
+            assert found.is_greedy == score.is_greedy
+
+
+def test_logits_processors(tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see the token that the host does not know yet, and fail alone."""
+    monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
+    folder = make_tiny_model(tmp_path / "model")
+    asked: list[dict[str, Any] | None] = [
+        {"follow": {"by": 1}},
+        None,
+        {"follow": {"by": 7}, "shift": {}},
+        {"break": {"how": "nan", "after": 2}},
+        {"break": {"how": "apply", "after": 3}},
+    ]
+    params = [SamplingParams(seed=3, max_tokens=8, logprobs=1, logits_processors=each) for each in asked]
+    options = OPTIONS | {"logits_processors": ("follow", "shift", "break"), "max_batch_requests": 8}
+    expected = LLM(str(folder), device="cpu", **options).generate([PROMPTS[0]] * 5, params)
+    found = on_device(folder, **options).generate([PROMPTS[0]] * 5, params)
+    assert [output.failure for output in found] == [output.failure for output in expected]
+    assert found[3].failure and found[4].failure and not found[2].failure
+    assert answers(found[:3]) == answers(expected[:3])
+    assert list(logprobs(found[:3])) == pytest.approx(list(logprobs(expected[:3])), abs=2e-4)
 
 
 def test_a_step_that_runs_out_of_memory_is_run_in_parts(

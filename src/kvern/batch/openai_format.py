@@ -136,8 +136,7 @@ def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
             asked["response_format"] = found
     for name, ours in GUIDED.items():
         if body.get(name) is not None:
-            value = body[name]
-            asked[name] = {ours: msgspec.json.decode(value) if ours == "json" and isinstance(value, str) else value}
+            asked[name] = {ours: _schema(name, body[name]) if ours == "json" else body[name]}
     for name in ("structured_outputs", "structured"):
         if body.get(name) is not None:
             if not isinstance(body[name], dict):
@@ -146,6 +145,16 @@ def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     if len(asked) > 1:
         raise InvalidParameter(f"{' and '.join(asked)} are set: give one of them")
     return next(iter(asked.values()), None)
+
+
+def _schema(name: str, value: object) -> object:
+    """A schema that may come as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidParameter(f"{name} is not valid JSON: {error}") from error
 
 
 def response_format(value: object) -> dict[str, Any] | None:

@@ -97,7 +97,7 @@ def split_prompt(value: object, name: str) -> tuple[str | list[int] | None, list
     if isinstance(value, str) and name == "messages":
         try:
             value = msgspec.json.decode(value)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"messages is text but not valid JSON: {error}") from error
     if isinstance(value, str):
         return value, None

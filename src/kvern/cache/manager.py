@@ -82,9 +82,9 @@ class KVCacheManager:
     def cached_tokens(self, request: Request) -> int:
         """How many of the request's tokens the prefix tree holds. Changes nothing."""
         namespace = self._namespace(request)
-        if namespace is None or request.skip_prefix_cache:
+        if namespace is None:
             return 0
-        path, _, shared = self.tree.match(namespace, request.token_ids, len(request.token_ids) - 1)
+        path, _, shared = self.tree.match(namespace, request.token_ids, request.most_cached)
         return len(path) * self.block_size + shared
 
     def admit(self, request: Request, step: int, reserve: int = 0) -> list[BlockCopy] | None:
@@ -97,8 +97,8 @@ class KVCacheManager:
         path: list[Node] = []
         partial: Node | None = None
         shared = 0
-        if namespace is not None and not request.skip_prefix_cache:
-            path, partial, shared = self.tree.match(namespace, tokens, len(tokens) - 1)
+        if namespace is not None:
+            path, partial, shared = self.tree.match(namespace, tokens, request.most_cached)
             if partial is not None and partial.step >= step:
                 partial, shared = None, 0  # computed by the very step that would copy it
         self.tree.acquire(path)

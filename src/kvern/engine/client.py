@@ -34,11 +34,12 @@ from kvern.engine.wire import (
     NewRequest,
     UnloadAdapter,
 )
-from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, InvalidAdapter
+from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, InvalidAdapter, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request import Request
+from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import ChatRequest
@@ -75,7 +76,7 @@ class Generation:
         self.asked = asked
         self.first = 0.0
         self.last = 0.0
-        self.error: EngineDied | None = None
+        self.error: EngineDied | RequestFailed | None = None
         self.crashes = 0
         self._requests = requests
 
@@ -107,11 +108,12 @@ class Generation:
         """What an engine needs to begin it, or to go on where the answers stand."""
         if not any(answer.token_ids for answer in self.output.outputs) and not self.crashes:
             return [NewRequest.of(request) for request in self._requests]
-        reported = len(self.output.prompt_logprobs or [None]) - 1
+        logprobs = self.output.prompt_logprobs or []
+        reported = len(logprobs) - self._requests[0].params.prompt_logprobs_from if logprobs else 0
         if self._requests[0].params.beam_width is not None:  # nothing of it arrives before all of it
-            return [NewRequest.of(request, reported) for request in self._requests]
+            return [NewRequest.of(request, max(reported, 0)) for request in self._requests]
         return [
-            NewRequest.of(request).resumed(answer.token_ids, reported if answer.index == 0 else 0)
+            NewRequest.of(request).resumed(answer.token_ids, max(reported, 0) if answer.index == 0 else 0)
             for request, answer in zip(self._requests, self.output.outputs, strict=True)
             if answer.finish_reason is None
         ]
@@ -134,6 +136,7 @@ class EngineClient:
         self.folder = resolve_model(config.model, revision=config.revision)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder)
+        self._processors = load_processors(config.logits_processors)
         self.metrics = Metrics(names[0] if names else config.model or self.folder.name)
         self.statistics = EngineStatistics()
         self.failed = asyncio.Event()
@@ -200,6 +203,7 @@ class EngineClient:
             self.folder,
             length,
             self.config,
+            self._processors,
             max_batch_requests=self._link.ready.max_batch_requests,
         )
         if self._link.ready.gpu is not None:
@@ -323,7 +327,7 @@ class EngineClient:
     ) -> AsyncIterator[None]:
         """Wake whenever one of them, all submitted with `news`, has grown, until all have ended. Leaving aborts them.
 
-        Raises EngineDied, or DeadlineExceeded when the loop's clock passes `deadline` before.
+        Raises EngineDied, RequestFailed, or DeadlineExceeded when the loop's clock passes `deadline` before.
         """
         try:
             while True:
@@ -443,7 +447,9 @@ class EngineClient:
         for output in changed:
             generation = self._generations.get(output.request_id)
             if generation is not None:
-                if output.finished or not generation.patient:
+                if output.failure is not None:
+                    generation.error = RequestFailed(output.failure)
+                if output.finished or generation.error is not None or not generation.patient:
                     generation.news.set()
                 self._count(generation, now)
                 if output.finished:

@@ -211,7 +211,7 @@ class EngineCore:
                 continue
             full = self.scheduler.update(request, token_id)
             if slot in result.broken:
-                self.scheduler.finish(request, "abort", f"the grammar cannot be followed: {result.broken[slot]}")
+                self.scheduler.finish(request, "abort", result.broken[slot])
             elif token_id in request.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_id)
             elif full:
@@ -271,9 +271,13 @@ def _answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
-    """Those of the prompt's log-probabilities that were not computed before a preemption; `start` is their position."""
+    """Those of the prompt's log-probabilities that were not computed before a preemption.
+
+    `start` is the position of the first token that was computed, which predicts the next.
+    """
     if logprobs is None:
         return None
-    new = logprobs[max(0, request.reported_prompt_logprobs - start) :]
+    first = max(start + 1, request.params.prompt_logprobs_from)
+    new = logprobs[request.params.prompt_logprobs_from + request.reported_prompt_logprobs - first :]
     request.reported_prompt_logprobs += len(new)
     return new or None

@@ -34,6 +34,7 @@ from kvern.models.decoder import Decoder
 from kvern.models.loader import choose_dtype, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.spec import ModelSpec
+from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.grammar import grammars_of
@@ -41,6 +42,7 @@ from kvern.structured.masks import GrammarRows
 from kvern.worker.device_batch import DeviceBatch, DeviceRows
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.executor import InProcessExecutor
+from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.timing import time_calls
 
 logger = logging.getLogger("kvern")
@@ -105,9 +107,11 @@ def build_device_core(
     measurements.save()
     compiled = grammars_of(folder, spec.vocab_size, spec.eos_token_ids)
     grammars = GrammarRows(compiled, spec.vocab_size, device, restrict)
+    model = ProcessorModel(folder, spec.vocab_size, slots, longest, device)
+    processors = ProcessorRows(load_processors(config.logits_processors), model)
     with startup.stage("memory"):
         reserve = activation_bytes(
-            config, decoder, grammars, make_attention, slots, min(tokens, longest * slots), longest
+            config, decoder, grammars, processors, make_attention, slots, min(tokens, longest * slots), longest
         )
         plan = plan_cache(config, spec, longest, dtype, device, reserve + margin_bytes(device))
         report_others(device, decoder)
@@ -124,6 +128,7 @@ def build_device_core(
         rows,
         plan.block_size,
         grammars,
+        processors,
         config.cuda_graphs,
         config.shared_prefix_attention,
         adapters,
@@ -198,6 +203,7 @@ def activation_bytes(
     config: EngineConfig,
     decoder: Decoder,
     grammars: GrammarRows,
+    processors: ProcessorRows,
     make_attention: MakeAttention,
     slots: int,
     tokens: int,
@@ -215,7 +221,7 @@ def activation_bytes(
     blocks = -(-longest // config.block_size)
     rows = DeviceRows(slots, longest, blocks, device, scratch_block=0)
     attention = make_attention(1, config.block_size, decoder.build.dtype)
-    runner = DeviceRunner(decoder, attention, rows, config.block_size, grammars, cuda_graphs=False)
+    runner = DeviceRunner(decoder, attention, rows, config.block_size, grammars, processors, cuda_graphs=False)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -12,6 +12,7 @@ from kvern.engine.output import OutputProcessor, RequestOutput
 from kvern.engine.startup import Startup
 from kvern.errors import InvalidRequest
 from kvern.models.hub import resolve_model
+from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ class Engine:
             folder,
             self.cache_plan.max_model_len,
             config,
+            load_processors(config.logits_processors),
             max_batch_requests=self.core.scheduler.limits.max_batch_requests,
         )
         self._outputs = OutputProcessor(self.tokenizer)

@@ -25,11 +25,13 @@ from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.spec import ModelSpec
+from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
 from kvern.tokenizer import Tokenizer
 from kvern.worker.adapters import Adapters
 from kvern.worker.executor import InProcessExecutor
+from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.rows import BatchRows
 from kvern.worker.runner import ModelRunner
 
@@ -90,7 +92,9 @@ def build_core(
     default = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
     grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
-    runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, adapters)
+    model = ProcessorModel(folder, spec.vocab_size, slots, plan.max_model_len, device)
+    processors = ProcessorRows(load_processors(config.logits_processors), model)
+    runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, processors, adapters)
     return EngineCore(scheduler, InProcessExecutor(runner), decode=text_decoder(folder), store=store), spec, plan
 
 

@@ -11,6 +11,7 @@ from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.models.spec import ModelSpec
 from kvern.request import Request
+from kvern.sample.processors import Processors, check_arguments
 from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
@@ -38,10 +39,12 @@ class InputProcessor:
         folder: Path,
         max_model_len: int,
         config: EngineConfig,
+        processors: Processors,
         *,
         max_batch_requests: int,
     ) -> None:
         self.tokenizer = tokenizer
+        self._processors = processors
         self.max_model_len = max_model_len
         self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
@@ -102,7 +105,7 @@ class InputProcessor:
         return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_list(prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_list(prompt)
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
@@ -127,6 +130,7 @@ class InputProcessor:
                     raise InvalidParameter(
                         f"{name} holds token id {token}: the model has ids 0 to {self.vocab_size - 1}"
                     )
+        check_arguments(self._processors, params.logits_processors or {})
         if params.beam_width is not None:
             if params.beam_width > self._max_batch_requests:
                 raise InvalidParameter(
@@ -154,7 +158,8 @@ def _check_that_something_can_be_sampled(
         )
 
 
-def _as_list(prompt: Any) -> list[int]:
+def as_list(prompt: Any) -> list[int]:
+    """Token ids as a list. Raises InvalidRequest if they are not several things."""
     if not isinstance(prompt, Iterable):
         raise InvalidRequest(f"the prompt is {prompt!r}: it must be a text or a list of token ids")
     return list(prompt)

@@ -38,13 +38,19 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry a prompt token, None for the first, which nothing predicts."""
+    """One entry a prompt token, None for the first, which nothing predicts, and before `prompt_logprobs_from`."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     queue_seconds: float = field(default=0.0, compare=False)
     """From arrival at the engine to the first step that computed something of it."""
     embedding: bytes | None = None
     """The last hidden state of the prompt, float32, little-endian, if that was asked for."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why one of the answers could not go on."""
+        ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
+        return next((reason for reason in ended if isinstance(reason, str)), None)
 
 
 class Answer:
@@ -144,7 +150,7 @@ class OutputProcessor:
         answers = [Answer(self._tokenizer, request, params, index) for index, (_, request) in enumerate(owners)]
         output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None]
+            output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))
         for (answer_id, _), answer in zip(owners, answers, strict=True):
             self._answers[answer_id] = output, answer
         return output

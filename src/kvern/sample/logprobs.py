@@ -49,9 +49,14 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceLogprobs:
-    """Of `tokens` [N] int64 and of the `count` most probable ones under logits [N, vocabulary]."""
+    """Of `tokens` [N] int64 and of the `count` most probable ones under logits [N, vocabulary].
+
+    Of equally probable tokens the one with the lowest id comes first, as greedy sampling has it.
+    """
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
+    chosen = tokens[:, None]
+    score = logits.gather(1, chosen)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    ranks = ((logits > score) | ((logits == score) & (ids < chosen))).sum(-1) + 1
     best = logprobs.topk(min(count, logits.shape[-1]), -1)
-    return DeviceLogprobs(chosen[:, 0], ranks, best.indices, best.values)
+    return DeviceLogprobs(logprobs.gather(1, chosen)[:, 0], ranks, best.indices, best.values)

@@ -15,10 +15,17 @@ import kvern
 from kvern.batch.chat_body import template_variables
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidAdapter, InvalidParameter, InvalidRequest
+from kvern.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    InvalidAdapter,
+    InvalidParameter,
+    InvalidRequest,
+    RequestFailed,
+)
 from kvern.server import messages, openai, openapi
 from kvern.server.adapters import Adapters
-from kvern.server.batches import EMBEDDINGS, Answerer, Batches
+from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
@@ -37,6 +44,7 @@ from kvern.server.http import (
 from kvern.server.keys import ApiKey
 from kvern.server.openapi_page import page
 from kvern.server.responses import Responses
+from kvern.server.scores import Scores
 from kvern.server.service import Service, typed
 from kvern.server.store import Store, default_folder
 
@@ -53,7 +61,8 @@ class Server:
         self.embeddings = Embeddings(self.service)
         self.store = Store(config.data_dir or default_folder())
         answerers = {CHAT: self._answerer(CHAT), COMPLETIONS: self._answerer(COMPLETIONS)}
-        answerers[EMBEDDINGS] = self.embeddings.answer
+        self.scores = Scores(self.service)
+        answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
         self.batches = Batches(self.store, answerers, client.max_batch_requests)
         self.started = int(time.time())
 
@@ -83,6 +92,7 @@ class Server:
             Route(COMPLETIONS, self.completions, methods=["POST"]),
             Route(CHAT, self.completions, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
+            Route(SCORE, self.scores.create, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
@@ -100,7 +110,8 @@ class Server:
             Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
             *page_routes(),
         ]
-        errors = (HttpError, InvalidAdapter, InvalidParameter, InvalidRequest, EngineDied, DeadlineExceeded)
+        refusals = (HttpError, InvalidAdapter, InvalidParameter, InvalidRequest)
+        errors = (*refusals, RequestFailed, EngineDied, DeadlineExceeded)
         handled = {
             **dict.fromkeys(errors, _failed),
             HTTPException: _refused,

@@ -34,7 +34,8 @@ Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[dict[str, Any]]]
 """From the body of a request to the body of its answer."""
 
 EMBEDDINGS = "/v1/embeddings"
-ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+SCORE = "/v1/score"
+ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, SCORE)
 WINDOW_SECONDS = 24 * 3600
 MOST_ROWS = 50_000
 MOST_ERRORS = 100
@@ -295,6 +296,8 @@ def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return f"the row is not valid JSON: {error}"
+    except RecursionError:
+        return "the row is nested too deeply: a few hundred levels are enough for any use"
     if not isinstance(row, dict) or not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
         return "the row must be an object with custom_id, a text, and body, an object"
     if row.get("method", "POST") != "POST" or row.get("url") != endpoint:

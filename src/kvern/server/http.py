@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvern.batch.chat_body import CHAT_FIELDS
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest, KvernError
+from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest, KvernError, RequestFailed
 from kvern.sampling_params import SamplingParams
 
 MAX_BODY_BYTES = 16 << 20
@@ -82,7 +82,7 @@ def status_of(error: Exception) -> int:
     """The HTTP status of what went wrong."""
     if isinstance(error, HttpError):
         return error.status
-    return 500 if isinstance(error, EngineDied) else 408 if isinstance(error, DeadlineExceeded) else 400
+    return 500 if isinstance(error, EngineDied | RequestFailed) else 408 if isinstance(error, DeadlineExceeded) else 400
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -106,8 +106,10 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
     try:
         body = msgspec.json.decode(b"".join(parts))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply: a few hundred levels are enough for any use") from error
     if not isinstance(body, dict):
         raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")
     return body

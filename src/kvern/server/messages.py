@@ -60,7 +60,7 @@ class MessagesApi:
         model = service.model(body)
         if body.get("max_tokens") is None:
             raise HttpError(400, "max_tokens is missing: say how many tokens the answer may have", param="max_tokens")
-        names = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs"}
+        names = set(SamplingParams.__struct_fields__) - {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_from"}
         values = {name: body[name] for name in names if body.get(name) is not None}
         if body.get("stop_sequences") is not None:
             values["stop"] = body["stop_sequences"]

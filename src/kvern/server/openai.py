@@ -1,5 +1,6 @@
 """OpenAI's /v1/completions and /v1/chat/completions: from a body to an ask, from outputs to answers and chunks."""
 
+import itertools
 import logging
 import time
 import uuid
@@ -189,12 +190,16 @@ def echo(choice: dict[str, Any], output: RequestOutput, call: Call, service: Ser
     choice["text"] = echoed(output, service) + ("" if call.prompt_only else choice["text"])
     if choice["logprobs"] is None:
         return
-    prompt = CompletionOutput(0, token_ids=output.prompt_token_ids[1:])
-    prompt.logprobs = [table for table in output.prompt_logprobs or () if table is not None]
+    tables = output.prompt_logprobs or []
+    without = tables.count(None)
+    prompt = CompletionOutput(0, token_ids=output.prompt_token_ids[without:])
+    prompt.logprobs = [table for table in tables if table is not None]
     before = text_logprobs(prompt)
     assert before is not None
-    first = service.client.tokenizer.id_to_token(output.prompt_token_ids[0])
-    start = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    names = [service.client.tokenizer.id_to_token(token) for token in output.prompt_token_ids[:without]]
+    first, nothing = "".join(names), [None] * without
+    offsets = list(itertools.accumulate(map(len, names), initial=0))[:-1]
+    start = {"tokens": names, "token_logprobs": nothing, "top_logprobs": nothing, "text_offset": offsets}
     merged = {}
     for name, values in choice["logprobs"].items():
         before_it, shift = before[name], 0

@@ -10,8 +10,9 @@ from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.documentation import field_documents
 from kvern.sampling_params import SamplingParams
 from kvern.server import messages
-from kvern.server.batches import EMBEDDINGS, ENDPOINTS
+from kvern.server.batches import EMBEDDINGS, ENDPOINTS, SCORE
 from kvern.server.files import MOST_ON_PAGE, OUTPUT, PURPOSES
+from kvern.server.service import MOST_SEQUENCES
 from kvern.tools.tool_format import NAME
 
 Schema = dict[str, Any]
@@ -61,6 +62,7 @@ def _nullable(schema: Schema) -> Schema:
 def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     """What this server can be asked."""
     token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    some_text = {"anyOf": [TEXT, listed(token, minItems=1)]}
     prompt = {"anyOf": [TEXT, listed(token, minItems=1), listed(TEXT, minItems=1, maxItems=256)]}
     named = {"type": "string", "minLength": 1}
     common = {
@@ -109,7 +111,11 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "top_logprobs": optional({"type": "integer", "minimum": 0, "maximum": 100}),
     }
     response_fields = {
-        **{name: schema for name, schema in sampling().items() if name not in ("n", "logprobs", "prompt_logprobs")},
+        **{
+            name: schema
+            for name, schema in sampling().items()
+            if not name.startswith("prompt_logprobs") and name not in ("n", "logprobs")
+        },
         **common,
         "input": {"anyOf": [TEXT, listed(OBJECT, minItems=1)]},
         "instructions": optional(TEXT),
@@ -211,6 +217,23 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
                     "input",
                 ),
                 listing,
+            )
+        },
+        SCORE: {
+            "post": post(
+                "How likely continuations are after their contexts.",
+                record(
+                    {
+                        **common,
+                        "context": {"anyOf": [some_text, listed(some_text, minItems=1, maxItems=MOST_SEQUENCES)]},
+                        "continuations": listed(some_text, minItems=1, maxItems=MOST_SEQUENCES),
+                        "logprobs": optional(SWITCH),
+                        "add_special_tokens": optional(SWITCH),
+                    },
+                    "context",
+                    "continuations",
+                ),
+                record({"object": one_of("list"), "data": listed(SCORED), "usage": OBJECT}, "object", "data", "usage"),
             )
         },
         "/v1/responses": {
@@ -331,6 +354,20 @@ ERROR = record(
 )
 CLAUDE_ERROR = record(
     {"type": one_of("error"), "error": record({"type": TEXT, "message": TEXT}, "type", "message")}, "type", "error"
+)
+SCORED = record(
+    {
+        "index": WHOLE,
+        "logprob": NUMBER,
+        "tokens": WHOLE,
+        "is_greedy": SWITCH,
+        "token_ids": listed(WHOLE),
+        "token_logprobs": listed(NUMBER),
+    },
+    "index",
+    "logprob",
+    "tokens",
+    "is_greedy",
 )
 REASONS = {
     400: "The request cannot be carried out as it is; the message says why.",

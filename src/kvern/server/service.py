@@ -41,7 +41,8 @@ class Ask:
     """Prompts to answer, as the engine needs to know. `deadline` is of the event loop's clock."""
 
     prompts: Sequence[Prompt]
-    params: SamplingParams
+    params: Sequence[SamplingParams]
+    """One for each prompt."""
     key: ApiKey
     priority: int = 0
     namespace: bytes = b""
@@ -54,7 +55,7 @@ class Ask:
     @property
     def sequences(self) -> int:
         """Sequences that will be generated."""
-        return len(self.prompts) * self.params.sequences
+        return sum(params.sequences for params in self.params)
 
 
 class Running:
@@ -105,12 +106,17 @@ class Service:
         self,
         body: Mapping[str, Any],
         prompts: Sequence[Prompt],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         key: ApiKey,
         embed: bool = False,
     ) -> Ask:
-        """With the fields that every API takes. Raises HttpError or InvalidParameter."""
-        check_bounds(params, len(prompts))
+        """With the fields that every API takes; `params` for all prompts, or for each.
+
+        Raises HttpError or InvalidParameter.
+        """
+        if isinstance(params, SamplingParams):
+            check_bounds(params, len(prompts))
+            params = [params] * len(prompts)
         timeout = typed(body, "timeout", (int, float), None)
         if timeout is not None and not 0 < timeout <= LONGEST_TIMEOUT:
             raise HttpError(
@@ -143,10 +149,10 @@ class Service:
         with contextlib.ExitStack() as held:
             held.enter_context(self.admission.enter(ask.key, ask.sequences))
             held.callback(self.client.abort, generations)
-            for prompt in ask.prompts:
+            for prompt, params in zip(ask.prompts, ask.params, strict=True):
                 generation = await self.client.submit(
                     prompt,
-                    ask.params,
+                    params,
                     news=news,
                     priority=ask.priority,
                     owner=ask.key.name,

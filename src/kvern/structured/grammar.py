@@ -8,6 +8,7 @@ import msgspec
 
 from kvern.errors import InvalidParameter
 from kvern.structured.output import StructuredOutput
+from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.tokenizer import Tokenizer
 
@@ -86,6 +87,12 @@ class Grammars:
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
             raise InvalidParameter(f"structured: {_one_line(problem)}")
+        matcher.compute_bitmask()
+        problem = matcher.get_error()
+        if problem.startswith("NoExtensionBias"):
+            problem = "no text has this form: its rules exclude each other or lead nowhere"
+        if problem:
+            raise InvalidParameter(f"structured: {_one_line(problem)}")
         return grammar
 
 
@@ -119,6 +126,7 @@ def _lone_grammar(structured: StructuredOutput) -> str:
 
     if structured.json is not None:
         schema = {"type": "object"} if structured.json is True else structured.json
+        check_references(schema)
         return LLMatcher.grammar_from_json_schema(rewrite(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
@@ -126,7 +134,12 @@ def _lone_grammar(structured: StructuredOutput) -> str:
         texts = " | ".join(msgspec.json.encode(text).decode() for text in structured.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     assert structured.grammar is not None
-    return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+    except RecursionError as error:
+        raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
+    except Exception as error:  # what the converter of GBNF raises for unknown rules
+        raise InvalidParameter(f"structured: grammar: {_one_line(str(error))}") from error
 
 
 def _one_line(text: str) -> str:

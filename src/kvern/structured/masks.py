@@ -143,7 +143,11 @@ class GrammarRows:
         index = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
         self._restrict(logits, index, masks.to(self._device, non_blocking=True))
         matchers = {slots[row]: self._matchers[slots[row]] for row in rows}
-        return {slot: " ".join(matcher.get_error().split()) for slot, matcher in matchers.items() if matcher.is_error()}
+        return {
+            slot: f"the grammar cannot be followed: {' '.join(matcher.get_error().split())}"
+            for slot, matcher in matchers.items()
+            if matcher.is_error()
+        }
 
     @functools.cached_property
     def _threads(self) -> ThreadPoolExecutor:

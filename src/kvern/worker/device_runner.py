@@ -29,7 +29,8 @@ from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
-from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, tokens_wanted
+from kvern.worker.processor_rows import ProcessorRows
+from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 
 logger = logging.getLogger("kvern")
 
@@ -51,6 +52,11 @@ class Needs(enum.IntFlag):
     """The host says which tokens may follow, when it knows the last one."""
     BEAMS = 64
     """The most probable tokens are wanted, not one; the host chooses."""
+    PROCESSORS = 128
+    """Custom code changes the logits."""
+
+
+CHANGED_LOGITS = Needs.CONSTRAINTS | Needs.PROCESSORS | Needs.GRAMMAR
 
 
 def needs_of(request: NewRequest) -> Needs:
@@ -63,6 +69,8 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.LOGPROBS
     if request.grammar is not None:
         needs |= Needs.GRAMMAR
+    if params.logits_processors:
+        needs |= Needs.PROCESSORS
     if request.embed:
         needs |= Needs.EMBEDDING
     if params.beam_width is not None:
@@ -105,6 +113,7 @@ class DeviceRunner:
         rows: DeviceRows,
         block_size: int,
         grammars: GrammarRows,
+        processors: ProcessorRows,
         cuda_graphs: bool = True,
         shared_prefix_attention: bool = True,
         adapters: Adapters | None = None,
@@ -114,6 +123,7 @@ class DeviceRunner:
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars
+        self._processors = processors
         self._adapters = adapters
         self._needs = [0] * rows.scratch
         self._token_limit: int | None = None
@@ -131,10 +141,12 @@ class DeviceRunner:
         self._attention.copy_blocks(output.copies)
         self._rows.fork(output.forked)
         self._grammars.fork(output.forked)
+        self._processors.fork(output.forked, self._rows)
         for fork in output.forked:
             self._needs[fork.slot] = int(needs_of(self._rows.request(fork.slot)))
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
+        self._processors.join(output.joined)
         self._rows.grow(output.grown)
         for request in output.joined:
             self._needs[request.slot] = int(needs_of(request))
@@ -189,13 +201,14 @@ class DeviceRunner:
             starts = [item.start for item in scheduled]
             if not wanted & ~Needs.FILTERS:
                 return PendingStep(scheduled, self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS), adapted))
-            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts, adapted), wanted, [])
+            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts, adapted), wanted, None)
         batch = build_device_batch(self._rows, scheduled, self._block_size)
-        states = tokens_wanted(self._rows, batch)
+        runs = prompt_runs(self._rows, batch)
+        states = tokens_wanted(batch, runs)
         if self._adapters is not None:
             self._adapters.select(self._rows, batch, states is not None)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states)
-        prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
         if len(batch.sample_slots) != hidden.shape[0]:
@@ -209,7 +222,7 @@ class DeviceRunner:
         slots: Sequence[int],
         decoded: DecodedStates,
         needs: Needs,
-        prompts: Sequence[PromptLogprobs | None],
+        prompts: PromptLogprobs | None,
     ) -> PendingStep:
         rows = self._rows
         computing = needs & ~(Needs.FILTERS | Needs.EMBEDDING | Needs.GRAMMAR)
@@ -218,9 +231,11 @@ class DeviceRunner:
         original = logits
         if needs & Needs.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
-            original = logits.clone() if needs & (Needs.CONSTRAINTS | Needs.GRAMMAR) else logits
+            original = logits.clone() if needs & CHANGED_LOGITS else logits
+        positions = [item.start + item.count for item in scheduled if item.sample]
         if needs & Needs.CONSTRAINTS:
-            constrain(logits, rows, slots, [item.start + item.count for item in scheduled if item.sample])
+            constrain(logits, rows, slots, positions)
+        verdict = self._processors.apply(logits, rows.tokens, slots, positions) if needs & Needs.PROCESSORS else None
         broken: dict[int, str] = {}
         if needs & Needs.GRAMMAR:
             broken = self._grammars.restrict(logits, slots)
@@ -245,7 +260,7 @@ class DeviceRunner:
             logprobs = token_logprobs(original, chosen, most)
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
         candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
-        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates)
+        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict)
         if needs & Needs.GRAMMAR:
             self._grammars.expect(rows.sampled_slots(scheduled), step)
         return step

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -10,6 +11,7 @@ from kvern.sample.beams import DeviceCandidates
 from kvern.sample.logprobs import DeviceLogprobs, fetch, token_logprobs
 from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
 from kvern.worker.input_batch import InputBatch
+from kvern.worker.processor_rows import Verdict
 from kvern.worker.rows import BatchRows, upload
 
 PROMPT_LOGITS_ROWS = 256
@@ -17,18 +19,40 @@ PROMPT_LOGITS_ROWS = 256
 
 
 @dataclass(frozen=True)
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens, in parts, and how many of the most probable ones were asked for."""
+class PromptRun:
+    """Prompt tokens of one request whose log-probabilities a step's tokens give.
 
-    tokens: Sequence[int]
-    parts: list[DeviceLogprobs]
+    `place`: of the request in the step; `first`: index, among the step's tokens, of the one that predicts the first;
+    `wanted`: how many of the most probable ones were asked for.
+    """
+
+    place: int
+    first: int
+    tokens: list[int]
     wanted: int
 
-    def entries(self) -> list[TokenLogprobs]:
-        result: list[TokenLogprobs] = []
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of all tokens of `runs`, in parts of PROMPT_LOGITS_ROWS, of a step with `places` requests."""
+
+    runs: Sequence[PromptRun]
+    parts: list[DeviceLogprobs]
+    places: int
+    on_gpu: bool
+
+    def entries(self) -> list[list[TokenLogprobs] | None]:
+        """By place in the step."""
+        tokens = [token for run in self.runs for token in run.tokens]
+        counts = [run.wanted for run in self.runs for _ in run.tokens]
+        tables: list[TokenLogprobs] = []
         for part in self.parts:
-            tokens = self.tokens[len(result) : len(result) + len(part.ranks)]
-            result += part.entries(tokens, [self.wanted] * len(tokens))
+            places = slice(len(tables), len(tables) + len(part.ranks))
+            tables += part.entries(tokens[places], counts[places])
+        result: list[list[TokenLogprobs] | None] = [None] * self.places
+        remaining = iter(tables)
+        for run in self.runs:
+            result[run.place] = list(islice(remaining, len(run.tokens)))
         return result
 
 
@@ -41,14 +65,16 @@ class PendingStep:
         sampled: torch.Tensor | None,
         counts: Sequence[int | None] = (),
         logprobs: DeviceLogprobs | None = None,
-        prompt_logprobs: Sequence[PromptLogprobs | None] = (),
+        prompt_logprobs: PromptLogprobs | None = None,
         embeddings: tuple[Sequence[int], torch.Tensor] | None = None,
         broken: dict[int, str] | None = None,
         candidates: DeviceCandidates | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked.
 
-        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput.
+        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput; `verdict`: of
+        logits processors.
         """
         self._scheduled = scheduled
         self._counts = counts
@@ -57,9 +83,10 @@ class PendingStep:
         self._prompt_logprobs = prompt_logprobs
         self._broken = broken or {}
         self._candidates = candidates
+        self._verdict = verdict or Verdict()
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self._done: torch.cuda.Event | None = None
-        if sampled is not None and sampled.device.type == "cuda":
+        if (sampled is not None and sampled.device.type == "cuda") or (prompt_logprobs and prompt_logprobs.on_gpu):
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
@@ -72,22 +99,23 @@ class PendingStep:
         if self._logprobs is not None:
             entries = self._logprobs.entries(tokens, [count or 0 for count in self._counts])
             logprobs = [None if count is None else entry for count, entry in zip(self._counts, entries, strict=True)]
-        prompts = [None if item is None else item.entries() for item in self._prompt_logprobs]
+        prompts = [] if self._prompt_logprobs is None else self._prompt_logprobs.entries()
         embeddings = {}
         if self._embeddings is not None:
             slots, states = self._embeddings
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
         candidates = {} if self._candidates is None else self._candidates.by_slot()
+        broken = self._verdict.reasons() | self._broken
         if len(tokens) == len(self._scheduled):
             prompts = prompts or [None] * len(tokens)
-            return ModelRunnerOutput(list(tokens), logprobs, prompts, self._broken, embeddings, candidates)
+            return ModelRunnerOutput(list(tokens), logprobs, prompts, broken, embeddings, candidates)
         pairs = iter(zip(tokens, logprobs, strict=True))
         chosen = [next(pairs) if item.sample else (None, None) for item in self._scheduled]
         return ModelRunnerOutput(
             [token for token, _ in chosen],
             [logprob for _, logprob in chosen],
             prompts or [None] * len(chosen),
-            self._broken,
+            broken,
             embeddings,
             candidates,
         )
@@ -103,41 +131,43 @@ def embeddings(
     return [slots[index] for index in wanted], hidden[upload(wanted, torch.int64, hidden.device)]
 
 
-def asks_prompt_logprobs(rows: BatchRows, batch: InputBatch) -> bool:
-    """Whether some request of the step wants log-probabilities of its prompt."""
-    return any(rows.request(slot).params.prompt_logprobs is not None for slot in batch.slots)
-
-
-def tokens_wanted(rows: BatchRows, batch: InputBatch) -> torch.Tensor | None:
+def tokens_wanted(batch: InputBatch, runs: Sequence[PromptRun]) -> torch.Tensor | None:
     """Indices of the tokens whose hidden states the step needs: those that are sampled from; None: all."""
     samples = len(batch.sample_slots)
-    if samples in (0, len(batch.token_ids)) or asks_prompt_logprobs(rows, batch):
-        return None
-    return batch.sample_tokens
+    return None if runs or samples in (0, len(batch.token_ids)) else batch.sample_tokens
+
+
+def prompt_runs(rows: BatchRows, batch: InputBatch) -> list[PromptRun]:
+    """The prompt tokens that the step's tokens predict, of requests that asked for their log-probabilities."""
+    runs = []
+    first = 0
+    for place, (slot, start, count) in enumerate(zip(batch.slots, batch.starts, batch.counts, strict=True)):
+        request = rows.request(slot)
+        wanted = request.params.prompt_logprobs
+        if wanted is not None:
+            predicted = max(start + 1, request.params.prompt_logprobs_from)
+            tokens = request.token_ids[predicted : min(start + count + 1, request.prompt_length)]
+            if tokens:
+                runs.append(PromptRun(place, first + predicted - 1 - start, tokens, wanted))
+        first += count
+    return runs
 
 
 def prompt_logprobs(
-    decoder: Decoder, rows: BatchRows, batch: InputBatch, hidden: torch.Tensor
-) -> list[PromptLogprobs | None]:
-    """What the step's tokens predict of their prompts, for requests that asked. Empty if none did."""
-    if not asks_prompt_logprobs(rows, batch):
-        return []
-    result: list[PromptLogprobs | None] = []
-    first = 0
-    for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
-        request = rows.request(slot)
-        wanted = request.params.prompt_logprobs
-        last = min(start + count, request.prompt_length - 1)
-        if wanted is None or last <= start:
-            result.append(None)
-        else:
-            tokens = request.token_ids[start + 1 : last + 1]
-            parts = []
-            for offset in range(0, len(tokens), PROMPT_LOGITS_ROWS):
-                part = tokens[offset : offset + PROMPT_LOGITS_ROWS]
-                logits = decoder.logits(hidden[first + offset : first + offset + len(part)])
-                ids = upload(part, torch.int64, hidden.device)
-                parts.append(token_logprobs(logits, ids, wanted).fetch())
-            result.append(PromptLogprobs(tokens, parts, wanted))
-        first += count
-    return result
+    decoder: Decoder, batch: InputBatch, runs: Sequence[PromptRun], hidden: torch.Tensor
+) -> PromptLogprobs | None:
+    """Of the tokens of `runs`, from the states `hidden` [T, hidden] of all of the step; None if there are none.
+
+    Scores over the vocabulary are computed for no other token, and for many requests at once.
+    """
+    if not runs:
+        return None
+    tokens = [token for run in runs for token in run.tokens]
+    places = [run.first + offset for run in runs for offset in range(len(run.tokens))]
+    sent = upload(tokens + places, torch.int64, hidden.device).view(2, -1)
+    most = max(run.wanted for run in runs)
+    parts = [
+        token_logprobs(decoder.logits(hidden.index_select(0, predicting)), ids, most).fetch()
+        for ids, predicting in torch.split(sent, PROMPT_LOGITS_ROWS, dim=1)
+    ]
+    return PromptLogprobs(runs, parts, len(batch.slots), hidden.device.type == "cuda")

@@ -15,7 +15,8 @@ from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.input_batch import InputBatch, build_input_batch
-from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, tokens_wanted
+from kvern.worker.processor_rows import ProcessorRows, Verdict
+from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.rows import BatchRows
 
 
@@ -29,6 +30,7 @@ class ModelRunner:
         rows: BatchRows,
         block_size: int,
         grammars: GrammarRows,
+        processors: ProcessorRows,
         adapters: Adapters | None = None,
     ) -> None:
         self._decoder = decoder
@@ -36,6 +38,7 @@ class ModelRunner:
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars
+        self._processors = processors
         self._adapters = adapters
 
     @torch.inference_mode()
@@ -46,15 +49,18 @@ class ModelRunner:
         self._attention.copy_blocks(output.copies)
         self._rows.fork(output.forked)
         self._grammars.fork(output.forked)
+        self._processors.fork(output.forked, self._rows)
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
+        self._processors.join(output.joined)
         self._rows.grow(output.grown)
         batch = build_input_batch(self._rows, output.scheduled, self._block_size)
-        wanted = tokens_wanted(self._rows, batch)
+        runs = prompt_runs(self._rows, batch)
+        wanted = tokens_wanted(batch, runs)
         if self._adapters is not None:
             self._adapters.select(self._rows, batch, wanted is not None)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
-        prompts = prompt_logprobs(self._decoder, self._rows, batch, hidden)
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
             return PendingStep(output.scheduled, None, prompt_logprobs=prompts)
         params = [self._rows.request(slot).params for slot in batch.sample_slots]
@@ -63,25 +69,26 @@ class ModelRunner:
         everyone = len(batch.sample_slots) == hidden.shape[0]
         hidden = hidden if everyone else hidden[batch.sample_tokens]
         most = max((count for count in counts if count is not None), default=None)
-        chosen, logprobs, candidates, broken = self._sample(batch, hidden, most, beams)
+        chosen, logprobs, candidates, broken, verdict = self._sample(batch, hidden, most, beams)
         states = embeddings(self._rows, batch.sample_slots, hidden)
-        return PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken, candidates)
+        return PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict)
 
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None, beams: bool
-    ) -> tuple[torch.Tensor, DeviceLogprobs | None, DeviceCandidates | None, dict[int, str]]:
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None, DeviceCandidates | None, dict[int, str], Verdict | None]:
         slots = batch.sample_slots
         logits = self._decoder.logits(hidden)
         original = None if wanted is None else logits.clone()
+        ends = {slot: sum(run) for slot, *run in zip(batch.slots, batch.starts, batch.counts, strict=True)}
+        positions = [ends[slot] for slot in slots]
         if any(is_constrained(self._rows.request(slot)) or is_penalized(self._rows.request(slot)) for slot in slots):
-            ends = [start + count for start, count in zip(batch.starts, batch.counts, strict=True)]
-            sampling = dict(zip(batch.slots, ends, strict=True))
-            constrain(logits, self._rows, slots, [sampling[slot] for slot in slots])
+            constrain(logits, self._rows, slots, positions)
+        verdict = self._processors.apply(logits, self._rows.tokens, slots, positions)
         chosen, broken = self._choose(logits, slots, batch.sample_positions)
         self._rows.tokens[torch.tensor(slots, device=chosen.device), batch.sample_positions] = chosen.int()
         logprobs = None if original is None else token_logprobs(original, chosen, wanted or 0)
         candidates = DeviceCandidates(logits, original, self._rows, slots) if beams else None
-        return chosen, logprobs, candidates, broken
+        return chosen, logprobs, candidates, broken, verdict
 
     def _choose(
         self, logits: torch.Tensor, slots: Sequence[int], positions: torch.Tensor

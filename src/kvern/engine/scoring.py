@@ -1,0 +1,146 @@
+"""How likely a continuation is after its context: what evaluation harnesses call log-likelihood.
+
+A pair is one prompt whose log-probabilities are wanted from the continuation on, so that contexts come from the prefix
+cache, and pairs of one context compute it once.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvern.engine.inputs import Prompt, as_list
+from kvern.engine.output import RequestOutput
+from kvern.errors import InvalidRequest
+from kvern.sampling_params import SamplingParams
+from kvern.tokenizer import Tokenizer
+
+Pair = tuple[Prompt, Prompt]
+"""Context and continuation, both texts or both token ids."""
+
+MOST_CHARACTERS = 1 << 24
+"""Of all pairs together: each is tokenized as a whole."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The log-likelihood of one continuation. Logarithms are natural."""
+
+    logprob: float
+    """Of the whole continuation: the sum of those of its tokens."""
+    is_greedy: bool
+    """Whether greedy decoding after the context gives exactly this continuation."""
+    token_ids: list[int]
+    """Of the continuation."""
+    token_logprobs: list[float]
+    context_tokens: int
+    cached_tokens: int
+    """Tokens of the context that came from the prefix cache."""
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A pair as the engine runs it: `token_ids` of both, of which the first `context_tokens` are the context's."""
+
+    token_ids: list[int]
+    context_tokens: int
+
+    @property
+    def params(self) -> SamplingParams:
+        """What makes the engine compute it; the one token that is sampled behind it means nothing."""
+        return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=self.context_tokens)
+
+
+def scored_prompts(tokenizer: Tokenizer, pairs: Iterable[Pair], add_special_tokens: bool = True) -> list[ScoredPrompt]:
+    """Tokenize pairs. Raises InvalidRequest, which names the pair.
+
+    The tokens of a continuation are those that a text of context and continuation has behind those of the context;
+    blanks at the context's end count as the continuation's beginning. A context without tokens is the token that
+    begins texts, or else the one that ends them.
+    """
+    encoder, characters = PairEncoder(tokenizer, add_special_tokens), 0
+    pairs = list(pairs)
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise InvalidRequest(f"pair {index} is {pair!r:.60}: it must be (context, continuation)")
+        characters += sum(len(text) for text in pair if isinstance(text, str))
+    if characters > MOST_CHARACTERS:
+        raise InvalidRequest(
+            f"the pairs have {characters} characters, contexts counted for each: at most {MOST_CHARACTERS}; send fewer "
+            "at once, or token ids"
+        )
+    prompts = []
+    for index, pair in enumerate(pairs):
+        try:
+            prompts.append(encoder.encode(*pair))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"continuation {index}: {error}") from error
+    return prompts
+
+
+class PairEncoder:
+    """Tokenizes pairs, each context that comes several times in succession once."""
+
+    def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._special = add_special_tokens
+        self._context: tuple[str, list[int]] | None = None
+
+    def encode(self, context: Prompt, continuation: Prompt) -> ScoredPrompt:
+        """One pair. Raises InvalidRequest."""
+        if isinstance(context, str) and isinstance(continuation, str):
+            before, after = self._texts(context, continuation)
+        elif isinstance(context, str) or isinstance(continuation, str):
+            raise InvalidRequest("one of context and continuation is a text and the other is not: give both alike")
+        else:
+            before, after = as_list(context), as_list(continuation)
+        if not before:
+            raise InvalidRequest("the context is empty, and the model names no token that begins or ends a text")
+        if not after:
+            raise InvalidRequest("the continuation is empty: it needs at least one token")
+        return ScoredPrompt(before + after, len(before))
+
+    def _texts(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        if not kept:
+            return self._begin or self._first(), self._encode(continuation)
+        if self._context is None or self._context[0] != kept:
+            self._context = kept, self._encode(kept)
+        before = self._context[1]
+        after = self._encode(kept + continuation)[len(before) :]
+        if continuation and not after:
+            raise InvalidRequest(
+                f"{continuation!r:.60} adds no token to those of its context: both end in one token; begin the "
+                "continuation at a word, or send token ids"
+            )
+        return self._begin + before, after
+
+    @functools.cached_property
+    def _begin(self) -> list[int]:
+        return self._tokenizer.leading_special_tokens() if self._special else []
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _first(self) -> list[int]:
+        """What stands for an empty context."""
+        begins = self._tokenizer.bos_token_id
+        return [begins] if begins is not None else list(self._tokenizer.eos_token_ids[:1])
+
+
+def score_of(output: RequestOutput, prompt: ScoredPrompt) -> Score:
+    """What the engine has found out about a pair."""
+    assert output.prompt_logprobs is not None
+    token_ids = prompt.token_ids[prompt.context_tokens :]
+    tables = output.prompt_logprobs[prompt.context_tokens :]
+    entries = [table[token] for token, table in zip(token_ids, tables, strict=True) if table is not None]
+    logprobs = [entry.logprob for entry in entries]
+    return Score(
+        math.fsum(logprobs),
+        all(entry.rank == 1 for entry in entries),
+        token_ids,
+        logprobs,
+        prompt.context_tokens,
+        output.cached_tokens,
+    )

@@ -1,0 +1,149 @@
+"""Custom logits processors: Python code that changes logits on the device, of packages that the operator enables.
+
+    entry point of an installed package --named in EngineConfig.logits_processors--> loaded when the engine starts
+    request: {"name": {arguments}} --checked where requests are made--> join(slot), then apply(logits) at each token
+
+Names and arguments come from requests, code never does. See docs/logits-processors.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import msgspec
+
+from kvern.errors import ConfigError, InvalidParameter
+from kvern.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP = "kvern.logits_processors"
+"""Of entry points: a name that requests may use, and a class that is a LogitsProcessor."""
+
+
+@dataclass(frozen=True)
+class ProcessorModel:
+    """What a processor may know of the model when it is made."""
+
+    folder: Path
+    vocab_size: int
+    """Columns of the logits; the tokenizer may know fewer."""
+    slots: int
+    """Requests that run at the same time at most; they have the slots from 0 on."""
+    max_model_len: int
+    device: torch.device
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return Tokenizer(self.folder)
+
+
+@dataclass(frozen=True)
+class ProcessedRequest:
+    """A request that takes a slot, with all its tokens: after a preemption those that it has generated, too."""
+
+    arguments: Any
+    """Of the processor's `Arguments`."""
+    token_ids: Sequence[int]
+    prompt_length: int
+
+
+@dataclass(frozen=True)
+class ProcessedRows:
+    """The N requests whose next tokens are about to be sampled.
+
+    slots, positions                 on the host: where `join` put each, and the position of the token to be sampled,
+                                     which is the number of tokens before it
+    device_slots, device_positions   [N] int64: the same on the device
+    tokens                           [slots, max_model_len + 1] int32 on the device: row `slot` begins with all of the
+                                     request's tokens, also with the last one, which the host does not know yet; what
+                                     follows them means nothing
+    """
+
+    slots: Sequence[int]
+    positions: Sequence[int]
+    device_slots: torch.Tensor
+    device_positions: torch.Tensor
+    tokens: torch.Tensor
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """The token before the one to be sampled, [N] int64."""
+        return self.tokens[self.device_slots, self.device_positions - 1].long()
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of the requests that ask for it, all of a step at once. Made once, with a ProcessorModel."""
+
+    Arguments: ClassVar[type[Any]]
+    """What requests may say: a msgspec.Struct or a dataclass, whose types and `__post_init__` check the values."""
+
+    def __init__(self, model: ProcessorModel) -> None: ...
+
+    def join(self, slot: int, request: ProcessedRequest) -> None:
+        """A request takes a slot; whoever had it before has gone."""
+        ...
+
+    def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> None:
+        """Change `logits` [N, vocabulary] float32 in place.
+
+        May be called again for the same tokens, so that what it remembers must follow from them.
+        """
+        ...
+
+
+Processors = Mapping[str, type[LogitsProcessor]]
+"""Those that an engine has, by name, in the order in which they are applied."""
+
+
+def load_processors(names: Sequence[str]) -> Processors:
+    """Import the classes behind entry points. Raises ConfigError."""
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    found = {}
+    for name in names:
+        if name not in installed:
+            raise ConfigError(
+                f"logits_processors names {name!r}: installed are {', '.join(sorted(installed)) or 'none'}; a package "
+                f"provides them as entry points of group {GROUP!r}"
+            )
+        try:
+            kind = installed[name].load()
+        except Exception as error:  # whatever a module raises when it is imported
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"logits processor {name!r} ({installed[name].value}) cannot be loaded: {reason}"
+            ) from error
+        missing = [part for part in ("Arguments", "join", "apply") if not hasattr(kind, part)]
+        if missing:
+            raise ConfigError(
+                f"logits processor {name!r} ({installed[name].value}) has no {' and no '.join(missing)}: it must be a "
+                "class like kvern.sample.processors.LogitsProcessor"
+            )
+        found[name] = kind
+    return found
+
+
+def check_arguments(processors: Processors, asked: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check what a request asks for. Raises InvalidParameter."""
+    for name, values in asked.items():
+        if name not in processors:
+            raise InvalidParameter(
+                f"logits_processors names {name!r:.60}: this engine has {', '.join(processors) or 'none'}; the option "
+                "logits_processors enables more"
+            )
+        try:
+            arguments(processors[name], values)
+        except Exception as error:  # `__post_init__` is the package's own
+            raise InvalidParameter(f"logits_processors: {name}: {' '.join(str(error).split())[:500]}") from error
+
+
+def arguments(processor: type[LogitsProcessor], values: Mapping[str, Any]) -> Any:
+    """A request's arguments as the processor takes them. Raises msgspec.ValidationError, or what the class raises."""
+    return msgspec.convert(values, processor.Arguments)

@@ -1,0 +1,75 @@
+"""References of JSON schemas that lead back to themselves."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvern.errors import InvalidParameter
+
+SAME_VALUE = ("allOf", "anyOf", "oneOf")
+"""What stands in these describes the value itself, not a part of it."""
+
+
+def check_references(schema: Any) -> None:
+    """Raise InvalidParameter if a reference comes back to where it stands before it describes any part of a value."""
+    ended: set[int] = set()
+    for start in _objects(schema):
+        if id(start) in ended:
+            continue
+        path, places = [(start, _same_value(start, schema))], {id(start): 0}
+        while path:
+            place, following = path[-1]
+            name, target = next(following, ("", {}))
+            if not name:
+                path.pop()
+                del places[id(place)]
+                ended.add(id(place))
+            elif id(target) in places:
+                raise InvalidParameter(
+                    f"structured: the schema's {name} leads back to itself and describes no value: let it refer to a "
+                    "schema with a type"
+                )
+            elif id(target) not in ended:
+                places[id(target)] = len(path)
+                path.append((target, _same_value(target, schema)))
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema's objects at any depth."""
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _same_value(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas that a value of this one must or may follow, and how they are named."""
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        target = _resolved(reference, root)
+        if isinstance(target, dict):
+            yield f"$ref {reference[:200]!r}", target
+    for name in SAME_VALUE:
+        several = schema.get(name)
+        for target in several if isinstance(several, list) else ():
+            if isinstance(target, dict):
+                yield name, target
+
+
+def _resolved(reference: str, root: Any) -> Any:
+    """What a JSON pointer within the schema points at; None for others, and for those that point at nothing."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict):
+            found = found.get(key)
+        else:
+            return None
+    return found
