@@ -41,6 +41,7 @@ class Setup:
     slots: int = 4
     spare_budget: int = 3
     aging_steps: int = 30
+    adapter_slots: int = 2
 
     @property
     def size(self) -> int:
@@ -57,6 +58,11 @@ class Setup:
         if not self.chunked:
             budget = max(budget, self.max_model_len)
         return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous)
+
+
+def first_key(request: Request) -> int:
+    """Stands for a request's namespace and adapter."""
+    return hash((request.namespace, request.adapter))
 
 
 def extend_key(key: int, token: int) -> int:
@@ -81,7 +87,7 @@ def searched_answers(request: Request) -> list[tuple[list[int], str]]:
     width, penalty = params.beam_width or 0, params.length_penalty
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     ended: list[tuple[float, list[int], str]] = []
-    prompt = int.from_bytes(request.namespace, "big")
+    prompt = first_key(request)
     for token in request.token_ids[: request.prompt_length]:
         prompt = extend_key(prompt, token)
     while beams:
@@ -117,6 +123,7 @@ class Row:
     tokens: list[int]
     table: list[int]
     namespace: int
+    """And the adapter: what makes the same tokens mean something else."""
 
 
 class PendingResult(Future[ModelRunnerOutput]):
@@ -140,6 +147,7 @@ class SimulatedDevice:
         self.requests = requests
         self.memory: list[list[int | None]] = [[None] * setup.size for _ in range(setup.blocks)]
         self.rows: dict[int, Row] = {}
+        self.adapters: dict[int, int] = {}
         self.queue: deque[tuple[SchedulerOutput, PendingResult]] = deque()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
@@ -153,6 +161,9 @@ class SimulatedDevice:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Copy, fork, join, grow, write all tokens, then check what each token would attend to and sample."""
+        for slot, adapter in output.adapters:
+            assert slot < self.setup.adapter_slots
+            self.adapters[slot] = adapter
         targets = set()
         for copy in output.copies:
             assert copy.source not in targets, "a copy of what the same step copies"
@@ -165,7 +176,7 @@ class SimulatedDevice:
             tokens = [*source.tokens, fork.token_id]
             self.rows[fork.slot] = Row(source.request, tokens, list(source.table), source.namespace)
         for request, name in zip(output.joined, self._joined_names(output), strict=True):
-            namespace = int.from_bytes(self.requests[name.split("/")[0]].namespace, "big")
+            namespace = first_key(self.requests[name.split("/")[0]])
             self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
         for slot, first, blocks in output.grown:
             table = self.rows[slot].table
@@ -173,8 +184,10 @@ class SimulatedDevice:
             table[first:] = blocks
         keys = []
         written: set[tuple[int, int]] = set()
-        for item in output.scheduled:
+        for item, name in zip(output.scheduled, output.request_ids, strict=True):
             row, key, prefix = self.rows[item.slot], self.rows[item.slot].namespace, []
+            wanted = self.requests[name.split("/")[0]].adapter
+            assert wanted == self.adapters.get(row.request.adapter_slot), "another adapter is in the slot"
             for token in row.tokens[: item.start + item.count]:
                 key = extend_key(key, token)
                 prefix.append(key)
@@ -230,7 +243,7 @@ class SimulatedEngine:
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
         self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache)
-        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy])
+        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_slots)
         self.device = SimulatedDevice(setup, self.requests)
         self.core = EngineCore(self.scheduler, self, setup.depth)
         self._waiting_before: dict[Request, bool] = {}
@@ -251,6 +264,7 @@ class SimulatedEngine:
         turn: int = 0,
         stop: bool = False,
         prompt_logprobs_from: int | None = None,
+        adapter: int | None = None,
         beams: int | None = None,
         **search: Any,
     ) -> list[Request]:
@@ -271,6 +285,7 @@ class SimulatedEngine:
                 priority=priority,
                 turn=turn,
                 namespace=namespace.to_bytes(1, "big"),
+                adapter=adapter,
                 group=str(number) if params.sequences > 1 else None,
                 leader=added[0] if added else None,
             )
@@ -377,11 +392,12 @@ class SimulatedEngine:
         expected = searched_answers(request)
         assert found == expected + [([], "abort")] * (len(heard) - len(expected))
         if request.params.prompt_logprobs is not None:
-            assert heard[0].prompt_positions == list(range(1, request.prompt_length))
+            first = request.params.prompt_logprobs_from
+            assert heard[0].prompt_positions == list(range(first, request.prompt_length))
 
     def expected_answer(self, request: Request) -> tuple[list[int], str]:
         """The answer straight from the simulated model."""
-        key = int.from_bytes(request.namespace, "big")
+        key = first_key(request)
         for token in request.token_ids[: request.prompt_length]:
             key = extend_key(key, token)
         tokens: list[int] = []
@@ -411,7 +427,8 @@ class SimulatedEngine:
     def _check_waiting(self, running_before: set[Request]) -> None:
         """No request that has waited for `aging_steps` was overtaken in the step that was just planned.
 
-        First come, first served never lets anybody overtake, whatever they have waited.
+        First come, first served never lets anybody overtake, whatever they have waited. But who waits for an adapter's
+        place may be overtaken by requests without one.
         """
         step = self.scheduler.step
         before = self._waiting_before  # a held beam is not admitted when it takes another's place
@@ -439,6 +456,8 @@ class SimulatedEngine:
         ]
         for newcomer in admitted:
             for request in passed_over:
+                if request.adapter is not None and newcomer.adapter is None:
+                    continue
                 assert fcfs or newcomer in self._aged, "a request that has aged was overtaken by one that has not"
                 order = [(item.turn, item.arrival) for item in (newcomer, request)]
                 assert order == sorted(order), "equal requests go by turn, then in the order of their arrival"

@@ -221,8 +221,8 @@ class InterruptedLLM:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
-    def stream_chat(self, messages: Any, params: Any) -> Iterator[Any]:
-        for output in self._llm.stream_chat(messages, params):
+    def stream_chat(self, messages: Any, params: Any, **more: Any) -> Iterator[Any]:
+        for output in self._llm.stream_chat(messages, params, **more):
             yield output
             if len(output.outputs[0].token_ids) == 3:
                 signal.raise_signal(signal.SIGINT)

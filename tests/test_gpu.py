@@ -31,6 +31,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
+ADAPTERS = {name: str(Path(__file__).parent / "adapters" / name) for name in ("captain", "gull")}
+"""Of kvern-1m."""
+
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_tokens": 64 * 512}
 
@@ -144,6 +147,33 @@ def test_sampling_depends_on_nothing_but_the_request() -> None:
     assert together == alone == eager == on_cpu
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cuda_graphs": False},
+        {"max_adapters": 1},
+        {"max_adapter_rank": 128},
+        {"triton_kernels": False},
+        {"deterministic": True},
+        {"max_batch_tokens": 64, "max_batch_requests": 64},
+        {"kv_cache_tokens": 1024},
+    ],
+    ids=str,
+)
+def test_adapters_answer_as_on_the_cpu(options: dict[str, Any]) -> None:
+    """Mixed in one batch, then one row alone, whose layers are not fused."""
+    conversations = held_out()[:64]
+    names = [(None, "captain", "gull", "captain", None)[index % 5] for index in range(len(conversations))]
+    here = {"adapters": ADAPTERS, **SMALL}
+    expected = tokens(LLM("kvern-1m", device="cpu", **here).chat(conversations, GREEDY, adapter=names))
+    llm = LLM("kvern-1m", device="cuda", **(here | options))
+    assert tokens(llm.chat(conversations, GREEDY, adapter=names)) == expected
+    for index in (0, 1, 2):
+        assert tokens(llm.chat([conversations[index]], GREEDY, adapter=names[index])) == [expected[index]]
+    llm._engine.core.scheduler.check_integrity()
+
+
 def test_structured_answers_are_the_cpus() -> None:
     """Beside free requests, which keep their answers; also where the next step is planned before a token is known."""
     form = StructuredOutput(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -186,7 +216,7 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     llm = LLM(device="cuda", **(config | options))
     assert tokens(llm.generate(prompts, params)) == expected
     graphs = llm._engine.core._executor._runner._graphs._graphs
-    assert any(with_prefix for _, _, with_prefix in graphs) == llm.config.shared_prefix_attention
+    assert any(with_prefix for _, _, with_prefix, _ in graphs) == llm.config.shared_prefix_attention
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 1024, "overlap": False}], ids=str)
@@ -210,7 +240,9 @@ def steps(llm: LLM, count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"cuda_graphs": False}, {"model": "kvern-1m", "adapters": ADAPTERS, "max_adapters": 1}], ids=str
+)
 def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any]) -> None:
     llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, **options)
     plain = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=200, ignore_eos=True)
@@ -224,14 +256,15 @@ def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any]) -> Non
         prompt_logprobs=1,
     )
     prompts = [[7 + index] * (20 + index) for index in range(8)]
+    adapters = [None, *llm.adapters, None]
 
     def run() -> None:
         """Requests join a running batch, decode beside prefills, use what changes logits, and are aborted."""
         for index in range(4):
-            llm._engine.add(f"{index}", prompts[index], plain)
+            llm._engine.add(f"{index}", prompts[index], plain, adapter=adapters[index % len(adapters)])
         steps(llm, 6)
         for index in range(4, 8):
-            llm._engine.add(f"{index}", prompts[index], wide)
+            llm._engine.add(f"{index}", prompts[index], wide, adapter=adapters[index % len(adapters)])
         llm._engine.add("beams", prompts[0], SamplingParams(beam_width=4, n=2, max_tokens=30, logprobs=1))
         steps(llm, 6)
         llm._engine.abort(["0", "5"])

@@ -12,6 +12,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from kvern.adapters.slots import AdapterSlots
 from kvern.cache.manager import BlockCopy, KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.engine.policy import POLICIES
@@ -39,6 +40,7 @@ def setups(draw: st.DrawFn) -> Setup:
         slots=draw(st.integers(1, 5)),
         spare_budget=draw(st.integers(0, 8)),
         aging_steps=draw(st.integers(1, 12)),
+        adapter_slots=draw(st.integers(1, 3)),
     )
 
 
@@ -69,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         turn=st.sampled_from((0, 0, 1, 5)),
         stop=st.booleans(),
         prompt_logprobs_from=st.sampled_from((None, None, None, 1, 4, 9)),
+        adapter=st.sampled_from((None, None, 1, 2, 3)),
     )
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> None:
         prompt = prompt[: self.engine.setup.max_model_len - 1]
@@ -84,7 +87,8 @@ class EngineMachine(RuleBasedStateMachine):
         namespace=st.sampled_from((0, 0, 0, 1)),
         priority=st.integers(-1, 1),
         stop=st.booleans(),
-        prompt_logprobs=st.sampled_from((False, False, False, True)),
+        prompt_logprobs_from=st.sampled_from((None, None, None, 1, 4)),
+        adapter=st.sampled_from((None, None, 1, 2, 3)),
     )
     def search(self, prompt: list[int], max_tokens: int, beams: int, n: int, **options: Any) -> None:
         setup = self.engine.setup
@@ -136,6 +140,7 @@ def random_life(setup: Setup, seed: int, arrivals: int = 40) -> SimulatedEngine:
                 priority=dice.randint(-1, 1),
                 stop=dice.random() < 0.5,
                 prompt_logprobs_from=dice.choice((None, None, None, None, 1, 1 + dice.randrange(12))),
+                adapter=dice.choice((None, None, 1, 2, 3)),
             )
             arrivals -= 1
         if engine.alive and dice.random() < 0.03:
@@ -346,6 +351,23 @@ def namespaces_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: b"everybody")
 
 
+def adapters_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: request.namespace)
+
+
+def adapter_replaced_while_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter, leave = AdapterSlots.enter, AdapterSlots.leave
+
+    def enter_and_leave(self: AdapterSlots, key: int) -> tuple[int, bool]:
+        entered = enter(self, key)
+        leave(self, key)
+        return entered
+
+    monkeypatch.setattr(AdapterSlots, "enter", enter_and_leave)
+    monkeypatch.setattr(AdapterSlots, "leave", lambda self, key: None)
+    monkeypatch.setattr(AdapterSlots, "check_integrity", lambda self, running: None)
+
+
 def aging_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_age", lambda self: None)
 
@@ -387,6 +409,8 @@ MISTAKES: list[Mistake] = [
     blocks_released_early,
     used_nodes_evicted,
     namespaces_mixed,
+    adapters_mixed,
+    adapter_replaced_while_used,
     aging_forgotten,
     prefill_split,
     forks_that_copy_nothing,

@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +16,17 @@ from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import RequestOutput
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.llm import Params, Tools, as_conversations, as_prompts, chat_request, follow, one_for_each
+from kvern.llm import (
+    Adapters,
+    Params,
+    Tools,
+    as_conversations,
+    as_prompts,
+    chat_request,
+    follow,
+    one_adapter_for_each,
+    one_for_each,
+)
 from kvern.models.spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
@@ -71,19 +82,26 @@ class AsyncLLM:
         """The model's tokenizer."""
         return self._engine.tokenizer
 
-    async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: Adapters = None
+    ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order."""
         several = as_prompts(prompts)
-        return await self._all(several, one_for_each(sampling_params, len(several)))
+        return await self._all(several, one_for_each(sampling_params, len(several)), adapter)
 
-    async def score(self, pairs: Sequence[Pair], *, add_special_tokens: bool = True) -> list[Score]:
+    async def score(
+        self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, adapter: Adapters = None
+    ) -> list[Score]:
         """The log-likelihood of each (context, continuation); see LLM.score."""
         prompts = await asyncio.to_thread(scored_prompts, self.tokenizer, pairs, add_special_tokens)
-        outputs = await self._all([item.token_ids for item in prompts], [item.params for item in prompts])
+        outputs = await self._all([item.token_ids for item in prompts], [item.params for item in prompts], adapter)
         return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
 
-    async def _all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]) -> list[RequestOutput]:
-        tasks = [asyncio.create_task(self._last(item, param)) for item, param in zip(prompts, params, strict=True)]
+    async def _all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], adapter: Adapters
+    ) -> list[RequestOutput]:
+        adapters = one_adapter_for_each(adapter, len(prompts))
+        tasks = [asyncio.create_task(self._last(*each)) for each in zip(prompts, params, adapters, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -97,6 +115,7 @@ class AsyncLLM:
         *,
         tools: Tools = None,
         add_generation_prompt: bool = True,
+        adapter: Adapters = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template, with the options of `LLM.chat`."""
@@ -107,18 +126,23 @@ class AsyncLLM:
             chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
             for conversation, params in zip(conversations, several, strict=True)
         ]
-        outputs = await self.generate([chat.prompt for chat in chats], [chat.params for chat in chats])
+        outputs = await self.generate([chat.prompt for chat in chats], [chat.params for chat in chats], adapter=adapter)
         for chat, output in zip(chats, outputs, strict=True):
             for answer in output.outputs:
                 answer.message = chat.message(answer.text)
         return outputs
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the same growing output as tokens arrive. Leaving the loop or cancelling aborts the request."""
         request_id, waiter = next(self._ids), _Waiter()
-        self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, waiter))
+        self._commands.put(lambda: self._add(request_id, prompt, sampling_params, priority, adapter, waiter))
         try:
             if self._failure is not None:  # then nobody may be left to carry the command out
                 raise self._failure
@@ -138,17 +162,36 @@ class AsyncLLM:
             self._commands.put(lambda: self._abort(request_id))
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None, **options: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        adapter: str | None = None,
+        **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for a conversation, with the options of `LLM.chat`; each answer's `message` grows with its text."""
         chat = chat_request(self._engine.inputs.chat, messages, sampling_params, tools, **options)
-        return self._followed(chat)
+        return self._followed(chat, adapter)
 
-    async def _followed(self, chat: ChatRequest) -> AsyncGenerator[RequestOutput]:
+    async def _followed(self, chat: ChatRequest, adapter: str | None) -> AsyncGenerator[RequestOutput]:
         grown = follow(chat)
-        async with contextlib.aclosing(self.stream(chat.prompt, chat.params)) as outputs:
+        async with contextlib.aclosing(self.stream(chat.prompt, chat.params, adapter=adapter)) as outputs:
             async for output in outputs:
                 yield grown(output)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that can be used."""
+        return self._engine.adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Read the LoRA adapter in a folder, between two steps. Raises InvalidAdapter."""
+        await asyncio.wrap_future(self._between_steps(lambda: self._engine.load_adapter(name, path)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let nothing new use an adapter; what uses it goes on to its end. Raises InvalidRequest."""
+        await asyncio.wrap_future(self._between_steps(lambda: self._engine.unload_adapter(name)))
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
@@ -171,20 +214,45 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _last(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
+    def _between_steps(self, work: Callable[[], None]) -> Future[None]:
+        """Have the engine's thread do something."""
+        done: Future[None] = Future()
+
+        def command() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._commands.put(command)
+        if self._failure is not None and not done.done():  # then nobody may be left to carry the command out
+            raise self._failure
+        return done
+
+    async def _last(self, prompt: Prompt, params: SamplingParams | None, adapter: str | None) -> RequestOutput:
         last: RequestOutput | None = None
-        async for output in self.stream(prompt, params):
+        async for output in self.stream(prompt, params, adapter=adapter):
             last = output
         assert last is not None
         return last
 
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, waiter: _Waiter
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        adapter: str | None,
+        waiter: _Waiter,
     ) -> None:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._engine.add(request_id, prompt, params, priority=priority)
+            self._engine.add(request_id, prompt, params, priority=priority, adapter=adapter)
             self._waiters[request_id] = waiter
         except BaseException as error:
             waiter.error = error

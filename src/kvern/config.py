@@ -1,10 +1,14 @@
 """Every option of the engine, with the decisions that follow from them when nothing is given."""
 
 import typing
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvern.errors import ConfigError
+
+DEFAULT_ADAPTERS = 8
+LARGEST_RANK = 128
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,12 @@ class EngineConfig:
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4"] = "auto"
     """How the model marks its thinking; auto reads it off the chat template, none leaves it in the text."""
+    adapters: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """LoRA adapters by name, folders in PEFT's format: --adapter NAME=FOLDER, as often as there are adapters."""
+    max_adapters: int | None = None
+    """Adapters on the device at the same time; others wait in host memory. None: 8 if there are adapters, else 0."""
+    max_adapter_rank: int = 64
+    """Highest rank of an adapter, 128 at most; a GPU sets memory aside for it."""
     seed: int = 0
     """Requests without a seed of their own draw theirs from this one."""
 
@@ -83,9 +93,20 @@ class EngineConfig:
                 f"max_batch_tokens is {self.max_batch_tokens}, below max_batch_requests {requests}: "
                 "a step must have room for one token of each running request; raise the first or lower the second"
             )
+        if self.max_adapters is not None and self.max_adapters < (1 if self.adapters else 0):
+            raise ConfigError(f"max_adapters is {self.max_adapters} with {len(self.adapters)} adapters: raise it")
+        if not 1 <= self.max_adapter_rank <= LARGEST_RANK:
+            raise ConfigError(f"max_adapter_rank is {self.max_adapter_rank}: it must be from 1 to {LARGEST_RANK}")
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(options)}")
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters on the device at the same time; 0: there can be none."""
+        if self.max_adapters is not None:
+            return self.max_adapters
+        return DEFAULT_ADAPTERS if self.adapters else 0
 
 
 _CHOICES = {

@@ -5,6 +5,7 @@
     |-- ModelNotFound      no such folder, no such repository, or the hub cannot be reached
     |-- UnsupportedModel   the architecture is unknown, or uses something that no family describes
     |-- CorruptCheckpoint  a weight file is truncated, or its tensors do not fit the model
+    |-- InvalidAdapter     the files of an adapter are not those of one that this model can use
     |-- InvalidParameter   a sampling parameter is out of range
     |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
     |-- BatchFileError     an input or output file of a batch job cannot be used
@@ -35,6 +36,10 @@ class UnsupportedModel(KvernError):
 
 class CorruptCheckpoint(KvernError):
     """A weight file is unreadable, or tensors are missing, unexpected or misshapen."""
+
+
+class InvalidAdapter(KvernError):
+    """An adapter's files are missing or unreadable, do not fit the model, or ask for what kvern does not do."""
 
 
 class InvalidParameter(KvernError, ValueError):

@@ -25,6 +25,8 @@ __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Tools = Sequence[Mapping[str, Any]] | None
+Input = tuple[str, Prompt, SamplingParams | None] | tuple[str, Prompt, SamplingParams | None, str | None]
+Adapters = str | Sequence[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,21 @@ class LLM:
         return self._engine.tokenizer
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        adapter: Adapters = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order.
 
-        One SamplingParams serves all prompts, a list of them one each. If any prompt is invalid, none is run.
+        One SamplingParams serves all prompts, a list of them one each; likewise the name of an adapter, None for the
+        model as it is. If any prompt is invalid, none is run.
         """
         several = as_prompts(prompts)
-        return self._all(several, one_for_each(sampling_params, len(several)), progress)
+        params = one_for_each(sampling_params, len(several))
+        return self._all(several, params, progress, adapters=one_adapter_for_each(adapter, len(several)))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool = False
@@ -85,25 +94,38 @@ class LLM:
         outputs = self._all(several, [None] * len(several), progress, embed=True)
         return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
 
-    def score(self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, progress: bool = False) -> list[Score]:
+    def score(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        add_special_tokens: bool = True,
+        adapter: Adapters = None,
+        progress: bool = False,
+    ) -> list[Score]:
         """The log-likelihood of each (context, continuation), both texts or both token ids, in their order.
 
         Pairs of one context compute it once, through the prefix cache. `add_special_tokens`: texts begin with the
         tokens that the tokenizer puts before prompts. Raises InvalidRequest; then none is run.
         """
         prompts = scored_prompts(self.tokenizer, pairs, add_special_tokens)
-        outputs = self._all([item.token_ids for item in prompts], [item.params for item in prompts], progress)
+        token_ids, params = [item.token_ids for item in prompts], [item.params for item in prompts]
+        outputs = self._all(token_ids, params, progress, adapters=one_adapter_for_each(adapter, len(prompts)))
         return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
 
     def _all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], progress: bool, embed: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        progress: bool,
+        embed: bool = False,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         ids = []
         try:
-            for prompt, param in zip(prompts, params, strict=True):
+            for prompt, param, adapter in zip(prompts, params, adapters or [None] * len(prompts), strict=True):
                 request_id = next(self._ids)
-                outputs.append(self._engine.add(request_id, prompt, param, embed=embed))
+                outputs.append(self._engine.add(request_id, prompt, param, embed=embed, adapter=adapter))
                 ids.append(request_id)
             self._run(outputs, progress)
         except BaseException:
@@ -118,6 +140,7 @@ class LLM:
         *,
         tools: Tools = None,
         add_generation_prompt: bool = True,
+        adapter: Adapters = None,
         progress: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -133,16 +156,20 @@ class LLM:
             chat_request(self._engine.inputs.chat, conversation, params, tools, **options)
             for conversation, params in zip(conversations, several, strict=True)
         ]
-        outputs = self._all([chat.prompt for chat in chats], [chat.params for chat in chats], progress)
+        adapters = one_adapter_for_each(adapter, len(chats))
+        prompts, params = [chat.prompt for chat in chats], [chat.params for chat in chats]
+        outputs = self._all(prompts, params, progress, adapters=adapters)
         for chat, output in zip(chats, outputs, strict=True):
             for answer in output.outputs:
                 answer.message = chat.message(answer.text)
         return outputs
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Generator[RequestOutput]:
         """Yield the same growing output at each new token. Leaving the loop aborts the request."""
         request_id = next(self._ids)
-        output = self._engine.add(request_id, prompt, sampling_params)
+        output = self._engine.add(request_id, prompt, sampling_params, adapter=adapter)
         seen = 0
         try:
             while True:
@@ -159,17 +186,36 @@ class LLM:
             self._engine.abort([request_id])
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, *, tools: Tools = None, **options: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        adapter: str | None = None,
+        **options: Any,
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation, with the options of `chat`; each answer's `message` grows with its text."""
         chat = chat_request(self._engine.inputs.chat, messages, sampling_params, tools, **options)
-        return self._followed(chat)
+        return self._followed(chat, adapter)
 
-    def _followed(self, chat: ChatRequest) -> Iterator[RequestOutput]:
+    def _followed(self, chat: ChatRequest, adapter: str | None) -> Iterator[RequestOutput]:
         grown = follow(chat)
-        with contextlib.closing(self.stream(chat.prompt, chat.params)) as outputs:
+        with contextlib.closing(self.stream(chat.prompt, chat.params, adapter=adapter)) as outputs:
             for output in outputs:
                 yield grown(output)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that can be used."""
+        return self._engine.adapters
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Read the LoRA adapter in a folder. Raises InvalidAdapter; the engine needs `max_adapters` or `adapters`."""
+        self._engine.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let nothing new use an adapter; what uses it goes on to its end. Raises InvalidRequest."""
+        self._engine.unload_adapter(name)
 
     def chat_request(
         self, messages: Messages, sampling_params: SamplingParams, use: ToolUse = NO_TOOLS, **options: Any
@@ -178,9 +224,10 @@ class LLM:
         return self._engine.inputs.chat.request(messages, sampling_params, use, **options)
 
     def as_completed(
-        self, inputs: Iterable[tuple[str, Prompt, SamplingParams | None]], *, max_in_flight: int | None = None
+        self, inputs: Iterable[Input], *, max_in_flight: int | None = None
     ) -> Iterator[RequestOutput | FailedRequest]:
-        """Run (id, prompt, params) inputs, pulled lazily, and yield each as it ends, under its own id.
+        """Run (id, prompt, params) or (id, prompt, params, adapter) inputs, pulled lazily, and yield each as it
+        ends, under its own id.
 
         An invalid input, or one that fails on the way, yields a FailedRequest and disturbs nobody. At most
         `max_in_flight` inputs (default: twice the batch) are held at once, so the input may be endless.
@@ -192,12 +239,13 @@ class LLM:
             while True:
                 while not exhausted and len(alive) < limit:
                     try:
-                        request_id, prompt, params = next(source)
+                        request_id, prompt, params, *adapter = next(source)
                     except StopIteration:
                         exhausted = True
                         break
                     try:
-                        alive[request_id] = self._engine.add(request_id, prompt, params)
+                        name = adapter[0] if adapter else None
+                        alive[request_id] = self._engine.add(request_id, prompt, params, adapter=name)
                     except KvernError as error:
                         yield FailedRequest(request_id, error)
                 if not alive:
@@ -300,3 +348,12 @@ def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
     if len(params) != count:
         raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling parameters: give one, or one each")
     return list(params)
+
+
+def one_adapter_for_each(adapter: Adapters, count: int) -> list[str | None]:
+    """One adapter's name for each of `count` prompts."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(adapter)} adapters: give one, or one each")
+    return list(adapter)

@@ -48,7 +48,9 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     namespace: bytes = b""
-    """Only requests of one namespace share cached blocks."""
+    """Only requests of one namespace share cached blocks; see `cache_namespace`."""
+    adapter: int | None = None
+    """The key of the adapter that changes the model for it."""
     turn: int = 0
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
     grammar: str | None = None
@@ -107,6 +109,11 @@ class Request:
         if self.params.beam_width is None:
             return [self.request_id]
         return [f"{self.request_id.removesuffix('#0')}#{index}" for index in range(self.params.n)]
+
+    @property
+    def cache_namespace(self) -> bytes:
+        """Only requests of one namespace and one adapter share cached blocks."""
+        return self.namespace if self.adapter is None else b"adapter %d\0%s" % (self.adapter, self.namespace)
 
     @property
     def most_cached(self) -> int:

@@ -34,6 +34,8 @@ class NewRequest:
     block_ids: list[int]
     grammar: str | None = None
     """Compiled; the answer follows it."""
+    adapter_slot: int = -1
+    """Where the adapter that it uses is on the device; -1: it uses none."""
     embed: bool = False
     """The last hidden state of the prompt is wanted, not a token."""
 
@@ -66,12 +68,14 @@ class Fork:
 
 @dataclass
 class SchedulerOutput:
-    """One step: copy blocks, let rows fork, then join and grow, compute tokens.
+    """One step: load adapters, copy blocks, let rows fork, then join and grow, compute tokens.
 
     Rows that left need no message: their slot is simply given to another request.
     """
 
     step: int
+    adapters: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, key) of adapters to be loaded into a slot before anything is computed."""
     copies: list[BlockCopy] = field(default_factory=list)
     forked: list[Fork] = field(default_factory=list)
     """All sources are meant as they were before the step."""

@@ -14,6 +14,7 @@ from kvern.engine.device_factory import build_device_core
 from kvern.engine.startup import Startup
 from kvern.structured.output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
+from tests.peft_adapters import make_adapter
 from tests.processors import install
 from tests.tiny_model import make_tiny_model
 
@@ -109,6 +110,24 @@ def test_switches_leave_the_answers(options: dict[str, Any], folder: Path, on_de
     again = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     assert answers(again) == [[answers(expected)[0][0][:2]]], "with the prompt cached"
     llm._engine.core.scheduler.check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+def test_adapters(folder: Path, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    """In one batch, and one row alone, whose layers are then not fused."""
+    adapters = {
+        "one": make_adapter(folder, tmp_path / "one", 1, r=3, target_modules=["q_proj", "v_proj", "down_proj"]),
+        "two": make_adapter(folder, tmp_path / "two", 2, r=9),
+    }
+    places = {"max_adapters": 2, "max_adapter_rank": 16}
+    options = OPTIONS | places | {"adapters": {name: str(path) for name, path in adapters.items()}}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    expected, found = LLM(str(folder), device="cpu", **options), on_device(folder, **options)
+    mixed, names = (PROMPTS, params), ["two", None, "one"]
+    assert answers(found.generate(*mixed, adapter=names)) == answers(expected.generate(*mixed, adapter=names))
+    alone = answers(found.generate(PROMPTS[0], params, adapter="one"))
+    assert alone == answers(expected.generate(PROMPTS[0], params, adapter="one"))
+    assert alone != answers(expected.generate(PROMPTS[0], params)) == answers(found.generate(PROMPTS[0], params))
 
 
 def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., LLM]) -> None:

@@ -187,7 +187,7 @@ class BatchJob:
             next(rows)
         exhausted = False
 
-        def inputs() -> Iterator[tuple[str, str | list[int], SamplingParams]]:
+        def inputs() -> Iterator[tuple[str, str | list[int], SamplingParams, str | None]]:
             """The next rows as the engine takes them; ends early while too many finished rows wait for an older one."""
             nonlocal exhausted
             while self._place - self._written < WINDOW:
@@ -206,7 +206,7 @@ class BatchJob:
                         self._write_in_order()
                     continue
                 self._begun[str(place)] = begun
-                yield str(place), begun.prompt, self._seeded(begun.params, place)
+                yield str(place), begun.prompt, self._seeded(begun.params, place), begun.request.adapter
 
         while not exhausted:
             for output in llm.as_completed(inputs()):
@@ -226,7 +226,8 @@ class BatchJob:
                     "a row in OpenAI's batch format is answered in JSONL: let the output end in .jsonl"
                 )
             model = str(self.identity.get("model"))
-            return read_openai_row(row.values, self.rules.params, model, self.journal.record.started)
+            adapters = self.identity.get("adapters", {})
+            return read_openai_row(row.values, self.rules.params, model, self.journal.record.started, adapters)
         return self.rules.read(row.values)
 
     def _seeded(self, params: SamplingParams, place: int) -> SamplingParams:

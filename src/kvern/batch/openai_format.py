@@ -13,7 +13,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -55,10 +55,13 @@ def is_openai_row(values: Mapping[str, Any]) -> bool:
     return "custom_id" in values and "url" in values and "body" in values
 
 
-def read_openai_row(values: Mapping[str, Any], defaults: SamplingParams, model: str, created: int) -> BatchRequest:
+def read_openai_row(
+    values: Mapping[str, Any], defaults: SamplingParams, model: str, created: int, adapters: Collection[str] = ()
+) -> BatchRequest:
     """Return the request of a row in OpenAI's format.
 
-    ``model`` and ``created`` (seconds since 1970) appear in the answer.
+    ``model`` and ``created`` (seconds since 1970) appear in the answer. A body whose model is one of the ``adapters``
+    is answered by that one.
 
     Raises:
         InvalidRequest, InvalidParameter: the row is malformed or asks for what kvern does not do.
@@ -81,14 +84,16 @@ def read_openai_row(values: Mapping[str, Any], defaults: SamplingParams, model: 
         raise InvalidRequest(f"body has a {name} that {url} does not take: {body[name]!r:.60}")
     chat = read_chat_body(body) if url == CHAT else None
     params = sampling_params(defaults, parameters(body, url))
+    named = body.get("model")
+    adapter = named if isinstance(named, str) and named in adapters else None
     answer = functools.partial(
         openai_answer,
         custom_id=custom_id,
-        model=model,
+        model=adapter or model,
         created=created,
         include_reasoning=chat is None or chat.include_reasoning,
     )
-    return BatchRequest(prompt, chat, params, answer)
+    return BatchRequest(prompt, chat, params, answer, adapter)
 
 
 def check_fields(body: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """What a row asks for, and how its answer is written.
 
 A plain row is ``{"prompt": text or token ids}`` or ``{"messages": [...], "tools": [...]}`` with, in JSONL, any fields
-of ``SamplingParams`` beside it; all its columns come back with the answer. A row with ``custom_id``, ``url`` and
-``body`` is in OpenAI's batch format (see ``openai_format``) and is answered in it.
+of ``SamplingParams`` and ``adapter`` beside it; all its columns come back with the answer. A row with ``custom_id``,
+``url`` and ``body`` is in OpenAI's batch format (see ``openai_format``) and is answered in it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class BatchRequest:
     chat: ChatBody | None
     params: SamplingParams
     answer: Answer
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class RowRules:
             raise InvalidParameter(
                 f"n is {params.n}: a plain row has one answer; use OpenAI's batch format for several"
             )
+        adapter = values.get("adapter") if self.fields_are_parameters else None
         chat = None if messages is None else ChatBody(messages, read_tools(values.get("tools")))
-        return BatchRequest(prompt, chat, params, plain_answer)
+        return BatchRequest(prompt, chat, params, plain_answer, adapter)
 
     def for_tables(self) -> RowRules:
         """The rules for CSV and Parquet, whose other columns are the user's own data and never parameters."""

@@ -196,5 +196,5 @@ class KVCacheManager:
     def _namespace(self, request: Request) -> bytes | None:
         """Who may share with this request; None: nobody."""
         if self.prefix_cache:
-            return request.namespace
+            return request.cache_namespace
         return None if request.group is None else b"group\x00" + request.group.encode()

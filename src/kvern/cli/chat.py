@@ -26,10 +26,11 @@ HELP = """\
 /help              this list
 /reset             forget the conversation
 /system TEXT       set the system message and forget the conversation; without TEXT: none
+/adapter NAME      answer through an adapter; without NAME: through none
 /set NAME VALUE    set a sampling parameter, as in /set temperature 0.7; without NAME: show all
 /exit              leave, as Ctrl-D does
 Ctrl-C stops an answer."""
-COMMANDS = ("/help", "/reset", "/system", "/set", "/exit")
+COMMANDS = ("/help", "/reset", "/system", "/adapter", "/set", "/exit")
 # A model's output must not be able to move the cursor or to set colours.
 CONTROL_CHARACTERS = {code: None for code in (*range(32), 127, *range(128, 160)) if code not in (9, 10)}
 
@@ -86,6 +87,7 @@ class Conversation:
         self._llm = llm
         self._params = params
         self._system = system
+        self._adapter: str | None = None
         self._write = write
         self.messages: list[dict[str, Any]] = []
         self.reset()
@@ -117,11 +119,21 @@ class Conversation:
                 self._show(
                     "the conversation begins again with this system message" if argument else "no system message"
                 )
+            case "/adapter":
+                self._choose(argument.strip() or None)
             case "/set":
                 self._set(argument.strip())
             case _:
                 self._show(f"unknown command {name}: /help lists the commands")
         return True
+
+    def _choose(self, adapter: str | None) -> None:
+        known = self._llm.adapters
+        if adapter is not None and adapter not in known:
+            self._show(f"error: there is no adapter {adapter}: loaded are {', '.join(known) or 'none'}")
+            return
+        self._adapter = adapter
+        self._show(f"answers come through {adapter or 'no adapter'}")
 
     def _set(self, argument: str) -> None:
         name, _, text = argument.partition(" ")
@@ -140,7 +152,7 @@ class Conversation:
         written, tokens = "", 0
         started = time.perf_counter()
         try:
-            for output in self._llm.stream_chat(self.messages, self._params):
+            for output in self._llm.stream_chat(self.messages, self._params, adapter=self._adapter):
                 answer = output.outputs[0]
                 self._write(answer.text[len(written) :].translate(CONTROL_CHARACTERS))
                 sys.stdout.flush()

@@ -37,6 +37,6 @@ def print_help_about(word: str) -> int:
 
 
 def _shown(value: Any) -> str:
-    if value is None or value == ():
+    if value in (None, (), dataclasses.MISSING):
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -15,7 +15,7 @@ from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import Chat
 from kvern.cli.help import help_word, print_help_about
 from kvern.cli.models import Models
-from kvern.cli.options import Defaults, read_defaults
+from kvern.cli.options import Defaults, adapters_of, joined_adapters, read_defaults
 from kvern.cli.run import INTERRUPTED, Run
 from kvern.cli.serve import Serve
 from kvern.errors import KvernError
@@ -27,7 +27,7 @@ DESCRIPTION = "An inference engine for large language models, with a small model
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for anything wrong with the input, 130 after Ctrl-C."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = joined_adapters(sys.argv[1:] if arguments is None else arguments)
     if arguments in (["--version"], ["-V"]):
         sys.stdout.write(f"kvern {kvern.__version__}\n")
         return 0
@@ -36,13 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if word is not None:
             return print_help_about(word)
         defaults = read_defaults(arguments, os.environ)
-        command = tyro.cli(
-            commands(defaults),
-            args=arguments or ["--help"],
-            prog="kvern",
-            description=DESCRIPTION,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        registry = tyro.constructors.ConstructorRegistry()
+        registry.primitive_rule(adapters_from_text)
+        with registry:
+            command = tyro.cli(
+                commands(defaults),
+                args=arguments or ["--help"],
+                prog="kvern",
+                description=DESCRIPTION,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
         return int(command.execute())
     except KvernError as error:
         sys.stderr.write(f"kvern: error: {error}\n")
@@ -52,6 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def adapters_from_text(
+    kind: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Mapping[str, str]] | None:
+    """How tyro reads adapters: NAME=FOLDER,NAME=FOLDER."""
+    if kind.type != Mapping[str, str]:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME=FOLDER",
+        instance_from_str=lambda texts: adapters_of(texts[0]),
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=lambda value: [",".join(f"{name}={folder}" for name, folder in value.items())],
+    )
 
 
 def commands(defaults: Defaults) -> Any:

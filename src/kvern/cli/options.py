@@ -62,6 +62,9 @@ class SamplingOptions:
         return SamplingParams(**{**values, "stop": list(self.stop) or None})
 
 
+ADAPTER = "--adapter"
+"""The one flag that may be given several times."""
+
 KINDS: tuple[type, ...] = (EngineConfig, SamplingOptions, ServerConfig)
 
 
@@ -123,9 +126,37 @@ def converted(name: str, value: Any, types: Mapping[str, Any], source: str, stri
         raise ConfigError(f"{source} is no option: {hint}")
     if not strict and types[name] == tuple[str, ...]:
         return (value,)
+    if not strict and types[name] == Mapping[str, str]:
+        return adapters_of(value)
     try:
         return msgspec.convert(value, types[name], strict=strict)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{source} is {value!r}: {str(error)[:1].lower()}{str(error)[1:].replace('`', '')}"
         ) from error
+
+
+def adapters_of(text: str) -> dict[str, str]:
+    """Adapters from NAME=FOLDER,NAME=FOLDER. Raises ConfigError."""
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    for name, equals, folder in pairs:
+        if not (name and equals and folder):
+            raise ConfigError(f"adapter {name + equals + folder!r} is not of the form NAME=FOLDER")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ConfigError(f"two adapters of {text} have the same name: give each its own")
+    return {name: folder for name, _, folder in pairs}
+
+
+def joined_adapters(arguments: Sequence[str]) -> list[str]:
+    """The arguments with one `--adapters NAME=FOLDER,NAME=FOLDER` in the place of each `--adapter NAME=FOLDER`."""
+    rest: list[str] = []
+    adapters: list[str] = []
+    place = 0
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == ADAPTER or argument.startswith(f"{ADAPTER}="):
+            place = place if adapters else len(rest)
+            adapters.append(argument.removeprefix(ADAPTER)[1:] or next(waiting, ""))
+        else:
+            rest.append(argument)
+    return [*rest[:place], "--adapters", ",".join(adapters), *rest[place:]] if adapters else rest

@@ -55,7 +55,12 @@ class Run:
             self.source,
             self.output,
             RowRules(self.sampling.params(), self.column, self.chat or self.system is not None, self.system),
-            identity={"model": model_name(engine), "revision": engine.revision, "dtype": engine.dtype},
+            identity={
+                "model": model_name(engine),
+                "revision": engine.revision,
+                "dtype": engine.dtype,
+                **({"adapters": dict(engine.adapters)} if engine.adapters else {}),
+            },
             seed=engine.seed,
             overwrite=self.overwrite,
         )

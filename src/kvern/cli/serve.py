@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tyro
 
-from kvern.config import EngineConfig
+from kvern.config import DEFAULT_ADAPTERS, EngineConfig
 from kvern.errors import EngineDied
 from kvern.server.config import ServerConfig
 
@@ -37,6 +37,8 @@ class Serve:
         from kvern.server.run import serve
 
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
+        if self.server.adapter_folder is not None and engine.max_adapters is None:
+            engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
         names = self.server.served_model_name or (engine.model or "kvern-12m",)
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)

@@ -17,14 +17,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvern.adapters.names import AdapterNames, NamedAdapter
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineStatistics
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.link import EngineLink
 from kvern.engine.output import OutputProcessor, RequestOutput
 from kvern.engine.turns import Turns
-from kvern.engine.wire import AddRequests, Events, FinishRequests, Message, NewRequest
-from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, RequestFailed
+from kvern.engine.wire import (
+    AdapterRead,
+    AddRequests,
+    Events,
+    FinishRequests,
+    LoadAdapter,
+    Message,
+    NewRequest,
+    UnloadAdapter,
+)
+from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, InvalidAdapter, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics, RequestTimes
@@ -80,6 +90,11 @@ class Generation:
         return self._requests[0].turn
 
     @property
+    def adapter(self) -> int | None:
+        """The key of the adapter that it uses."""
+        return self._requests[0].adapter
+
+    @property
     def request_ids(self) -> list[str]:
         """Of its answers."""
         return [name for request in self._requests for name in request.answer_ids]
@@ -113,19 +128,24 @@ class EngineClient:
         async for _ in client.follow([generation], news):
             print(generation.output.outputs[0].text)
 
-    `silence`: seconds without a sign of life after which an engine is replaced. `name`: the model's, for the metrics.
+    `silence`: seconds without a sign of life after which an engine is replaced. `names`: the model's, which no adapter
+    may have, and the first of which stands in the metrics.
     """
 
-    def __init__(self, config: EngineConfig, silence: float = 60.0, name: str | None = None) -> None:
+    def __init__(self, config: EngineConfig, silence: float = 60.0, names: Sequence[str] = ()) -> None:
         self.folder = resolve_model(config.model, revision=config.revision)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder)
         self._processors = load_processors(config.logits_processors)
-        self.metrics = Metrics(name or config.model or self.folder.name)
+        self.metrics = Metrics(names[0] if names else config.model or self.folder.name)
         self.statistics = EngineStatistics()
         self.failed = asyncio.Event()
         """Set when there will be no engine any more; `failure` says why."""
         self.failure: EngineDied | None = None
+        self.adapters = AdapterNames(frozenset(names))
+        self._reading: dict[int, asyncio.Future[None]] = {}
+        self._unloaded: list[NamedAdapter] = []
+        """What no new request may use, but some that run do."""
         self._silence = silence
         self._ids = itertools.count()
         self._outputs = OutputProcessor(self.tokenizer)
@@ -164,11 +184,17 @@ class EngineClient:
     async def __aenter__(self) -> "EngineClient":
         """Start the process and wait until the model is loaded. Raises ConfigError with the engine's reason."""
         self._directory = tempfile.TemporaryDirectory(prefix="kvern-")  # only this user may enter it
-        try:
+        async with contextlib.AsyncExitStack() as failed:
+            failed.callback(self._directory.cleanup)
+            for name, path in self.config.adapters.items():
+                self.adapters.add(self.adapters.reserve(name, path))
             await self._launch()
-        except BaseException:
-            self._directory.cleanup()
-            raise
+            failed.push_async_callback(self._link.stop)
+            lost = await self._load_adapters()
+            if lost:
+                raise next(iter(lost.values()))
+            failed.pop_all()
+        self._available.set()
         spec = spec_from_config(read_json(self.folder / "config.json"))
         length = self._link.ready.max_model_len
         self._inputs = InputProcessor(
@@ -223,12 +249,13 @@ class EngineClient:
         namespace: bytes = b"",
         embed: bool = False,
         patient: bool = False,
+        adapter: str | None = None,
     ) -> Generation:
         """Check a prompt and hand it to the engine, waiting for one that is being replaced.
 
         `owner` is who shares the engine with others by turns; only requests of one `namespace` share cached blocks.
         With `embed` the prompt's last hidden state is computed, and the only token means nothing. With `patient`,
-        `news` is set only at the end.
+        `news` is set only at the end. `adapter` is the name of one that is loaded.
 
         Raises InvalidRequest, InvalidParameter or EngineDied.
         """
@@ -240,15 +267,60 @@ class EngineClient:
         await self._available.wait()
         if self.failure is not None:
             raise self.failure
+        key = self.adapters.key(adapter)
         turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))
         for request in requests:
-            request.turn, request.namespace = turn, namespace
+            request.turn, request.namespace, request.adapter = turn, namespace, key
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, resolved)
         generation = Generation(output, requests, news, asked, owner, patient)
         self._generations[request_id] = generation
         self._send(AddRequests(generation.messages()))
         return generation
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have the engine read the adapter in a folder, for requests to use. Raises InvalidAdapter or EngineDied."""
+        adapter = self.adapters.reserve(name, path)
+        try:
+            await self._available.wait()
+            if self.failure is not None:
+                raise self.failure
+            self._reading[adapter.key] = asyncio.get_running_loop().create_future()
+            self._send(LoadAdapter(adapter.key, path))
+            await self._reading[adapter.key]
+            self.adapters.add(adapter)
+        except asyncio.CancelledError:
+            self._send(UnloadAdapter(adapter.key))
+            raise
+        finally:
+            self._reading.pop(adapter.key, None)
+            self.adapters.release(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
+        adapter = self.adapters.remove(name)
+        self._unloaded = [*self._still_used(), adapter]
+        self._send(UnloadAdapter(adapter.key))
+
+    def _still_used(self) -> list[NamedAdapter]:
+        used = {generation.adapter for generation in self._generations.values()}
+        return [adapter for adapter in self._unloaded if adapter.key in used]
+
+    async def _load_adapters(self) -> dict[int, InvalidAdapter]:
+        """Have a new engine read all adapters that are in use; those that cannot be read, by key, and why."""
+        reading = {adapter.key for adapter in (*self.adapters.all(), *self._still_used())}
+        for adapter in (*self.adapters.all(), *self._still_used()):
+            self._link.send(LoadAdapter(adapter.key, adapter.path))
+        lost: dict[int, InvalidAdapter] = {}
+        if reading:
+            async for message in self._link.messages(self._silence):
+                if isinstance(message, AdapterRead):
+                    reading.discard(message.key)
+                    if message.error is not None:
+                        lost[message.key] = InvalidAdapter(message.error)
+                if not reading:
+                    break
+        return lost
 
     async def follow(
         self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
@@ -292,7 +364,6 @@ class EngineClient:
     async def _launch(self) -> None:
         address = f"ipc://{Path(self._directory.name, f'engine-{next(self._addresses)}')}"
         self._link = await EngineLink.start(self.config, address)
-        self._available.set()
 
     async def _supervise(self) -> None:
         """Deliver what the engine says; when it dies, start another, until that helps no more."""
@@ -300,13 +371,18 @@ class EngineClient:
         while True:
             try:
                 async for message in self._link.messages(self._silence):
-                    if isinstance(message, Events):
+                    if isinstance(message, AdapterRead):
+                        self._answer(message)
+                    elif isinstance(message, Events):
                         self.statistics = message.statistics
                         self.metrics.step(message.statistics, message.seconds)
                         self._deliver(message)
             except EngineDied as error:
                 reason = error
             self._available.clear()
+            for waiting in self._reading.values():
+                if not waiting.done():
+                    waiting.set_exception(reason)
             await self._link.stop()
             if len(crashes) == MOST_CRASHES and time.monotonic() - crashes[0] < CRASH_SECONDS:
                 self._fail(EngineDied(f"{MOST_CRASHES + 1} crashes in {CRASH_SECONDS} seconds, the last: {reason}"))
@@ -316,12 +392,37 @@ class EngineClient:
             self._blame(reason)
             try:
                 await self._launch()
-            except ConfigError as error:
+                lost = await self._load_adapters()
+            except (ConfigError, EngineDied) as error:
                 self._fail(EngineDied(f"the engine cannot be started again: {error}"))
                 return
+            self._lose(lost)
+            self._available.set()
             self.metrics.restarted()
             for generation in self._generations.values():
                 self._send(AddRequests(generation.messages()))
+            for adapter in self._still_used():
+                self._send(UnloadAdapter(adapter.key))
+
+    def _answer(self, message: AdapterRead) -> None:
+        waiting = self._reading.get(message.key)
+        if waiting is not None and not waiting.done():
+            if message.error is None:
+                waiting.set_result(None)
+            else:
+                waiting.set_exception(InvalidAdapter(message.error))
+
+    def _lose(self, lost: dict[int, InvalidAdapter]) -> None:
+        """Do without adapters that cannot be read any more, and end what uses them."""
+        for adapter in self.adapters.all():
+            if adapter.key in lost:
+                logger.warning("adapter %s is unloaded: %s", adapter.name, lost[adapter.key])
+                self.adapters.remove(adapter.name)
+        for generation in list(self._generations.values()):
+            if generation.adapter in lost:
+                generation.error = EngineDied(f"the adapter cannot be read again: {lost[generation.adapter]}")
+                generation.news.set()
+                self.abort([generation])
 
     def _blame(self, reason: EngineDied) -> None:
         """Count a crash for every request that was there, and end those that were there too often."""
@@ -379,6 +480,9 @@ class EngineClient:
         for generation in self._generations.values():
             generation.error = error
             generation.news.set()
+        for reading in self._reading.values():
+            if not reading.done():
+                reading.set_exception(error)
         self._generations.clear()
         self._available.set()  # whoever waits for an engine learns that there is none
         self.failed.set()

@@ -16,10 +16,13 @@ import msgspec
 
 from kvern.engine.beams import BeamSearch, Decode
 from kvern.engine.scheduler import Scheduler
+from kvern.errors import InvalidAdapter
 from kvern.request import FinishReason, Request, State
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
+    from kvern.adapters.peft import Adapter
+    from kvern.adapters.store import AdapterStore
     from kvern.worker.executor import Executor, StepResult
 
 
@@ -71,14 +74,22 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
 class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
-    `decode` turns token ids into text, for beams that end at stop strings.
+    `decode` turns token ids into text, for beams that end at stop strings. `store` has the adapters that the executor's
+    runner loads from; None: there are none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: "Executor", depth: int = 1, decode: Decode | None = None
+        self,
+        scheduler: Scheduler,
+        executor: "Executor",
+        depth: int = 1,
+        decode: Decode | None = None,
+        store: "AdapterStore | None" = None,
     ) -> None:
         self.scheduler = scheduler
         self._decode = decode
+        self._store = store
+        self._unloading: set[int] = set()
         self._executor = executor
         self._depth = depth
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
@@ -98,6 +109,29 @@ class EngineCore:
             request.beams = BeamSearch(request, self._decode)
         self.scheduler.add(request)
 
+    def read_adapter(self, path: str) -> "Adapter":
+        """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
+        if self._store is None:
+            raise InvalidAdapter("this engine has no place for adapters: set max_adapters")
+        return self._store.read(path)
+
+    def add_adapter(self, key: int, adapter: "Adapter") -> None:
+        """Let requests use an adapter that was read."""
+        assert self._store is not None
+        self._store.add(key, adapter)
+
+    def unload_adapter(self, key: int) -> None:
+        """Forget an adapter, once the requests that use it have ended."""
+        self._unloading.add(key)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        for key in [key for key in self._unloading if not self.scheduler.uses_adapter(key)]:
+            self._unloading.remove(key)
+            self.scheduler.adapters.forget(key)
+            if self._store is not None:
+                self._store.drop(key)
+
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
     ) -> None:
@@ -106,6 +140,7 @@ class EngineCore:
             request = self.scheduler.get(request_id)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
+        self._forget_unused()
 
     def step(self) -> list[TokenEvent]:
         """Submit and collect once; events of the step that came back, none if it is still on its way.
@@ -142,6 +177,7 @@ class EngineCore:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(request, "abort")
         self.scheduler.cache.tree.clear()
+        self.scheduler.adapters.clear()
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
@@ -193,6 +229,7 @@ class EngineCore:
                     result.embeddings.get(slot) if request.embed else None,
                 )
             )
+        self._forget_unused()
         return events
 
     def _continue(self, search: BeamSearch) -> list[TokenEvent]:

@@ -18,6 +18,7 @@ from kvern.engine.factory import (
     CachePlan,
     batch_requests,
     batch_tokens,
+    make_adapters,
     make_scheduler,
     plan_cache,
     resolve_max_model_len,
@@ -48,7 +49,7 @@ logger = logging.getLogger("kvern")
 
 MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe"})
 """What the parts of a model may be made of."""
-ALL_KERNELS = MODEL_KERNELS | REQUIRED | {"attention", "linear"}
+ALL_KERNELS = MODEL_KERNELS | REQUIRED | {"adapters", "attention", "linear"}
 OTHERS_BYTES = 2 << 30
 """Memory beside ours that is worth a word: the CUDA context itself takes half a gigabyte."""
 MARGIN_BYTES = 512 << 20
@@ -74,7 +75,8 @@ def build_device_core(
     kernels = ALL_KERNELS
     if device.type == "cuda":
         with startup.stage("kernels"):
-            kernels = working_kernels(spec, dtype, config.block_size, device)
+            rank = config.max_adapter_rank if config.adapter_slots else 0
+            kernels = working_kernels(spec, dtype, config.block_size, device, rank)
     if not kernels >= REQUIRED:
         return None
     config = without_broken(config, spec, kernels)
@@ -97,6 +99,7 @@ def build_device_core(
         with startup.stage("tuning"), torch.inference_mode():
             timed = linear.tune(decoder, time_calls, measurements.section("linear"))
             measurements.remember("linear", timed)
+    adapters, store = make_adapters(config, decoder, "adapters" in kernels)
     slots = batch_requests(config, device)
     tokens = batch_tokens(config, longest, slots, GPU_BATCH_TOKENS)
     with startup.stage("attention"), torch.inference_mode():
@@ -128,10 +131,11 @@ def build_device_core(
         processors,
         config.cuda_graphs,
         config.shared_prefix_attention,
+        adapters,
     )
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
     depth = 2 if config.overlap else 1
-    return EngineCore(scheduler, InProcessExecutor(runner), depth, text_decoder(folder)), spec, plan
+    return EngineCore(scheduler, InProcessExecutor(runner), depth, text_decoder(folder), store), spec, plan
 
 
 def without_broken(config: EngineConfig, spec: ModelSpec, kernels: frozenset[str]) -> EngineConfig:

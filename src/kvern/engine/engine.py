@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineStatistics
 from kvern.engine.factory import build_core
@@ -39,6 +40,10 @@ class Engine:
         )
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
+        self._adapters = AdapterNames()
+        with self.startup.stage("adapters"):
+            for name, path in config.adapters.items():
+                self.load_adapter(name, path)
         self.load_seconds = self.startup.seconds
         logger.info("ready after %s", self.startup)
 
@@ -60,20 +65,42 @@ class Engine:
         *,
         priority: int = 0,
         embed: bool = False,
+        adapter: str | None = None,
     ) -> RequestOutput:
         """Queue a prompt; the returned output grows with each `step`. Raises InvalidRequest or InvalidParameter.
 
+        `adapter` is the name of one that is loaded; None: the model as it is.
         With `embed` its last hidden state is computed, and the only token means nothing.
         """
         if request_id in self._members:
             raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
+        key = self._adapters.key(adapter)
         requests, params = self.inputs.requests(request_id, prompt, params, priority=priority, embed=embed)
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, params)
         self._members[request_id] = [name for request in requests for name in request.answer_ids]
         for request in requests:
+            request.adapter = key
             self.core.add(request)
         return output
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that requests may use."""
+        return [adapter.name for adapter in self._adapters.all()]
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Read the adapter in a folder, for requests to use under this name. Raises InvalidAdapter."""
+        adapter = self._adapters.reserve(name, path)
+        try:
+            self.core.add_adapter(adapter.key, self.core.read_adapter(path))
+            self._adapters.add(adapter)
+        finally:
+            self._adapters.release(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
+        self.core.unload_adapter(self._adapters.remove(name).key)
 
     def step(self) -> list[RequestOutput]:
         """Run or collect one step; the outputs that changed. If the step fails, every request is aborted."""

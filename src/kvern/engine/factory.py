@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from kvern.adapters.bank import AdapterBank
+from kvern.adapters.store import AdapterStore
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.cache.manager import KVCacheManager
 from kvern.config import EngineConfig
@@ -19,6 +21,7 @@ from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.startup import Startup
 from kvern.errors import ConfigError
+from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.spec import ModelSpec
@@ -26,6 +29,7 @@ from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
 from kvern.tokenizer import Tokenizer
+from kvern.worker.adapters import Adapters
 from kvern.worker.executor import InProcessExecutor
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.rows import BatchRows
@@ -76,6 +80,7 @@ def build_core(
         decoder = load_model(
             folder, dtype=config.dtype, device=device, max_model_len=longest, load_format=config.load_format
         )
+    adapters, store = make_adapters(config, decoder, kernels=False)
     plan = plan_cache(config, spec, longest, decoder.build.dtype, device)
     slots = batch_requests(config, device)
     if config.kv_cache == "contiguous":
@@ -89,8 +94,20 @@ def build_core(
     grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
     model = ProcessorModel(folder, spec.vocab_size, slots, plan.max_model_len, device)
     processors = ProcessorRows(load_processors(config.logits_processors), model)
-    runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, processors)
-    return EngineCore(scheduler, InProcessExecutor(runner), decode=text_decoder(folder)), spec, plan
+    runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, processors, adapters)
+    return EngineCore(scheduler, InProcessExecutor(runner), decode=text_decoder(folder), store=store), spec, plan
+
+
+def make_adapters(
+    config: EngineConfig, decoder: Decoder, kernels: bool
+) -> tuple[Adapters, AdapterStore] | tuple[None, None]:
+    """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""
+    if not config.adapter_slots:
+        return None, None
+    bank = AdapterBank(decoder, config.adapter_slots, config.max_adapter_rank, kernels)
+    pinned = decoder.build.device.type == "cuda"
+    store = AdapterStore(decoder.spec, bank.targets, config.max_adapter_rank, decoder.build.dtype, pinned)
+    return Adapters(bank, store), store
 
 
 def text_decoder(folder: Path) -> Decode:
@@ -123,7 +140,7 @@ def make_scheduler(config: EngineConfig, plan: CachePlan, tokens: int, slots: in
     """The scheduler over a KV cache of this plan."""
     limits = SchedulerLimits(tokens, slots, config.aging_steps, config.chunked_prefill, config.batching == "continuous")
     cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache)
-    return Scheduler(limits, cache, POLICIES[config.policy])
+    return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_slots)
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvern.kernels import activation, attention, batch, linear, moe, norm, rotary, sampling
+from kvern.kernels import activation, adapters, attention, batch, linear, moe, norm, rotary, sampling
 from kvern.layers.few_rows import matvec_shape
 from kvern.layers.tuned_linear import CANDIDATES
 from kvern.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
@@ -31,8 +31,12 @@ Launch = Callable[[], object]
 class KernelLaunches:
     """One launch of every kernel in every form that a model of this description uses."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device, adapter_rank: int = 0
+    ) -> None:
+        """`adapter_rank`: the highest of an adapter; 0: there are none."""
         self.spec, self.dtype, self.block_size, self.device = spec, dtype, block_size, device
+        self.adapter_rank = adapter_rank
 
     def all(self) -> dict[str, list[Launch]]:
         """By the name of what they are part of."""
@@ -50,6 +54,7 @@ class KernelLaunches:
             "moe": [partial(self._moe, item, tokens) for item in moes for tokens in (1, 16, 256)],
             "attention": [launch for item in {layer.attention for layer in layers} for launch in self._attention(item)],
             "linear": list(self._linear()),
+            "adapters": list(self._adapters()) if self.adapter_rank else [],
         }
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -158,10 +163,22 @@ class KernelLaunches:
                 elif shape is not None:
                     yield partial(linear.small_matmul, x, weight, None, shape, arrived)
 
+    def _adapters(self) -> Iterable[Launch]:
+        hidden, rank = self.spec.hidden_size, self.adapter_rank
+        for parts in (1, 2, 3):
+            down, up = self._empty(1, parts, rank, hidden), self._empty(1, parts * hidden, rank)
+            ends = tuple(hidden * (part + 1) for part in range(parts))
+            for rows in (1, 32, 64, adapters.SPLIT_ROWS):
+                x, out = self._empty(rows, hidden), self._empty(rows, parts * hidden)
+                slots, ranks = self._integers(rows, dtype=torch.int64), self._integers(1)
+                yield partial(adapters.add_adapters, out, x, slots, down, up, ranks, ends)
 
-def working_kernels(spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> frozenset[str]:
+
+def working_kernels(
+    spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device, adapter_rank: int = 0
+) -> frozenset[str]:
     """Launch every kernel once and return the names of the parts all of whose kernels work on this device."""
-    launches = KernelLaunches(spec, dtype, block_size, device).all()
+    launches = KernelLaunches(spec, dtype, block_size, device, adapter_rank).all()
     with ThreadPoolExecutor(THREADS) as pool:
         running = {name: [pool.submit(launch) for launch in items] for name, items in launches.items()}
         broken = {}

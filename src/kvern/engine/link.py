@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from kvern.config import EngineConfig
-from kvern.engine.wire import Events, Failed, Message, Ready, Shutdown, Start, decode_for_server, encode
+from kvern.engine.wire import AdapterRead, Events, Failed, Message, Ready, Shutdown, Start, decode_for_server, encode
 from kvern.errors import ConfigError, EngineDied
 
 SHUTDOWN_SECONDS = 10
@@ -58,7 +58,7 @@ class EngineLink:
         with contextlib.suppress(zmq.ZMQError):
             cast("asyncio.Future[Any]", self._socket.send(encode(message), zmq.NOBLOCK)).result()
 
-    async def messages(self, silence: float | None = None) -> AsyncIterator[Ready | Events]:
+    async def messages(self, silence: float | None = None) -> AsyncIterator[Ready | AdapterRead | Events]:
         """What the engine says, until it fails, ends, or is silent for so many seconds and is killed: EngineDied."""
         ended = asyncio.create_task(self.process.wait())
         try:
@@ -76,7 +76,7 @@ class EngineLink:
                     received.cancel()
                 if isinstance(message, Failed):
                     raise EngineDied(message.reason)
-                if isinstance(message, Ready | Events):
+                if isinstance(message, Ready | AdapterRead | Events):
                     yield message
         finally:
             ended.cancel()

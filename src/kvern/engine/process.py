@@ -5,24 +5,29 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import zmq
 
+from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.device import resolve_device
 from kvern.engine.factory import build_core
 from kvern.engine.startup import Startup
 from kvern.engine.wire import (
+    AdapterRead,
     AddRequests,
     Events,
     Failed,
     FinishRequests,
+    LoadAdapter,
     Ready,
     Shutdown,
     Start,
+    UnloadAdapter,
     decode_for_engine,
     encode,
 )
@@ -33,6 +38,8 @@ logger = logging.getLogger("kvern")
 
 HEARTBEAT_SECONDS = 0.5
 """How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
+READING_SECONDS = 0.01
+"""The same while it reads an adapter."""
 LINGER_MILLISECONDS = 2000
 """So long the last words may take to reach the server; if it has died they never do."""
 
@@ -70,8 +77,10 @@ def main(address: str) -> int:
 def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
     """Carry out messages and steps, in turns."""
     spoke = time.monotonic()
+    adapters = AdapterReader(core)
     while os.getppid() == parent:
-        while socket.poll(0 if core.has_work else int(1000 * HEARTBEAT_SECONDS)):
+        idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
+        while socket.poll(0 if core.has_work else int(1000 * idle)):
             match decode_for_engine(socket.recv()):
                 case AddRequests(requests):
                     leader: Request | None = None
@@ -81,14 +90,54 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
                         core.add(request)
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
+                case LoadAdapter(key, path):
+                    adapters.read(key, path)
+                case UnloadAdapter(key):
+                    adapters.unload(key)
                 case Shutdown():
                     return
+        for answer in adapters.answers():
+            socket.send(encode(answer))
         started = time.monotonic()
         events = core.step() if core.has_work else []
         now = time.monotonic()
         if events or now - spoke >= HEARTBEAT_SECONDS:
             socket.send(encode(Events(events, core.statistics(), now - started)))
             spoke = now
+
+
+class AdapterReader:
+    """Reads adapters in a thread, so that steps go on meanwhile."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._pool = ThreadPoolExecutor(1, "kvern-adapters")
+        self._reading: dict[int, Future[Adapter]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Something is being read."""
+        return bool(self._reading)
+
+    def read(self, key: int, path: str) -> None:
+        """Begin to read."""
+        self._reading[key] = self._pool.submit(self._core.read_adapter, path)
+
+    def unload(self, key: int) -> None:
+        """Forget an adapter, also one that is being read."""
+        if self._reading.pop(key, None) is None:
+            self._core.unload_adapter(key)
+
+    def answers(self) -> list[AdapterRead]:
+        """About what was read since the last call; it can be used now."""
+        answers = []
+        for key in [key for key, reading in self._reading.items() if reading.done()]:
+            try:
+                self._core.add_adapter(key, self._reading.pop(key).result())
+                answers.append(AdapterRead(key))
+            except KvernError as error:
+                answers.append(AdapterRead(key, str(error)))
+        return answers
 
 
 def gpu_uuid(config: EngineConfig) -> str | None:

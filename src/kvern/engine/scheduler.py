@@ -15,12 +15,16 @@ no room at the same time are computed one after the other.
 Best first means: aged requests first, then the policy's key, then turn, then arrival. Waiting requests are admitted
 strictly in that order: if the best one does not fit, nobody overtakes it. So a request that has aged waits only for
 those that run already and those that aged before it.
+
+An adapter's place on the device is the one thing that others pass by: while a request waits for one, requests without
+an adapter go on, as they take no such place, and requests with an adapter wait behind it.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvern.adapters.slots import AdapterSlots
 from kvern.cache.manager import BlockCopy, KVCacheManager
 from kvern.engine.policy import PolicyKey, first_come
 from kvern.request import FinishReason, Request, State
@@ -41,9 +45,12 @@ class SchedulerLimits:
 class Scheduler:
     """Owns the waiting and the running requests."""
 
-    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager, policy: PolicyKey) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cache: KVCacheManager, policy: PolicyKey, adapter_slots: int = 0
+    ) -> None:
         self.limits = limits
         self.cache = cache
+        self.adapters = AdapterSlots(adapter_slots)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.step = 0
@@ -68,6 +75,10 @@ class Scheduler:
     def running_request(self, request_id: str) -> Request:
         """A request that a step was just planned for."""
         return self._by_id[request_id]
+
+    def uses_adapter(self, key: int) -> bool:
+        """Whether some request that has not ended uses the adapter."""
+        return any(request.adapter == key for request in self._by_id.values())
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -173,6 +184,8 @@ class Scheduler:
             return
         child.state, child.slot = State.RUNNING, self._free_slots.pop()
         self.running.append(child)
+        if child.adapter is not None:
+            self.adapters.enter(child.adapter)  # its parent runs: the adapter has its place
         self._forks[child.slot] = Fork(child.slot, parent.slot, len(parent.token_ids), token_id), copies
 
     def _sibling(self, parent: Request) -> Request:
@@ -192,6 +205,8 @@ class Scheduler:
             self.running.remove(request)
             self._free_slots.append(request.slot)
             request.slot = -1
+            if request.adapter is not None:
+                self.adapters.leave(request.adapter)
             self.cache.drop(request)
         else:
             self.waiting.remove(request)
@@ -248,6 +263,7 @@ class Scheduler:
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
             return
+        adapters_full = False
         reserve = sum(self._needs_more_blocks(request) for request in self.running)
         slots = len(self._free_slots) - sum(_future_siblings(request) for request in self.running)
         for request in self._ordered(self.waiting) if slots > 0 and budget > 0 else ():
@@ -262,6 +278,10 @@ class Scheduler:
             if not self.limits.chunked_prefill and len(request.token_ids) > budget:
                 budget = 0
                 break
+            adapter = request.adapter
+            adapters_full = adapters_full or (adapter is not None and not self.adapters.fits(adapter))
+            if adapters_full and adapter is not None:
+                continue
             copies = self.cache.admit(request, self.step, reserve)
             if copies is None:
                 break
@@ -271,11 +291,31 @@ class Scheduler:
             slots -= 1 + _future_siblings(request)
             reserve += self._needs_more_blocks(request)
             output.copies += copies
-            output.joined.append(_joining(request))
+            output.joined.append(self._joining(request, output))
             count = self._chunk(request, budget)
             self._take(request, count, output)
             budget -= count
         self._batch_open = budget <= 0 and bool(self.waiting and self._free_slots)
+
+    def _joining(self, request: Request, output: SchedulerOutput) -> NewRequest:
+        adapter_slot = -1
+        if request.adapter is not None:
+            adapter_slot, load = self.adapters.enter(request.adapter)
+            if load:
+                output.adapters.append((adapter_slot, request.adapter))
+        return NewRequest(
+            slot=request.slot,
+            token_ids=list(request.token_ids),
+            prompt_length=request.prompt_length,
+            params=request.params,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            bad_word_ids=request.bad_word_ids,
+            block_ids=list(request.block_ids),
+            grammar=request.grammar,
+            adapter_slot=adapter_slot,
+            embed=request.embed,
+        )
 
     def _needs_more_blocks(self, request: Request) -> int:
         """Blocks that admission leaves for a running request, lest it be preempted for the newcomer."""
@@ -315,6 +355,8 @@ class Scheduler:
         if self._forks.pop(request.slot, (None, []))[1]:  # the head of its last block was not copied yet
             request.computed_tokens -= request.computed_tokens % self.cache.block_size
         request.slot = -1
+        if request.adapter is not None:
+            self.adapters.leave(request.adapter)
         self.cache.free(request, self.step)
 
     def _age(self) -> None:
@@ -340,6 +382,7 @@ class Scheduler:
             assert len(request.block_ids) >= self.cache.blocks_for(request.computed_tokens), "tokens without blocks"
         assert all(request.state is State.WAITING and not request.block_ids for request in self.waiting)
         self.cache.check_integrity(self.running)
+        self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])
 
 
 def _future_siblings(request: Request) -> int:
@@ -347,18 +390,3 @@ def _future_siblings(request: Request) -> int:
     if request.beams is None or request.output_length:
         return 0
     return request.beams.width - 1
-
-
-def _joining(request: Request) -> NewRequest:
-    return NewRequest(
-        slot=request.slot,
-        token_ids=list(request.token_ids),
-        prompt_length=request.prompt_length,
-        params=request.params,
-        seed=request.seed,
-        stop_token_ids=request.stop_token_ids,
-        bad_word_ids=request.bad_word_ids,
-        block_ids=list(request.block_ids),
-        grammar=request.grammar,
-        embed=request.embed,
-    )

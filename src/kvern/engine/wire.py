@@ -1,7 +1,7 @@
 """What the server's process and the engine's process say to each other: msgpack, never pickle.
 
-server --> Start, then AddRequests, FinishRequests, Shutdown       --> engine
-server <-- Ready or Failed, then Events, at least twice a second; Failed ends the engine <-- engine
+server --> Start, then AddRequests, FinishRequests, LoadAdapter, UnloadAdapter, Shutdown       --> engine
+server <-- Ready or Failed, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
 """
 
 from typing import Any
@@ -39,6 +39,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
     reported_prompt_logprobs: int = 0
     grammar: str | None = None
     embed: bool = False
+    adapter: int | None = None
 
     @classmethod
     def of(cls, request: Request, reported_prompt_logprobs: int = 0) -> "NewRequest":
@@ -59,6 +60,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             reported_prompt_logprobs=reported_prompt_logprobs,
             grammar=request.grammar,
             embed=request.embed,
+            adapter=request.adapter,
         )
 
     def resumed(self, generated: list[int], reported_prompt_logprobs: int) -> "NewRequest":
@@ -86,6 +88,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
             turn=self.turn,
             grammar=self.grammar,
             embed=self.embed,
+            adapter=self.adapter,
             group=self.group,
             leader=None if self.leader is None else leader,
         )
@@ -114,6 +117,19 @@ class FinishRequests(Message):
     stop_reason: str | None = None
 
 
+class LoadAdapter(Message):
+    """Read the adapter in a folder; requests name it by its key, once AdapterRead has come."""
+
+    key: int
+    path: str
+
+
+class UnloadAdapter(Message):
+    """Forget an adapter when the requests that use it have ended."""
+
+    key: int
+
+
 class Shutdown(Message):
     """End the process."""
 
@@ -133,6 +149,13 @@ class Failed(Message):
     reason: str
 
 
+class AdapterRead(Message):
+    """An adapter can be used, or why not."""
+
+    key: int
+    error: str | None = None
+
+
 class Events(Message):
     """What one step did, and how the engine stands after it; without events a sign of life."""
 
@@ -142,5 +165,7 @@ class Events(Message):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_for_engine = msgspec.msgpack.Decoder(Start | AddRequests | FinishRequests | Shutdown).decode
-decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | Events).decode
+decode_for_engine = msgspec.msgpack.Decoder(
+    Start | AddRequests | FinishRequests | LoadAdapter | UnloadAdapter | Shutdown
+).decode
+decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | AdapterRead | Events).decode

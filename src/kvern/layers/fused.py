@@ -101,7 +101,7 @@ class FusedLayer(SequentialLayer):
     def forward(
         self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
     ) -> Residual:
-        if hidden.shape[0] > 1:
+        if hidden.shape[0] > 1 or (self.selection is not None and self.selection.by_count):
             return super().forward(hidden, update, rotation, attend, wanted)
         attention, norm = self.self_attn, self.attention_in
         if update is None:

@@ -13,7 +13,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(x [T, inputs], weight [outputs, inputs], bias [outputs] | None) -> [T, outputs]`."""
 
 
-def _multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Few rows with the weight as the left factor: oneDNN reorders the right one of bfloat16 factors at every call."""
     if x.shape[0] == 1:
         row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
@@ -43,7 +43,7 @@ class Linear(Loadable):
         super().__init__()
         self.inputs, self.outputs, self.fused = inputs, dict(outputs), fused
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
-        self._multiply = multiply or (_multiply_on_cpu if device.type == "cpu" else F.linear)
+        self._multiply = multiply or (multiply_on_cpu if device.type == "cpu" else F.linear)
         total = sum(outputs.values())
         self.weight = nn.Parameter(torch.empty(total, inputs, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(total, dtype=dtype, device=device), requires_grad=False) if bias else None

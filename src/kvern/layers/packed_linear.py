@@ -16,7 +16,7 @@ class PackedLinear(Module):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self.inputs, self.outputs = linear.inputs, linear.outputs
+        self.inputs, self.outputs, self.fused = linear.inputs, linear.outputs, linear.fused
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
         self.bias = linear.bias
 

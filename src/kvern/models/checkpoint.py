@@ -84,7 +84,7 @@ def read_headers(folder: Path) -> list[StoredTensor]:
 
     Raises ModelNotFound if there is no safetensors file, CorruptCheckpoint if one is missing, truncated or unreadable.
     """
-    tensors = [tensor for file in checkpoint_files(folder) for tensor in _read_header(file)]
+    tensors = [tensor for file in checkpoint_files(folder) for tensor in read_header(file)]
     names: dict[str, StoredTensor] = {}
     for tensor in tensors:
         if (other := names.setdefault(tensor.name, tensor)) is not tensor:
@@ -114,7 +114,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return found
 
 
-def _read_header(file: Path) -> list[StoredTensor]:
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one file, which is checked to be complete. Raises CorruptCheckpoint."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")

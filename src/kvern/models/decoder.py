@@ -3,10 +3,12 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
+from kvern.layers.adapted_linear import Selection
 from kvern.layers.attention import Attend, make_attention, rows_of
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
@@ -28,8 +30,11 @@ Residual = tuple[Tensor, Tensor | None]
 class SequentialLayer(Module):
     """Attention, then the MLP, each added to the residual `[T, hidden]`.
 
-    What a layer has to add last is handed to the next one, which adds it and takes its norm in one go.
+    What a layer has to add last is handed to the next one, which adds it and takes its norm in one go. `selection` is
+    that of its linear layers, if they are adapted.
     """
+
+    selection: Selection[Any] | None = None
 
     def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__()

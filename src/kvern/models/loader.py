@@ -147,7 +147,7 @@ def _copy(spec: ModelSpec, assignment: _Assignment, data: Any) -> None:
         assignment.slot.load(transform(rows, spec) if transform else rows, first_row)
 
 
-def _rename(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None]:
+def llama_name(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None]:
     """Llama's name of a checkpoint tensor, and the rule that reshapes it, if any."""
     transforming = None
     for rule in rules:
@@ -160,7 +160,7 @@ def _rename(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None]:
 def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[_Assignment]:
     """Pair stored tensors with slots; CorruptCheckpoint lists all that are missing, unexpected or misshapen."""
     spec = decoder.spec
-    names = {tensor.name: _rename(tensor.name, spec.renames) for tensor in stored}
+    names = {tensor.name: llama_name(tensor.name, spec.renames) for tensor in stored}
     slots = decoder.slots({name for name, _ in names.values()})
     harmless = re.compile(
         "|".join((*HARMLESS, *spec.ignored, *(("^lm_head.weight$",) if spec.tie_word_embeddings else ())))

@@ -15,8 +15,16 @@ import kvern
 from kvern.batch.chat_body import template_variables
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest, RequestFailed
+from kvern.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    InvalidAdapter,
+    InvalidParameter,
+    InvalidRequest,
+    RequestFailed,
+)
 from kvern.server import messages, openai, openapi
+from kvern.server.adapters import Adapters
 from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
@@ -60,13 +68,13 @@ class Server:
 
     def app(self, keys: Sequence[ApiKey] = ()) -> ASGIApp:
         """The ASGI application. With keys, every route but /health needs one of them."""
-        inputs = self.service.client.inputs
-        self._described = openapi.document(self.service.models, inputs.vocab_size, bool(keys))
-        responses, claude, files, batches = (
+        self._has_keys = bool(keys)
+        responses, claude, files, batches, adapters = (
             Responses(self.service),
             messages.MessagesApi(self.service),
             Files(self.store),
             self.batches,
+            Adapters(self.service),
         )
         routes = [
             Route("/health", self.health),
@@ -79,6 +87,8 @@ class Server:
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
+            Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
             Route(COMPLETIONS, self.completions, methods=["POST"]),
             Route(CHAT, self.completions, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
@@ -100,7 +110,8 @@ class Server:
             Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
             *page_routes(),
         ]
-        errors = (HttpError, InvalidParameter, InvalidRequest, RequestFailed, EngineDied, DeadlineExceeded)
+        refusals = (HttpError, InvalidAdapter, InvalidParameter, InvalidRequest)
+        errors = (*refusals, RequestFailed, EngineDied, DeadlineExceeded)
         handled = {
             **dict.fromkeys(errors, _failed),
             HTTPException: _refused,
@@ -132,16 +143,19 @@ class Server:
 
     async def description(self, request: Request) -> Response:
         """The API as an OpenAPI document."""
-        return json_response(self._described)
+        return json_response(self._described())
 
     async def documentation(self, request: Request) -> Response:
         """The same for readers."""
         headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return HTMLResponse(page(self._described), headers=headers)
+        return HTMLResponse(page(self._described()), headers=headers)
+
+    def _described(self) -> openapi.Schema:
+        return openapi.document(self.service.names, self.service.client.inputs.vocab_size, self._has_keys)
 
     async def list_models(self, request: Request) -> Response:
         """The names that `model` may have."""
-        return json_response({"object": "list", "data": [self._model(name) for name in self.service.models]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.service.names]})
 
     async def model(self, request: Request) -> Response:
         """One of them."""
@@ -150,7 +164,8 @@ class Server:
     def _model(self, name: str) -> dict[str, object]:
         inputs = self.service.client.inputs
         sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "kvern", **sizes}
+        parent = {} if name in self.service.models else {"parent": self.service.models[0]}
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "kvern", **sizes, **parent}
 
     async def tokenize(self, request: Request) -> Response:
         """A text, or a conversation, as token ids."""

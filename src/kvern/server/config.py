@@ -26,7 +26,9 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     """Keys, one of which every request but /health must then carry."""
     api_key_file: Path | None = None
-    """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N and per_minute=N."""
+    """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N, per_minute=N and admin=1."""
+    adapter_folder: Path | None = None
+    """Keys with admin=1 may load adapters from folders below this one while the server runs. None: nobody may."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. None: the name it was started with."""
     max_queue: int = 2048

@@ -9,7 +9,7 @@ from kvern.errors import ConfigError
 from kvern.server.config import ServerConfig
 
 LINE = re.compile(r"(?:(?P<name>[\w.-]{1,64}):)?(?P<secret>\S+)(?P<limits>(?:\s+\w+=\d+)*)")
-LIMITS = ("concurrent", "per_minute")
+LIMITS = ("concurrent", "per_minute", "admin")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class ApiKey:
     secret: bytes
     concurrent: int | None = None
     per_minute: int | None = None
+    admin: bool = False
+    """May load and unload adapters."""
 
 
 def read_keys(config: ServerConfig) -> list[ApiKey]:
@@ -44,12 +46,14 @@ def _read_key(line: str, number: int, config: ServerConfig) -> ApiKey:
     match = LINE.fullmatch(line)
     limits = dict(pair.split("=") for pair in match["limits"].split()) if match else {}
     if match is None or not limits.keys() <= set(LIMITS):
-        raise ConfigError(f"API key {number} is not of the form NAME:KEY concurrent=N per_minute=N: correct its line")
+        form = "NAME:KEY concurrent=N per_minute=N admin=1"
+        raise ConfigError(f"API key {number} is not of the form {form}: correct its line")
     return ApiKey(
         match["name"] or f"key-{number}",
         match["secret"].encode(),
         int(limits.get("concurrent", 0)) or config.concurrent_per_key,
         int(limits.get("per_minute", 0)) or config.per_minute_per_key,
+        limits.get("admin") == "1",
     )
 
 

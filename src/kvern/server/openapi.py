@@ -64,6 +64,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     some_text = {"anyOf": [TEXT, listed(token, minItems=1)]}
     prompt = {"anyOf": [TEXT, listed(token, minItems=1), listed(TEXT, minItems=1, maxItems=256)]}
+    named = {"type": "string", "minLength": 1}
     common = {
         "model": optional(one_of(*models)),
         "priority": optional(WHOLE),
@@ -189,6 +190,19 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         },
         "/v1/models": {"get": get("The names that `model` may have.", listing)},
         "/v1/models/{model}": {"get": get("One of them.", identified, 404, path=("model",))},
+        "/v1/load_lora_adapter": {
+            "post": post(
+                "Load an adapter from a folder of the server, for keys that may.",
+                record({"lora_name": named, "lora_path": named}, "lora_name", "lora_path"),
+                identified,
+                guarded=True,
+            )
+        },
+        "/v1/unload_lora_adapter": {
+            "post": post(
+                "Let no new request use one.", record({"lora_name": named}, "lora_name"), identified, guarded=True
+            )
+        },
         COMPLETIONS: {"post": post("Continue a text.", record(completion_fields, "prompt"), answer, streams=True)},
         CHAT: {"post": post("Answer a conversation.", record(chat_fields, "messages"), answer, streams=True)},
         EMBEDDINGS: {
@@ -359,6 +373,7 @@ SCORED = record(
 REASONS = {
     400: "The request cannot be carried out as it is; the message says why.",
     401: "The API key is missing or unknown.",
+    403: "This key may not.",
     404: "There is no such thing.",
     408: "The deadline has passed, or the body came too slowly.",
     413: "The body is too large.",
@@ -394,9 +409,11 @@ def post(
     streams: bool = False,
     kind: str = "application/json",
     error: Schema = ERROR,
+    guarded: bool = False,
 ) -> Schema:
-    """An operation with a body."""
-    responses = _responses(answer, "application/json", (400, 401, 404, 408, 413, 429, 500, 503, 507), error)
+    """An operation with a body, `guarded` if not every key may use it."""
+    refusals = (400, 401, 404, 408, 413, 429, 500, 503, 507, *((403,) if guarded else ()))
+    responses = _responses(answer, "application/json", refusals, error)
     if streams:
         responses["200"]["content"]["text/event-stream"] = {"schema": TEXT}
     content = {kind: {"schema": body}}

@@ -49,7 +49,7 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
-        async with EngineClient(config, server.engine_timeout, models[0]) as client:
+        async with EngineClient(config, server.engine_timeout, models) as client:
             application = Server(client, server, models)
             await application.batches.resume()
             http = HttpServer(

@@ -49,6 +49,8 @@ class Ask:
     deadline: float | None = None
     embed: bool = False
     """The prompts' last hidden states are wanted."""
+    adapter: str | None = None
+    """The adapter that the model was named by."""
 
     @property
     def sequences(self) -> int:
@@ -87,11 +89,16 @@ class Service:
         self.models = list(models)
         self.admission = Admission(client, config.max_queue)
 
+    @property
+    def names(self) -> list[str]:
+        """What `model` may be: the model's names, and those of its adapters."""
+        return [*self.models, *(adapter.name for adapter in self.client.adapters.all())]
+
     def model(self, body: Mapping[str, Any]) -> str:
-        """The model that a body names, or the only one. Raises HttpError."""
+        """The model or adapter that a body names, or the only model. Raises HttpError."""
         model = self.models[0] if body.get("model") is None else body["model"]
-        if model not in self.models:
-            message = f"there is no model {model!r:.100}: this server has {', '.join(self.models)}"
+        if model not in self.models and (not isinstance(model, str) or model not in self.client.adapters):
+            message = f"there is no model {model!r:.100}: this server has {', '.join(self.names)}"
             raise HttpError(404, message, param="model", code="model_not_found")
         return str(model)
 
@@ -119,6 +126,7 @@ class Service:
         if len(salt) > LONGEST_SALT:
             message = f"cache_salt has {len(salt)} characters: at most {LONGEST_SALT}"
             raise HttpError(400, message, param="cache_salt")
+        model = self.model(body)
         owner = key.name if self.config.isolate_prefix_cache_per_key else ""
         return Ask(
             prompts,
@@ -128,6 +136,7 @@ class Service:
             namespace=f"{owner}\0{salt}".encode() if owner or salt else b"",
             deadline=None if timeout is None else asyncio.get_running_loop().time() + timeout,
             embed=embed,
+            adapter=None if model in self.models else model,
         )
 
     async def start(self, ask: Ask, patient: bool = False) -> Running:
@@ -150,6 +159,7 @@ class Service:
                     namespace=ask.namespace,
                     embed=ask.embed,
                     patient=patient,
+                    adapter=ask.adapter,
                 )
                 generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
             return Running(self, ask, generations, news, held.pop_all())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
 from kvern.kernels.attention import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
@@ -77,32 +78,42 @@ class DecodeGraphs:
         rows: DeviceRows,
         block_size: int,
         prefix_members: int,
+        adapters: AdapterBank | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._rows = rows
         self._block_size = block_size
         self._prefix_members = prefix_members
+        self._adapters = adapters
         self._groups: PrefixGroups | None = None
         self._grouped: list[NewRequest] = []
-        self._graphs: dict[tuple[int, bool | None, bool], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, bool | None, bool, bool], DecodeGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
-    def run(self, slots: list[int], starts: list[int], filtered: bool) -> torch.Tensor:
-        """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call."""
-        return self._replay(slots, starts, filtered).result[: len(slots)]
+    @property
+    def captures_adapters(self) -> bool:
+        """Whether `adapted` steps can be run."""
+        return self._adapters is not None and self._adapters.captures
 
-    def run_to_states(self, slots: list[int], starts: list[int]) -> DecodedStates:
+    def run(self, slots: list[int], starts: list[int], filtered: bool, adapted: bool = False) -> torch.Tensor:
+        """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call.
+
+        `adapted`: some of the rows use adapters.
+        """
+        return self._replay(slots, starts, filtered, adapted).result[: len(slots)]
+
+    def run_to_states(self, slots: list[int], starts: list[int], adapted: bool = False) -> DecodedStates:
         """Start a step of one token for each request, whose sampling takes more than a graph can do."""
-        graph, count = self._replay(slots, starts, None), len(slots)
+        graph, count = self._replay(slots, starts, None, adapted), len(slots)
         rows, positions = graph.inputs[:, :count]
         return DecodedStates(graph.result[:count], rows, graph.next_positions[:count], positions)
 
-    def _replay(self, slots: list[int], starts: list[int], filtered: bool | None) -> DecodeGraph:
+    def _replay(self, slots: list[int], starts: list[int], filtered: bool | None, adapted: bool) -> DecodeGraph:
         size = padded_size(len(slots))
         groups = self._shared_prefixes(slots, starts)
-        key = size, filtered, groups is not None
+        key = size, filtered, groups is not None, adapted
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(*key)
@@ -142,7 +153,7 @@ class DecodeGraphs:
         for target, part in zip(shared, parts, strict=True):
             target.copy_(part.view(target.shape))
 
-    def _capture(self, size: int, filtered: bool | None, with_prefix: bool) -> DecodeGraph:
+    def _capture(self, size: int, filtered: bool | None, with_prefix: bool, adapted: bool) -> DecodeGraph:
         rows, device = self._rows, self._rows.device
         inputs = torch.zeros(2, size, dtype=torch.int32, device=device)
         inputs[0] = rows.scratch
@@ -157,16 +168,21 @@ class DecodeGraphs:
             shared = SharedPrefix(members, tile_keys, keys)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            self._step(inputs, indices, filtered, shared)  # compiles and loads what the capture may not
+            self._step(inputs, indices, filtered, shared, adapted)  # compiles and loads what the capture may not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result, next_positions = self._step(inputs, indices, filtered, shared)
+            result, next_positions = self._step(inputs, indices, filtered, shared, adapted)
         self._pool = graph.pool()
         torch.cuda.current_stream(device).wait_stream(self._stream)
         return DecodeGraph(graph, inputs, indices, result, next_positions, shared, [], [])
 
     def _step(
-        self, inputs: torch.Tensor, indices: torch.Tensor, filtered: bool | None, shared: SharedPrefix | None
+        self,
+        inputs: torch.Tensor,
+        indices: torch.Tensor,
+        filtered: bool | None,
+        shared: SharedPrefix | None,
+        adapted: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self._rows
         slots, starts = inputs
@@ -195,6 +211,8 @@ class DecodeGraphs:
             tiles=(requests, zeros),
             shared=shared,
         )
+        if self._adapters is not None:
+            self._adapters.select_decodes(rows.adapters.index_select(0, slots) if adapted else None)
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
         if filtered is None:
             return hidden, next_positions

@@ -25,6 +25,7 @@ from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
 from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import GrammarRows
+from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.worker.executor import StepResult
@@ -115,6 +116,7 @@ class DeviceRunner:
         processors: ProcessorRows,
         cuda_graphs: bool = True,
         shared_prefix_attention: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -122,16 +124,20 @@ class DeviceRunner:
         self._block_size = block_size
         self._grammars = grammars
         self._processors = processors
+        self._adapters = adapters
         self._needs = [0] * rows.scratch
         self._token_limit: int | None = None
         self._graphs = None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
             members = attention.prefix_members if shared_prefix_attention else 0
-            self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members)
+            bank = None if adapters is None else adapters.bank
+            self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Results:
         """Start computing the scheduled tokens, and sampling where the scheduler says so."""
+        if self._adapters is not None:
+            self._adapters.load(output.adapters)
         self._attention.copy_blocks(output.copies)
         self._rows.fork(output.forked)
         self._grammars.fork(output.forked)
@@ -189,14 +195,18 @@ class DeviceRunner:
             needs |= self._needs[item.slot]
             decodes = decodes and item.count == 1 and item.sample
         wanted = Needs(needs)
-        if decodes and self._graphs is not None:
-            slots, starts = [item.slot for item in scheduled], [item.start for item in scheduled]
+        slots = [item.slot for item in scheduled]
+        adapted = self._adapters is not None and max(self._adapters.slots(self._rows, slots)) >= 0
+        if decodes and self._graphs is not None and (not adapted or self._graphs.captures_adapters):
+            starts = [item.start for item in scheduled]
             if not wanted & ~Needs.FILTERS:
-                return PendingStep(scheduled, self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS)))
-            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts), wanted, None)
+                return PendingStep(scheduled, self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS), adapted))
+            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts, adapted), wanted, None)
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         states = tokens_wanted(batch, runs)
+        if self._adapters is not None:
+            self._adapters.select(self._rows, batch, states is not None)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:

@@ -22,6 +22,7 @@ class BatchRows:
     block_table  [slots, max_blocks] int32          the KV blocks of the sequence in order
     seeds        [slots] int64                      key of the request's random numbers
     top_k        [slots] int64                      0: all
+    adapters     [slots] int64                      slot of the adapter; -1: none
     temperature, top_p, min_p, typical_p, repetition, presence, frequency   [slots] float32
 
     What few requests use (bias, bans, allowed tokens, log-probabilities) stays in `requests`, on the host.
@@ -31,9 +32,10 @@ class BatchRows:
         self.device = device
         self.tokens = torch.zeros(slots, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(slots, max_blocks, dtype=torch.int32, device=device)
-        self._integers = torch.zeros(2, slots, dtype=torch.int64, device=device)
+        self._integers = torch.zeros(3, slots, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(7, slots, dtype=torch.float32, device=device)
-        self.seeds, self.top_k = self._integers
+        self.seeds, self.top_k, self.adapters = self._integers
+        self.adapters.fill_(-1)
         (
             self.temperature,
             self.top_p,
@@ -68,12 +70,13 @@ class BatchRows:
         """Let requests take their rows."""
         if not joined:
             return
-        integers: list[list[int]] = [[], []]
+        integers: list[list[int]] = [[], [], []]
         numbers: list[list[float]] = [[] for _ in range(7)]
         for request in joined:
             params = request.params
             self.requests[request.slot] = request
-            for column, integer in zip(integers, (request.seed, max(params.top_k or 0, 0)), strict=True):
+            values_of_integers = request.seed, max(params.top_k or 0, 0), request.adapter_slot
+            for column, integer in zip(integers, values_of_integers, strict=True):
                 column.append(integer)
             values = (
                 params.temperature if params.temperature is not None else 1.0,
@@ -87,7 +90,7 @@ class BatchRows:
             for row, value in zip(numbers, values, strict=True):
                 row.append(value)
         slots = upload([request.slot for request in joined], torch.int64, self.device)
-        self._integers.index_copy_(1, slots, upload(list(chain(*integers)), torch.int64, self.device).view(2, -1))
+        self._integers.index_copy_(1, slots, upload(list(chain(*integers)), torch.int64, self.device).view(3, -1))
         self._numbers.index_copy_(1, slots, upload(list(chain(*numbers)), torch.float32, self.device).view(7, -1))
         self._write(self.tokens, [(request.slot, 0, request.token_ids) for request in joined])
         self.grow([(request.slot, 0, request.block_ids) for request in joined])

@@ -13,6 +13,7 @@ from kvern.sample.sampler import GREEDY_BELOW, sample
 from kvern.sampling_params import SamplingParams
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
+from kvern.worker.adapters import Adapters
 from kvern.worker.input_batch import InputBatch, build_input_batch
 from kvern.worker.processor_rows import ProcessorRows, Verdict
 from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
@@ -30,6 +31,7 @@ class ModelRunner:
         block_size: int,
         grammars: GrammarRows,
         processors: ProcessorRows,
+        adapters: Adapters | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -37,10 +39,13 @@ class ModelRunner:
         self._block_size = block_size
         self._grammars = grammars
         self._processors = processors
+        self._adapters = adapters
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
         """Compute the scheduled tokens and sample where the scheduler says so."""
+        if self._adapters is not None:
+            self._adapters.load(output.adapters)
         self._attention.copy_blocks(output.copies)
         self._rows.fork(output.forked)
         self._grammars.fork(output.forked)
@@ -52,6 +57,8 @@ class ModelRunner:
         batch = build_input_batch(self._rows, output.scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         wanted = tokens_wanted(batch, runs)
+        if self._adapters is not None:
+            self._adapters.select(self._rows, batch, wanted is not None)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:

@@ -1,0 +1,70 @@
+"""What users call the adapters: a name, which may be given again to other weights, and a key, which never is."""
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from kvern.errors import InvalidAdapter, InvalidRequest
+
+NAME = re.compile(r"[\w./:@+-]{1,128}")
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """An adapter that requests can name. `key` tells it from all that had its name before."""
+
+    name: str
+    path: str
+    key: int
+
+
+class AdapterNames:
+    """The adapters that new requests may use; none may have one of the `taken` names."""
+
+    def __init__(self, taken: frozenset[str] = frozenset()) -> None:
+        self.taken = taken
+        self._adapters: dict[str, NamedAdapter] = {}
+        self._reserved: set[str] = set()
+        self._keys = itertools.count(1)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._adapters
+
+    def all(self) -> list[NamedAdapter]:
+        """In the order of their loading."""
+        return list(self._adapters.values())
+
+    def reserve(self, name: str, path: str) -> NamedAdapter:
+        """A name for an adapter that is being loaded, until `add` or `release`. Raises InvalidAdapter."""
+        if not NAME.fullmatch(name):
+            raise InvalidAdapter(
+                f"adapter name {name!r:.200} is not valid: it may have 128 letters, digits and . / : @ + - _ at most"
+            )
+        if name in self._adapters or name in self._reserved:
+            raise InvalidAdapter(f"adapter {name} is loaded already: unload it first, or choose another name")
+        if name in self.taken:
+            raise InvalidAdapter(f"adapter name {name} is the model's own: choose another name")
+        self._reserved.add(name)
+        return NamedAdapter(name, path, next(self._keys))
+
+    def add(self, adapter: NamedAdapter) -> None:
+        """Let requests use an adapter that was loaded."""
+        self._adapters[adapter.name] = adapter
+
+    def release(self, adapter: NamedAdapter) -> None:
+        """The end of a reservation."""
+        self._reserved.discard(adapter.name)
+
+    def remove(self, name: str) -> NamedAdapter:
+        """Let no new request use an adapter. Raises InvalidRequest if there is none of the name."""
+        self.key(name)
+        return self._adapters.pop(name)
+
+    def key(self, name: str | None) -> int | None:
+        """The key of an adapter; None for none. Raises InvalidRequest if there is none of the name."""
+        if name is None:
+            return None
+        if not isinstance(name, str) or name not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise InvalidRequest(f"there is no adapter {name!r:.100}: loaded are {known}")
+        return self._adapters[name].key

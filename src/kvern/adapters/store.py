@@ -1,0 +1,49 @@
+"""The adapters that an engine knows, in host memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from kvern.adapters.peft import Adapter, LowRank, read_adapter
+from kvern.adapters.targets import Target
+from kvern.models.spec import ModelSpec
+
+
+class AdapterStore:
+    """Adapters by their keys. `read` may run in another thread; all else belongs to the engine's.
+
+    `max_rank` is the highest that fits; `pinned` keeps weights where a GPU can fetch them by itself.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        targets: Mapping[str, tuple[Target, ...]],
+        max_rank: int,
+        dtype: torch.dtype,
+        pinned: bool = False,
+    ) -> None:
+        self._spec, self._targets, self._max_rank, self._dtype, self._pinned = spec, targets, max_rank, dtype, pinned
+        self._adapters: dict[int, Adapter] = {}
+
+    def read(self, path: str) -> Adapter:
+        """The adapter in a folder. Raises InvalidAdapter."""
+        adapter = read_adapter(Path(path).expanduser(), self._spec, self._targets, self._max_rank, self._dtype)
+        if not self._pinned:
+            return adapter
+        return {key: LowRank(item.down.pin_memory(), item.up.pin_memory()) for key, item in adapter.items()}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._adapters
+
+    def __getitem__(self, key: int) -> Adapter:
+        return self._adapters[key]
+
+    def add(self, key: int, adapter: Adapter) -> None:
+        """Keep an adapter that was read."""
+        self._adapters[key] = adapter
+
+    def drop(self, key: int) -> None:
+        """Forget an adapter."""
+        self._adapters.pop(key, None)

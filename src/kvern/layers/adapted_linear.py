@@ -1,0 +1,150 @@
+"""Linear layers to whose output each row's adapter adds: `y += up[a] @ (down[a] @ x)`.
+
+They take the place of a built model's linear layers. Which row uses which adapter is in a `Selection` that all of them
+share and that is set before each step; while no row uses one, they are what they replaced.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern.layers.linear import Linear, multiply_on_cpu
+from kvern.layers.module import Module
+from kvern.layers.packed_linear import PackedLinear
+
+Rows = TypeVar("Rows")
+
+Matrices = tuple[Tensor, Tensor]
+"""Of one adapter and one part of a layer: `down [rank, inputs]` and `up [outputs, rank]`, its scale within `up`."""
+
+STACKED_ROWS = 128
+"""So few rows are multiplied with the matrices of all adapters at once: launches cost more than what is too much."""
+
+
+@dataclass(frozen=True)
+class AdaptedRows:
+    """The slot of each row's adapter, [rows] int64, -1 for none, and the rows of each slot that is used."""
+
+    slots: Tensor
+    segments: list[tuple[int, slice | Tensor]]
+
+    @classmethod
+    def of(cls, slots: list[int], device: torch.device) -> "AdaptedRows":
+        """From the slots of all rows."""
+        on_host = torch.tensor(slots)
+        distinct = sorted(set(slots) - {-1})
+        if len(distinct) == 1 and -1 not in slots:
+            return cls(on_host.to(device), [(distinct[0], slice(None))])
+        return cls(on_host.to(device), [(slot, (on_host == slot).nonzero().flatten().to(device)) for slot in distinct])
+
+
+class Selection(Generic[Rows]):
+    """Which adapter each row of a step uses.
+
+    `by_count` is keyed by the number of rows, for there are two kinds in a step: a last layer has only those rows that
+    are sampled from, and these are fewer. What is not there uses no adapter.
+    """
+
+    def __init__(self) -> None:
+        self.by_count: dict[int, Rows] = {}
+
+
+class AdaptedLinear(Module, Generic[Rows]):
+    """A linear layer and what adapters add to it. Adapters stand in slots; `load` fills one."""
+
+    def __init__(self, linear: Linear | PackedLinear, selection: Selection[Rows]) -> None:
+        super().__init__()
+        self.base = linear
+        self.inputs, self.outputs = linear.inputs, linear.outputs
+        self._by_count = selection.by_count
+        ends = list(accumulate(linear.outputs.values()))
+        self._columns = dict(zip(linear.outputs, map(slice, [0, *ends], ends), strict=False))
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the layer alone."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        rows = self._by_count.get(x.shape[0])
+        if rows is not None:
+            self.add(out, x, rows)
+        return out
+
+    @abstractmethod
+    def load(self, slot: int, parts: Mapping[str, Matrices]) -> None:
+        """Put an adapter into a slot; parts of the layer that it does not change are missing."""
+
+    @abstractmethod
+    def add(self, out: Tensor, x: Tensor, rows: Rows) -> None:
+        """Add to `out [rows, outputs]` what the rows' adapters make of `x [rows, inputs]`."""
+
+
+class StackedLinear(AdaptedLinear[AdaptedRows]):
+    """Adapters added by PyTorch; the matrices of all slots and parts stand side by side.
+
+    `down [R, inputs]`, `up [R, outputs]`, which is zero where a rank is of another part, and `owners [R]` int64, the
+    slot of each of the R ranks.
+    """
+
+    def __init__(self, linear: Linear | PackedLinear, selection: Selection[AdaptedRows], dtype: torch.dtype) -> None:
+        super().__init__(linear, selection)
+        self._multiply = multiply_on_cpu if linear.weight.device.type == "cpu" else F.linear
+        self._dtype = dtype
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stack()
+
+    def load(self, slot: int, parts: Mapping[str, Matrices]) -> None:
+        ranks = [down.shape[0] for down, _ in parts.values()]
+        ends = list(accumulate(ranks, initial=0))
+        up = self._like(ends[-1], sum(self.outputs.values())).zero_()
+        for part, first, last in zip(parts, ends, ends[1:], strict=False):
+            up[first:last, self._columns[part]] = parts[part][1].T
+        down = torch.cat([self._like(0, self.inputs), *(down.to(up.device) for down, _ in parts.values())])
+        known = self._slots.get(slot)
+        if known is not None and known[0].shape == down.shape:
+            known[0].copy_(down)
+            known[1].copy_(up)
+        else:
+            self._slots[slot] = (down, up)
+            self._stack()
+
+    def add(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
+        if len(rows.segments) == 1 or x.shape[0] > STACKED_ROWS:
+            for slot, members in rows.segments:
+                down, up = self._slots[slot]
+                if not down.shape[0]:
+                    continue
+                low = self._multiply(x[members], down, None)
+                if isinstance(members, slice):
+                    out.addmm_(low, up)
+                else:
+                    out.index_add_(0, members, low @ up)
+        elif self._owners.shape[0]:
+            low = self._multiply(x, self._down, None)
+            out.addmm_(low * (rows.slots[:, None] == self._owners), self._up)
+
+    def _like(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self.weight.device)
+
+    def _stack(self) -> None:
+        """Put the slots' matrices side by side, and let them be views of that."""
+        sizes = [down.shape[0] for down, _ in self._slots.values()]
+        self._down = torch.cat([self._like(0, self.inputs), *(down for down, _ in self._slots.values())])
+        outputs = sum(self.outputs.values())
+        self._up = torch.cat([self._like(0, outputs), *(up for _, up in self._slots.values())])
+        owners = [slot for slot, size in zip(self._slots, sizes, strict=True) for _ in range(size)]
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=self.weight.device)
+        views = zip(torch.split(self._down, sizes), torch.split(self._up, sizes), strict=True)
+        self._slots = dict(zip(self._slots, views, strict=True))

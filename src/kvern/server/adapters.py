@@ -1,0 +1,60 @@
+"""Loading and unloading adapters while the server runs, for keys that may."""
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvern.errors import InvalidRequest
+from kvern.server.http import HttpError, json_response, read_object
+from kvern.server.service import Service, typed
+
+
+class Adapters:
+    """The handlers. Adapters come from below the server's `adapter_folder`, and never from the network."""
+
+    def __init__(self, service: Service) -> None:
+        self._client = service.client
+        self._folder = service.config.adapter_folder
+
+    async def load(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""
+        name, body = await self._read(request)
+        path = typed(body, "lora_path", str, "")
+        if not path or "\0" in path:
+            raise HttpError(400, f"lora_path is {path!r:.60}: it must be the folder of an adapter", param="lora_path")
+        await self._client.load_adapter(name, str(self._allowed(path)))
+        return json_response({"id": name, "object": "adapter", "loaded": True})
+
+    async def unload(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter: `lora_name`. Requests that use it go on to their end; new ones may not."""
+        name, _ = await self._read(request)
+        try:
+            self._client.unload_adapter(name)
+        except InvalidRequest as error:
+            raise HttpError(404, str(error), param="lora_name", code="model_not_found") from error
+        return json_response({"id": name, "object": "adapter", "loaded": False})
+
+    async def _read(self, request: Request) -> tuple[str, dict[str, object]]:
+        if not request.state.key.admin:
+            raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
+        if self._folder is None:
+            raise HttpError(403, "this server was started without adapter_folder", code="permission_denied")
+        body = await read_object(request)
+        name = typed(body, "lora_name", str, "")
+        if not name:
+            raise HttpError(400, "lora_name is missing: the name of the adapter", param="lora_name")
+        return name, body
+
+    def _allowed(self, path: str) -> Path:
+        """The folder that a path means, symbolic links followed. Raises HttpError if it is not below the server's."""
+        assert self._folder is not None
+        allowed = self._folder.resolve()
+        try:
+            folder = (allowed / path).resolve()
+        except (OSError, RuntimeError) as error:
+            raise HttpError(400, f"lora_path is {path!r:.200}, which cannot be followed", param="lora_path") from error
+        if not folder.is_relative_to(allowed):
+            message = f"lora_path is {path!r:.200}, which is not below the server's adapter_folder"
+            raise HttpError(403, message, param="lora_path", code="permission_denied")
+        return folder

@@ -1,0 +1,30 @@
+"""The adapters as a runner sees them: what to load before a step, and which of its rows use which."""
+
+from collections.abc import Sequence
+
+from kvern.adapters.bank import AdapterBank
+from kvern.adapters.store import AdapterStore
+from kvern.worker.input_batch import InputBatch
+from kvern.worker.rows import BatchRows
+
+
+class Adapters:
+    """Brings adapters from the host's memory to the device's."""
+
+    def __init__(self, bank: AdapterBank, store: AdapterStore) -> None:
+        self.bank = bank
+        self._store = store
+
+    def load(self, loads: Sequence[tuple[int, int]]) -> None:
+        """(slot, key) of what the step needs."""
+        for slot, key in loads:
+            self.bank.load(slot, self._store[key])
+
+    def select(self, rows: BatchRows, batch: InputBatch, sampled_alone: bool) -> None:
+        """Before a step: which adapter each of its tokens uses, and each token that is sampled from."""
+        sampled = self.slots(rows, batch.sample_slots) if sampled_alone else None
+        self.bank.select(self.slots(rows, batch.slots), batch.counts, sampled)
+
+    def slots(self, rows: BatchRows, slots: Sequence[int]) -> list[int]:
+        """Of the requests in these rows of the batch; -1 for those without an adapter."""
+        return [rows.request(slot).adapter_slot for slot in slots]

@@ -1,0 +1,98 @@
+"""What adapters add to the rows that use them, beside float64."""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+import torch
+
+from kvern.kernels.adapters import add_adapters
+from tests.kernels.test_norm import relative_error
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def launch(rows: int, inputs: int, sizes: tuple[int, ...], most: int = 64, deterministic: bool = False) -> None:
+    outputs = sum(sizes)
+    add_adapters(
+        bf16(rows, outputs),
+        bf16(rows, inputs),
+        torch.zeros(rows, dtype=torch.int64),
+        bf16(8, len(sizes), most, inputs),
+        bf16(8, outputs, most),
+        torch.ones(8, dtype=torch.int32),
+        tuple(accumulate(sizes)),
+        deterministic,
+    )
+
+
+LAUNCHES: list[Callable[[], object]] = [
+    *(lambda rows=rows: launch(rows, 4096, (4096, 1024, 1024)) for rows in (1, 32, 64, 1024)),
+    lambda: launch(64, 4096, (14336, 14336)),
+    lambda: launch(64, 14336, (4096,), most=128),
+    lambda: launch(64, 896, (1,), most=16),
+    lambda: launch(1024, 4096, (14336, 14336), deterministic=True),
+]
+
+SLOTS = 4
+
+
+def reference(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    adapters: list[int],
+    down: torch.Tensor,
+    up: torch.Tensor,
+    ranks: list[int],
+    ends: tuple[int, ...],
+) -> torch.Tensor:
+    result = out.double()
+    for row, slot in enumerate(adapters):
+        begin = 0
+        for part, end in enumerate(ends):
+            if slot >= 0:
+                low = down[slot, part, : ranks[slot]].double() @ x[row].double()
+                result[row, begin:end] += up[slot, begin:end, : ranks[slot]].double() @ low
+            begin = end
+    return result
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sizes", [(40,), (150, 130), (136, 24, 8), (1,)])
+@pytest.mark.parametrize("adapters", [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 70 + [-1] * 20 + [0] * 9])
+def test_rows_get_what_their_adapter_adds(
+    device: torch.device, adapters: list[int], sizes: tuple[int, ...], deterministic: bool
+) -> None:
+    generator = torch.Generator().manual_seed(len(adapters))
+    inputs, most, ranks = 1100, 40, [8, 40, 17, 0]
+    outputs, ends = sum(sizes), tuple(accumulate(sizes))
+    x = torch.randn(len(adapters), inputs + 8, generator=generator).to(device)[:, :inputs]
+    out = torch.randn(len(adapters), outputs, generator=generator).to(device)
+    down = torch.randn(SLOTS, len(sizes), most, inputs, generator=generator).to(device) / inputs**0.5
+    up = torch.randn(SLOTS, outputs, most, generator=generator).to(device)
+    expected = reference(out, x, adapters, down, up, ranks, ends)
+    untouched = [row for row, slot in enumerate(adapters) if slot in (-1, 3)]
+    before = out[untouched].clone()
+    rows = torch.tensor(adapters, device=device)
+    add_adapters(out, x, rows, down, up, torch.tensor(ranks, dtype=torch.int32, device=device), ends, deterministic)
+    assert relative_error(out, expected) < 1e-5
+    assert torch.equal(out[untouched], before)
+
+
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    dtype = torch.float16
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(80, 1024, generator=generator).to(device, dtype)
+    down = torch.randn(2, 1, 16, 1024, generator=generator).to(device, dtype) / 32
+    up = torch.randn(2, 48, 16, generator=generator).to(device, dtype)
+    ranks = torch.tensor([16, 4], dtype=torch.int32, device=device)
+    rows = torch.tensor([1, 0, -1, 0] * 20, device=device)
+    out = torch.zeros(80, 48, dtype=dtype, device=device)
+    add_adapters(out, x, rows, down, up, ranks, (48,), deterministic=True)
+    alone = torch.zeros(1, 48, dtype=dtype, device=device)
+    add_adapters(alone, x[1:2], rows[1:2], down, up, ranks, (48,), deterministic=True)
+    assert torch.equal(alone[0], out[1])
+    expected = up[0].double() @ (down[0, 0].double() @ x[1].double())
+    assert relative_error(alone[0], expected) < 2e-2

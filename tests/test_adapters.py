@@ -1,0 +1,385 @@
+"""LoRA adapters answer as PEFT's merged models do, in whatever company; what cannot be used is refused by name."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvern import LLM, SamplingParams
+from kvern.adapters.bank import AdapterBank
+from kvern.adapters.peft import read_adapter
+from kvern.adapters.slots import AdapterSlots
+from kvern.errors import ConfigError, InvalidAdapter, InvalidRequest
+from kvern.models.loader import load_model
+from kvern.structured.output import StructuredOutput
+from tests.families import make_checkpoint, reference_logits
+from tests.peft_adapters import ATTENTION, EVERYTHING, make_adapter, merge
+from tests.test_model_parity import PROMPT, logits
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
+OPTIONS: dict[str, Any] = {"max_model_len": 96, "max_batch_requests": 8, "kv_cache_tokens": 1024, "threads": 1}
+KINDS: dict[str, dict[str, Any]] = {
+    "small": {"r": 1, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj"]},
+    "all": {"r": 8, "lora_alpha": 4},
+    "pattern": {
+        "r": 3,
+        "lora_alpha": 6,
+        "rank_pattern": {"o_proj": 7, r"layers\.0\.mlp\.down_proj": 2},
+        "alpha_pattern": {"gate_proj": 1},
+        "use_rslora": True,
+    },
+    "one-layer": {"target_modules": ATTENTION, "layers_to_transform": [1]},
+}
+NAMES = [None, *KINDS]
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of an adapter of each kind."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: make_adapter(tiny_model, folder / name, seed, **options)
+        for seed, (name, options) in enumerate(KINDS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(
+    tiny_model: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str | None, list[list[int]]]:
+    """What the model, and the model merged with each adapter, answers to each prompt alone."""
+    folder = tmp_path_factory.mktemp("merged")
+    models = {None: tiny_model} | {name: merge(tiny_model, path, folder / name) for name, path in files.items()}
+    answers = {}
+    for name, path in models.items():
+        with LLM(str(path), **OPTIONS) as llm:
+            answers[name] = [llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def make(tiny_model: Path, files: dict[str, Path]) -> Callable[..., LLM]:
+    adapters = {name: str(path) for name, path in files.items()}
+    return lambda **options: LLM(str(tiny_model), **(OPTIONS | {"adapters": adapters} | options))
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("llama_bias", EVERYTHING),
+        ("gemma2", "all-linear"),
+        ("phi3", ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]),
+        ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
+        ("starcoder2", ["q_proj", "c_fc", "c_proj"]),
+        ("cohere", r".*\.(self_attn\.[qk]_proj|mlp\.up_proj)"),
+        ("mixtral", ATTENTION),
+    ],
+)
+def test_logits_agree_with_peft(family: str, modules: Any, tmp_path: Path) -> None:
+    model = make_checkpoint(family, tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", 3, r=5, target_modules=modules)
+    decoder = load_model(model)
+    plain = logits(decoder, PROMPT)
+    bank = AdapterBank(decoder, slots=2, rank=8, kernels=False)
+    bank.load(1, read_adapter(adapter, decoder.spec, bank.targets, 8, torch.float32))
+    bank.select([1], [len(PROMPT)], None)
+    merged = merge(model, adapter, tmp_path / "merged")
+    changed = logits(decoder, PROMPT)
+    assert (changed - reference_logits(merged, PROMPT)).abs().max() < 5e-5
+    assert (changed - plain).abs().max() > 0.1, "the adapter changes too little to be seen"
+    bank.select([-1], [len(PROMPT)], None)
+    assert torch.equal(logits(decoder, PROMPT), plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_tokens": 8},
+        {"max_adapters": 2},
+        {"max_adapters": 1, "prefix_cache": False},
+        {"kv_cache_tokens": 96, "block_size": 4},
+    ],
+    ids=["all at once", "in chunks", "two places", "one place", "preempted"],
+)
+def test_mixed_in_one_batch_each_answers_as_its_merged_model(
+    make: Callable[..., LLM], expected: dict[str | None, list[list[int]]], options: dict[str, Any]
+) -> None:
+    with make(**options) as llm:
+        each = [(name, index) for index in range(len(PROMPTS)) for name in NAMES]
+        for _ in range(2):  # the second time out of the prefix cache
+            outputs = llm.generate([PROMPTS[index] for _, index in each], GREEDY, adapter=[name for name, _ in each])
+            for (name, index), output in zip(each, outputs, strict=True):
+                assert output.outputs[0].token_ids == expected[name][index], (name, index)
+        assert len({tuple(answers[0]) for answers in expected.values()}) == len(NAMES)
+        if "kv_cache_tokens" in options:
+            assert llm.statistics().preemptions
+        llm._engine.core.scheduler.check_integrity()
+
+
+def test_beside_everything_else_that_a_request_may_ask(
+    make: Callable[..., LLM], expected: dict[str | None, list[list[int]]]
+) -> None:
+    with make() as llm:
+        several = SamplingParams(max_tokens=6, n=3, seed=5, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+        adapted, plain = llm.generate([PROMPTS[0]] * 2, several, adapter=["all", None])
+        assert adapted.prompt_logprobs != plain.prompt_logprobs
+        again = llm.generate(PROMPTS[0], several, adapter="all")[0]
+        assert [item.token_ids for item in again.outputs] == [item.token_ids for item in adapted.outputs]
+        *_, last = llm.stream(PROMPTS[1], GREEDY, adapter="small")
+        assert last.outputs[0].token_ids == expected["small"][1]
+        biased = GREEDY.replace(allowed_token_ids=[7, 8], max_tokens=3)
+        assert set(llm.generate(PROMPTS[0], biased, adapter="pattern")[0].outputs[0].token_ids) <= {7, 8}
+        first, other, again = llm.score([(PROMPTS[0], PROMPTS[1])] * 3, adapter=["all", None, "all"])
+        assert first.logprob == pytest.approx(again.logprob, abs=1e-3) != other.logprob
+        beams = SamplingParams(beam_width=3, n=2, max_tokens=5, logprobs=1)
+        names = ["all", None, "small"]
+        searched = [llm.generate(PROMPTS[0], beams, adapter=name)[0].outputs for name in names]
+        together = llm.generate([PROMPTS[0]] * 3, [beams, GREEDY, beams], adapter=names)
+        for index in (0, 2):
+            found = [answer.token_ids for answer in together[index].outputs]
+            assert (
+                found
+                == [answer.token_ids for answer in searched[index]]
+                != [answer.token_ids for answer in searched[1]]
+            )
+        assert together[1].outputs[0].token_ids == expected[None][0]
+        chosen = GREEDY.replace(ignore_eos=False, structured=StructuredOutput(choice=["fox", "dog"]))
+        assert llm.generate(PROMPTS[0], chosen, adapter="all")[0].outputs[0].text in ("fox", "dog")
+        message = [{"role": "user", "content": "the fox"}]
+        assert llm.chat(message, GREEDY, adapter="all")[0].outputs[0].token_ids != (
+            llm.chat(message, GREEDY)[0].outputs[0].token_ids
+        )
+
+
+def test_more_adapters_than_places_take_turns(make: Callable[..., LLM]) -> None:
+    with make(max_adapters=2) as llm:
+        slots = llm._engine.core.scheduler.adapters
+        for name, loads in (("small", 1), ("all", 2), ("small", 2), ("pattern", 3), ("small", 3), ("all", 4)):
+            llm.generate(PROMPTS[0], GREEDY, adapter=name)
+            assert slots.load_count == loads, name
+
+
+def test_who_waits_for_a_place_is_passed_by_requests_without_an_adapter_alone(make: Callable[..., LLM]) -> None:
+    with make(max_adapters=1) as llm:
+        engine = llm._engine
+        long = GREEDY.replace(max_tokens=40)
+        engine.add("first", PROMPTS[0], long, adapter="all")
+        engine.step()
+        engine.add("waits", PROMPTS[0], GREEDY, adapter="small")
+        engine.add("behind", PROMPTS[0], GREEDY, adapter="all")
+        engine.add("passes", PROMPTS[0], GREEDY)
+        ended = []
+        while engine.has_work:
+            ended += [output.request_id for output in engine.step() if output.finished]
+        assert ended == ["passes", "first", "waits", "behind"]
+
+
+def test_slots_keep_what_runs_and_give_up_what_was_used_longest_ago() -> None:
+    slots = AdapterSlots(2)
+    assert slots.enter(7) == (0, True)
+    assert slots.enter(8) == (1, True)
+    assert not slots.fits(9)
+    slots.leave(8)
+    slots.leave(7)
+    assert slots.enter(8) == (1, False)
+    assert slots.enter(9) == (0, True)
+    assert not slots.fits(7)
+    slots.check_integrity([8, 9])
+    slots.leave(9)
+    slots.forget(9)
+    slots.check_integrity([8])
+    assert slots.enter(7) == (0, True)
+
+
+def test_loaded_under_an_old_name_other_weights_find_nothing_cached(
+    make: Callable[..., LLM], files: dict[str, Path], expected: dict[str | None, list[list[int]]]
+) -> None:
+    with make(adapters={}, max_adapters=2) as llm:
+        prompts = [prompt * 3 for prompt in PROMPTS]
+        for name in ("all", "pattern"):
+            llm.load_adapter("mine", str(files[name]))
+            for index, prompt in enumerate(PROMPTS):
+                assert llm.generate(prompt, GREEDY, adapter="mine")[0].outputs[0].token_ids == expected[name][index]
+            first = llm.generate(prompts, GREEDY, adapter="mine")
+            again = llm.generate(prompts, GREEDY, adapter="mine")
+            assert not any(output.cached_tokens >= 16 for output in first)
+            assert all(output.cached_tokens >= 16 for output in again)
+            llm.unload_adapter("mine")
+        with pytest.raises(InvalidRequest, match="there is no adapter 'mine'"):
+            llm.generate(PROMPTS[0], GREEDY, adapter="mine")
+
+
+def test_an_unloaded_adapter_finishes_what_it_began(
+    make: Callable[..., LLM], expected: dict[str | None, list[list[int]]]
+) -> None:
+    with make(max_batch_requests=1) as llm:
+        engine = llm._engine
+        outputs = [engine.add(str(number), PROMPTS[0], GREEDY, adapter="all") for number in range(2)]
+        engine.step()
+        engine.unload_adapter("all")
+        assert "all" not in engine.adapters
+        with pytest.raises(InvalidRequest):
+            engine.add("late", PROMPTS[0], GREEDY, adapter="all")
+        while engine.has_work:
+            engine.step()
+        assert [output.outputs[0].token_ids for output in outputs] == [expected["all"][0]] * 2
+        assert len(engine.core._store._adapters) == len(KINDS) - 1  # type: ignore[union-attr]
+
+
+Spoil = Callable[[Path], None]
+
+
+def config(**changes: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return spoil
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        weights = load_file(file)
+        change(weights)
+        save_file(weights, file)
+
+    return spoil
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+BAD: dict[str, tuple[Spoil, str]] = {
+    "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safetensors does not exist"),
+    "config cut": (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not JSON"),
+    "config a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "not an object"),
+    "weights cut": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 100),
+        "adapter_model.safetensors cannot be read",
+    ),
+    "weights empty": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b""), "cannot be read"),
+    "prompt tuning": (config(peft_type="PROMPT_TUNING"), "peft_type is 'PROMPT_TUNING'"),
+    "dora": (config(use_dora=True), "use_dora is True"),
+    "bias": (config(bias="all"), "bias is 'all'"),
+    "modules to save": (config(modules_to_save=["lm_head"]), "modules_to_save"),
+    "pissa": (config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+    "rank zero": (config(r=0), "r"),
+    "rank a text": (config(r="eight"), r"\$\.r"),
+    "bad pattern": (config(rank_pattern={"(": 4}), "not a regular expression"),
+    "other rank": (config(r=6), r"lora_A\.weight is \[8, \d+\], and rank 6 of its configuration"),
+    "rank too high": (config(r=4000), "128"),
+    "not targeted": (config(target_modules=["k_proj"]), "target_modules does not name it"),
+    "other base": (
+        tensors(lambda weights: weights.update({f"{Q}.lora_A.weight": torch.zeros(8, 32)})),
+        r"q_proj\.lora_A\.weight is \[8, 32\]",
+    ),
+    "no such layer": (
+        tensors(lambda weights: weights.update({f"{Q}.lora_A.weight".replace(".0.", ".9."): torch.zeros(8, 64)})),
+        r"layers\.9\.self_attn\.q_proj\.lora_B\.weight is missing",
+    ),
+    "more layers": (
+        tensors(
+            lambda weights: weights.update(
+                {name.replace(".1.", ".2."): weights[name].clone() for name in list(weights)}
+            )
+        ),
+        r"layers\.2\.\S+ is no linear layer of this model",
+    ),
+    "no B": (
+        tensors(lambda weights: weights.pop(f"{Q}.lora_B.weight")),
+        r"q_proj\.lora_B\.weight is missing",
+    ),
+    "a layer missing": (
+        tensors(lambda weights: [weights.pop(f"{Q}.lora_{side}.weight") for side in "AB"]),
+        r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is missing",
+    ),
+    "not finite": (tensors(lambda weights: weights[f"{Q}.lora_A.weight"].fill_(torch.nan)), "not finite"),
+    "scale": (config(lora_alpha=1e40), "holds numbers that are not finite in float32"),
+    "magnitudes": (
+        tensors(lambda weights: weights.update({f"{Q}.lora_magnitude_vector": torch.zeros(64)})),
+        "lora_magnitude_vector",
+    ),
+    "output layer": (
+        tensors(
+            lambda weights: weights.update(
+                {
+                    "base_model.model.lm_head.lora_A.weight": torch.zeros(8, 64),
+                    "base_model.model.lm_head.lora_B.weight": torch.zeros(288, 8),
+                }
+            )
+        ),
+        "lm_head is an embedding or the output layer",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def running(make: Callable[..., LLM]) -> Iterator[LLM]:
+    with make(max_adapter_rank=8) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_adapters_are_refused_by_name_and_disturb_nobody(
+    kind: str,
+    files: dict[str, Path],
+    running: LLM,
+    expected: dict[str | None, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    spoil, message = BAD[kind]
+    folder = tmp_path / "bad"
+    shutil.copytree(files["all"], folder)
+    spoil(folder)
+    stream = running.stream(PROMPTS[0], GREEDY, adapter="all")
+    next(stream)
+    with pytest.raises(InvalidAdapter, match=message):
+        running.load_adapter("bad", str(folder))
+    *_, last = stream
+    assert last.outputs[0].token_ids == expected["all"][0]
+    assert "bad" not in running.adapters
+
+
+def test_experts_are_not_adapted(tmp_path: Path) -> None:
+    decoder = load_model(make_checkpoint("mixtral", tmp_path / "model"))
+    bank = AdapterBank(decoder, 1, 8, kernels=False)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["w1"]})
+    )
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
+    weights = {f"{name}.lora_A.weight": torch.zeros(2, 48), f"{name}.lora_B.weight": torch.zeros(80, 2)}
+    save_file(weights, folder / "adapter_model.safetensors")
+    with pytest.raises(InvalidAdapter, match=r"experts\.0\.w1 is of experts"):
+        read_adapter(folder, decoder.spec, bank.targets, 8, torch.float32)
+
+
+def test_names_ranks_and_places_are_checked(make: Callable[..., LLM], files: dict[str, Path], tiny_llm: LLM) -> None:
+    path = str(files["all"])
+    with make(max_adapter_rank=7, adapters={"small": str(files["small"])}) as llm:
+        with pytest.raises(InvalidAdapter, match="rank 8, above max_adapter_rank 7"):
+            llm.load_adapter("all", path)
+        with pytest.raises(InvalidAdapter, match="small is loaded already"):
+            llm.load_adapter("small", path)
+        with pytest.raises(InvalidAdapter, match="not valid"):
+            llm.load_adapter("with space", path)
+        with pytest.raises(InvalidRequest, match="2 prompts and 1 adapters"):
+            llm.generate(PROMPTS[:2], GREEDY, adapter=["small"])
+        with pytest.raises(InvalidRequest, match="there is no adapter 'none'"):
+            llm.unload_adapter("none")
+    with pytest.raises(InvalidAdapter, match="set max_adapters"):
+        tiny_llm.load_adapter("all", path)
+    with pytest.raises(InvalidAdapter, match=r"adapter_config\.json cannot be read"):
+        make(adapters={"gone": "/nowhere"})
+    with pytest.raises(ConfigError, match="max_adapters is 0"):
+        make(max_adapters=0)

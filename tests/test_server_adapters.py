@@ -1,0 +1,157 @@
+"""Adapters of a running server: by the name of the model, loaded and unloaded by keys that may."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvern import LLM, SamplingParams
+from tests.peft_adapters import make_adapter
+from tests.test_server import KEY, Served
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+
+ADMIN = "admin-key"
+PROMPT = [5, 9, 17, 33, 2, 81]
+TOKENS = 16
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "kv_cache_tokens": 2048, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters "one", "two" and "bad", and one outside, which a link leads to."""
+    folder = tmp_path_factory.mktemp("served")
+    allowed = folder / "adapters"
+    for seed, name in enumerate(("one", "two")):
+        make_adapter(tiny_model, allowed / name, seed, r=4)
+    shutil.copytree(allowed / "one", folder / "outside")
+    shutil.copytree(allowed / "one", allowed / "bad")
+    config = allowed / "bad" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    (allowed / "link").symlink_to(folder / "outside")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path, folder: Path) -> dict[str | None, str]:
+    adapters = {name: str(folder / "adapters" / name) for name in ("one", "two")}
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    with LLM(str(tiny_model), adapters=adapters, **OPTIONS) as llm:
+        return {name: llm.generate(PROMPT, params, adapter=name)[0].outputs[0].text for name in (None, "one", "two")}
+
+
+@pytest.fixture
+def server(tiny_model: Path, folder: Path, tmp_path: Path) -> Iterator[Served]:
+    keys = tmp_path / "keys"
+    keys.write_text(f"user:{KEY}\nadmin:{ADMIN} admin=1\n")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    one, allowed = folder / "adapters" / "one", folder / "adapters"
+    served = Served(
+        *(str(tiny_model), "--served-model-name", "base", "--adapter", f"one={one}", "--adapter-folder", str(allowed)),
+        *("--api-key-file", str(keys), "--data-dir", str(tmp_path), *options),
+    )
+    yield served
+    served.stop()
+
+
+def ask(server: Served, model: str, **extra: Any) -> str:
+    body = {"temperature": 0, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}, **extra}
+    answer = server.client().completions.create(model=model, prompt=PROMPT, **body)
+    assert answer.model == model
+    return answer.choices[0].text
+
+
+def change(server: Served, what: str, key: str = ADMIN, **body: Any) -> tuple[int, dict[str, Any]]:
+    status, _, answer = server.raw("POST", f"/v1/{what}_lora_adapter", json.dumps(body).encode(), key)
+    return status, answer
+
+
+def test_adapters_are_models_that_come_and_go(server: Served, folder: Path, expected: dict[str | None, str]) -> None:
+    assert ask(server, "base") == expected[None]
+    assert ask(server, "one") == expected["one"]
+    assert change(server, "load", lora_name="zwei", lora_path="two") == (
+        200,
+        {"id": "zwei", "object": "adapter", "loaded": True},
+    )
+    models = {model.id: getattr(model, "parent", None) for model in server.client().models.list()}
+    assert models == {"base": None, "one": "base", "zwei": "base"}
+    assert ask(server, "zwei") == expected["two"]
+    chunks = server.client().chat.completions.create(
+        model="zwei", messages=[{"role": "user", "content": "fox"}], stream=True, max_tokens=3
+    )
+    assert {chunk.model for chunk in chunks} == {"zwei"}
+    assert change(server, "unload", lora_name="zwei")[0] == 200
+    with pytest.raises(openai.NotFoundError, match="there is no model 'zwei': this server has base, one"):
+        ask(server, "zwei")
+    assert change(server, "load", lora_name="zwei", lora_path=str(folder / "adapters" / "one"))[0] == 200
+    assert ask(server, "zwei") == expected["one"], "not from blocks that the other weights left"
+
+
+def test_what_is_refused_while_others_are_answered(
+    server: Served, folder: Path, expected: dict[str | None, str]
+) -> None:
+    stop, answers = threading.Event(), set()
+
+    def keep_asking() -> None:
+        while not stop.is_set():
+            answers.add(ask(server, "one"))
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        for key, path, status, message in (
+            (KEY, "two", 403, "admin=1"),
+            (ADMIN, "../outside", 403, "not below"),
+            (ADMIN, str(folder / "outside"), 403, "not below"),
+            (ADMIN, "link", 403, "not below"),
+            (ADMIN, "two\0", 400, "lora_path"),
+            (ADMIN, "", 400, "lora_path"),
+            (ADMIN, "nothing", 400, "adapter_config.json cannot be read"),
+            (ADMIN, "bad", 400, "use_dora is True"),
+        ):
+            found, answer = change(server, "load", key, lora_name="new", lora_path=path)
+            assert (found, message in answer["error"]["message"]) == (status, True), (path, answer)
+        for name in ("one", "base", "with space", 7):
+            assert change(server, "load", lora_name=name, lora_path="two")[0] == 400
+        assert change(server, "unload", KEY, lora_name="one")[0] == 403
+        assert change(server, "unload", lora_name="base")[0] == 404
+        assert change(server, "unload")[0] == 400
+    finally:
+        stop.set()
+        asking.join()
+    assert answers == {expected["one"]}
+
+
+def test_a_new_engine_has_the_adapters_of_the_one_that_died(server: Served, expected: dict[str | None, str]) -> None:
+    assert change(server, "load", lora_name="zwei", lora_path="two")[0] == 200
+    stream = server.client().completions.create(
+        model="zwei", prompt=PROMPT, temperature=0, max_tokens=TOKENS, stream=True, extra_body={"ignore_eos": True}
+    )
+    text = next(stream).choices[0].text
+    server.kill_engine()
+    text += "".join(chunk.choices[0].text for chunk in stream)
+    assert text == expected["two"]
+    assert (ask(server, "zwei"), ask(server, "one")) == (expected["two"], expected["one"])
+
+
+def test_a_server_without_a_folder_loads_nothing_later(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
+    served = Served(str(tiny_model), "--threads", "1", "--max-model-len", "64", "--data-dir", str(tmp_path))
+    try:
+        status, answer = change(served, "load", lora_name="one", lora_path=str(folder / "adapters" / "one"))
+        assert (status, answer["error"]["code"]) == (403, "permission_denied")
+    finally:
+        served.stop()
+
+
+def test_a_bad_adapter_of_the_command_line_ends_the_start(tiny_model: Path, folder: Path) -> None:
+    bad = f"--adapter=bad={folder / 'adapters' / 'bad'}"
+    command = [sys.executable, "-m", "kvern", "serve", str(tiny_model), "--port", "0", "--max-model-len", "64", bad]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "use_dora is True" in ended.stderr, "Traceback" in ended.stderr) == (2, True, False)
