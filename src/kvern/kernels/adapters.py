@@ -31,7 +31,8 @@ INPUTS_OF_SPLIT = 512
 SPLIT_ROWS = 512
 """With more rows the tiles of rows alone fill the card."""
 WARPS = 4
-EXPAND_STAGES = 1
+WIDE = 128
+"""Outputs of a tile, or half as many."""
 MANY_OUTPUTS = 16384
 """With so many, wider tiles still give every processor one."""
 
@@ -173,33 +174,24 @@ def _expand_kernel(
     using = tl.load(adapters + row, mask=row < rows, other=-1)
     its = tl.load(ranks + using, mask=using >= 0, other=0)
     highest = tl.max(its, axis=0)
-    its_up = up + start
-    weights = _matrices(its_up, using, ranks, 0, 0, outputs, inside, MOST, SLOTS, TOGETHER, CHUNK, OUTPUTS)
     if OVERLAP:
         wait_for_previous()
     if highest > 0:
+        target = out + start + row.to(tl.int64)[:, None] * outputs + column[None, :]
+        update = tl.load(target, mask=(its > 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
         its_low = low + row.to(tl.int64)[:, None] * (PARTS * MOST) + part * MOST
         between = rows.to(tl.int64) * (PARTS * MOST)
-        values = _sum_of_splits(its_low, its, 0, between, SPLITS, CHUNK).to(up.dtype.element_ty)
-        update = tl.dot(_spread(values, using, 0, ROWS, TOGETHER, CHUNK), weights, input_precision="ieee")
-        for group in tl.static_range(TOGETHER, SLOTS, TOGETHER):
-            weights = _matrices(its_up, using, ranks, group, 0, outputs, inside, MOST, SLOTS, TOGETHER, CHUNK, OUTPUTS)
-            update = tl.dot(
-                _spread(values, using, group, ROWS, TOGETHER, CHUNK), weights, update, input_precision="ieee"
-            )
-        for first in tl.range(CHUNK, highest, CHUNK):
+        for first in tl.range(0, highest, CHUNK):
             values = _sum_of_splits(its_low, its, first, between, SPLITS, CHUNK).to(up.dtype.element_ty)
             for group in tl.static_range(0, SLOTS, TOGETHER):
                 weights = _matrices(
-                    its_up, using, ranks, group, first, outputs, inside, MOST, SLOTS, TOGETHER, CHUNK, OUTPUTS
+                    up + start, using, ranks, group, first, outputs, inside, MOST, SLOTS, TOGETHER, CHUNK, OUTPUTS
                 )
                 update = tl.dot(
                     _spread(values, using, group, ROWS, TOGETHER, CHUNK), weights, update, input_precision="ieee"
                 )
-        target = out + start + row.to(tl.int64)[:, None] * outputs + column[None, :]
         mask = (its > 0)[:, None] & inside[None, :]
-        result = tl.load(target, mask=mask, other=0.0).to(tl.float32) + update
-        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+        tl.store(target, update.to(out.dtype.element_ty), mask=mask)
 
 
 def add_adapters(
@@ -229,7 +221,7 @@ def add_adapters(
     if not deterministic:
         tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
         splits = 1 if rows >= SPLIT_ROWS else splits
-    width = 128 if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else 64
+    width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
     overlap = overlaps(x.device)
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
     row_tiles = triton.cdiv(rows, tile)
@@ -279,6 +271,6 @@ def add_adapters(
         all(end % width == 0 for end in ends),
         overlap,
         num_warps=WARPS,
-        num_stages=EXPAND_STAGES,
+        num_stages=1 if width == WIDE else 3,  # buffers of wide tiles leave a processor too few programs
         launch_pdl=overlap,
     )
