@@ -61,6 +61,8 @@ class EngineConfig:
     """Launch a whole decode step at once on a GPU."""
     shared_prefix_attention: bool = True
     """Read the blocks that decoding requests begin with in common once for all of them, on a GPU."""
+    grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"
+    """Who follows the grammars of structured answers; xgrammar is an extra and does fewer forms."""
     logits_processors: tuple[str, ...] = ()
     """Custom logits processors that requests may use: entry points of installed packages, applied in this order."""
     overlap: bool = True

@@ -105,7 +105,7 @@ def build_device_core(
     with startup.stage("attention"), torch.inference_mode():
         make_attention = attention_maker(config, spec, dtype, device, longest, measurements, startup)
     measurements.save()
-    compiled = grammars_of(folder, spec.vocab_size, spec.eos_token_ids)
+    compiled = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
     grammars = GrammarRows(compiled, spec.vocab_size, device, restrict)
     model = ProcessorModel(folder, spec.vocab_size, slots, longest, device)
     processors = ProcessorRows(load_processors(config.logits_processors), model)

@@ -91,7 +91,8 @@ def build_core(
     rows = BatchRows(slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device)
     default = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
-    grammars = GrammarRows(grammars_of(folder, spec.vocab_size, spec.eos_token_ids), spec.vocab_size, device)
+    compiled = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
+    grammars = GrammarRows(compiled, spec.vocab_size, device)
     model = ProcessorModel(folder, spec.vocab_size, slots, plan.max_model_len, device)
     processors = ProcessorRows(load_processors(config.logits_processors), model)
     runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, processors, adapters)

@@ -48,7 +48,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
-        self._grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids)
+        self._grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
         self._defaults = _generation_defaults(folder)
         self.chat = Chat(tokenizer, self._grammars, config.tool_parser, config.reasoning_parser)
         self._seed = config.seed

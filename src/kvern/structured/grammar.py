@@ -1,38 +1,36 @@
 """Grammars of structured answers: checked where requests are made, followed where tokens are sampled."""
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
+import torch
 
-from kvern.errors import InvalidParameter
+from kvern.errors import ConfigError, InvalidParameter
+from kvern.structured.backend import Backend, Matcher
 from kvern.structured.output import StructuredOutput
-from kvern.structured.references import check_references
-from kvern.structured.schema import rewrite
 from kvern.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MOST_CHARACTERS = 1 << 20
 """Of a schema, expression or grammar."""
 CACHED = 256
 """Compiled grammars that are remembered."""
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
-"""Between the tokens of JSON; bounded, so that no model can go on with blanks for ever."""
 
 
 class Grammars:
     """Compiles grammars for one model's tokenizer, and makes what follows them token by token.
 
-    The library's form of the tokenizer is made at first use: it takes a moment for a large vocabulary.
+    The library's form of the tokenizer is made at first use: it takes a moment for a large vocabulary. Raises
+    ConfigError if the library is not there.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._model_eos = eos_token_ids
+        self._make_backend = _backend(backend)
         self._compile = functools.lru_cache(CACHED)(self._checked)
 
     def compile(self, structured: StructuredOutput) -> str:
@@ -42,11 +40,13 @@ class Grammars:
         except RecursionError as error:
             raise InvalidParameter("structured: the schema is nested too deeply") from error
 
-    def matcher(self, grammar: str) -> "LLMatcher":
+    def matcher(self, grammar: str) -> Matcher:
         """At the beginning of an answer that follows a compiled grammar."""
-        from llguidance import LLMatcher
+        return self._backend.matcher(grammar)
 
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+    def fill(self, going: Sequence[tuple[Any, int]], masks: torch.Tensor, side_by_side: bool) -> None:
+        """As `Backend.fill`."""
+        self._backend.fill(going, masks, side_by_side)
 
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -61,86 +61,42 @@ class Grammars:
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that no text of a grammar matches, only their ids; entries of the table without a token among them."""
-        known, padding = range(self._tokenizer.vocab_size), range(Tokenizer(self._folder).vocab_size, self._vocab_size)
-        return frozenset(token for token in known if self._tokenizer.is_special_token(token)) | frozenset(padding)
+        padding = range(Tokenizer(self._folder).vocab_size, self._vocab_size)
+        return self._backend.special_token_ids | frozenset(padding)
 
     @functools.cached_property
-    def _tokenizer(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer
-
-        path = self._folder / "tokenizer.json"
-        if not path.is_file():
+    def _backend(self) -> Backend:
+        if not (self._folder / "tokenizer.json").is_file():
             raise InvalidParameter(f"structured needs a tokenizer, and {self._folder} has no tokenizer.json")
-        eos = list(self.eos_token_ids)
-        return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=self._vocab_size, eos_token=eos)
+        return self._make_backend(self._folder, self._vocab_size, self.eos_token_ids)
 
     def _checked(self, encoded: bytes) -> str:
         if len(encoded) > MOST_CHARACTERS:
             raise InvalidParameter(f"structured has {len(encoded)} characters: at most {MOST_CHARACTERS}")
         try:
-            grammar = _grammar(msgspec.json.decode(encoded, type=StructuredOutput))
-            matcher = self.matcher(grammar)
+            return self._backend.compile(msgspec.json.decode(encoded, type=StructuredOutput))
+        except InvalidParameter:
+            raise
         except (ValueError, RecursionError) as error:
-            if isinstance(error, InvalidParameter):
-                raise
-            raise InvalidParameter(f"structured: {_one_line(str(error))}") from error
-        problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
-        if problem:
-            raise InvalidParameter(f"structured: {_one_line(problem)}")
-        matcher.compute_bitmask()
-        problem = matcher.get_error()
-        if problem.startswith("NoExtensionBias"):
-            problem = "no text has this form: its rules exclude each other or lead nowhere"
-        if problem:
-            raise InvalidParameter(f"structured: {_one_line(problem)}")
-        return grammar
+            raise InvalidParameter(f"structured: {' '.join(str(error).split())[:500]}") from error
 
 
 @functools.cache
-def grammars_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+def grammars_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str = "llguidance") -> Grammars:
     """Those of one model, shared by all who need them in this process."""
-    return Grammars(folder, vocab_size, eos_token_ids)
+    return Grammars(folder, vocab_size, eos_token_ids, backend)
 
 
-def _limits() -> "LLParserLimits":
-    from llguidance import LLParserLimits
+def _backend(name: str) -> Callable[[Path, int, Sequence[int]], Backend]:
+    if name == "llguidance":
+        from kvern.structured.llguidance_backend import LLGuidanceBackend
 
-    return LLParserLimits(max_lexer_states=100_000, max_grammar_size=200_000)
-
-
-def _grammar(structured: StructuredOutput) -> str:
-    if not structured.parts:
-        return _lone_grammar(structured)
-    grammars = [{"lark_grammar": structured.grammar}]
-    for name, part in structured.parts.items():
-        written = _lone_grammar(part)
-        is_lark = part.json is None and part.regex is None
-        held = {"lark_grammar": written} if is_lark else msgspec.json.decode(written)["grammars"][0]
-        grammars.append({**held, "name": name})
-    return msgspec.json.encode({"grammars": grammars}).decode()
-
-
-def _lone_grammar(structured: StructuredOutput) -> str:
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if structured.json is not None:
-        schema = {"type": "object"} if structured.json is True else structured.json
-        check_references(schema)
-        return LLMatcher.grammar_from_json_schema(rewrite(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
-    if structured.regex is not None:
-        return LLMatcher.grammar_from_regex(structured.regex)
-    if structured.choice is not None:
-        texts = " | ".join(msgspec.json.encode(text).decode() for text in structured.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
-    assert structured.grammar is not None
+        return LLGuidanceBackend
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
-    except RecursionError as error:
-        raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
-    except Exception as error:  # what the converter of GBNF raises for unknown rules
-        raise InvalidParameter(f"structured: grammar: {_one_line(str(error))}") from error
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:500]
+        from kvern.structured.xgrammar_backend import XgrammarBackend
+    except ImportError as error:
+        raise ConfigError(
+            f"grammar_backend is xgrammar, which cannot be loaded ({error}): install it with pip install "
+            "'kvern[xgrammar]', or leave grammar_backend at llguidance"
+        ) from error
+    return XgrammarBackend

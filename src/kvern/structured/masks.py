@@ -10,8 +10,7 @@ import torch
 from kvern.step import Fork, NewRequest
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
-
+    from kvern.structured.backend import Matcher
     from kvern.structured.grammar import Grammars
     from kvern.worker.executor import StepResult
 
@@ -47,11 +46,11 @@ class GrammarRows:
         self._width = -(-vocab_size // BITS)
         self._device = device
         self._restrict = restrict
-        self._matchers: dict[int, LLMatcher] = {}
+        self._matchers: dict[int, Matcher] = {}
         self._grammar_of: dict[int, str] = {}
-        self._left: list[tuple[str, LLMatcher]] = []
-        self._spare: dict[str, list[LLMatcher]] = {}
-        self._expected: list[tuple[list[LLMatcher | None], StepResult]] = []
+        self._left: list[tuple[str, Matcher]] = []
+        self._spare: dict[str, list[Matcher]] = {}
+        self._expected: list[tuple[list[Matcher | None], StepResult]] = []
 
     def join(self, joined: Iterable[NewRequest]) -> None:
         """Let requests take their rows; what they have generated already is followed."""
@@ -65,7 +64,7 @@ class GrammarRows:
         for request, matcher in zip(bound, self._threads.map(self._matcher, bound), strict=True):
             self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.grammar or ""
 
-    def _matcher(self, request: NewRequest) -> "LLMatcher":
+    def _matcher(self, request: NewRequest) -> "Matcher":
         assert request.grammar is not None
         spare = self._spare.get(request.grammar)
         matcher = spare.pop() if spare else self._grammars.matcher(request.grammar)
@@ -135,11 +134,8 @@ class GrammarRows:
                 masks[place] = self._ended
             else:
                 going.append((matcher, place))
-        if pinned and going:
-            self._executor.unsafe_compute_mask_ptr(going, masks.data_ptr(), 4 * self._width, len(rows))
-        else:  # the model's own threads have the cores
-            for matcher, place in going:
-                matcher.unsafe_compute_mask_ptr(masks[place].data_ptr(), 4 * self._width)
+        if going:  # on a CPU, the model's own threads have the cores
+            self._grammars.fill(going, masks, side_by_side=pinned)
         index = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
         self._restrict(logits, index, masks.to(self._device, non_blocking=True))
         matchers = {slots[row]: self._matchers[slots[row]] for row in rows}
@@ -153,13 +149,6 @@ class GrammarRows:
     def _threads(self) -> ThreadPoolExecutor:
         """They make matchers side by side, which takes most of a millisecond each."""
         return ThreadPoolExecutor(thread_name_prefix="grammar")
-
-    @functools.cached_property
-    def _executor(self) -> "LLExecutor":
-        """Threads that make masks side by side."""
-        from llguidance import LLExecutor
-
-        return LLExecutor()
 
     @functools.cached_property
     def _ended(self) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""Grammars by llguidance, which refuses what it cannot do."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from kvern.errors import InvalidParameter
+from kvern.structured.output import StructuredOutput
+from kvern.structured.references import check_references
+from kvern.structured.schema import rewrite
+
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+"""Between the tokens of JSON; bounded, so that no model can go on with blanks for ever."""
+
+
+class LLGuidanceBackend:
+    """Its grammars are texts in Lark's notation or in JSON; its matchers the library's own."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+    @functools.cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        known = range(self._tokenizer.vocab_size)
+        return frozenset(token for token in known if self._tokenizer.is_special_token(token))
+
+    def compile(self, structured: StructuredOutput) -> str:
+        grammar = _grammar(structured)
+        matcher = self.matcher(grammar)
+        problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
+        if not problem:
+            matcher.compute_bitmask()
+            problem = matcher.get_error()
+        if problem.startswith("NoExtensionBias"):
+            problem = "no text has this form: its rules exclude each other or lead nowhere"
+        if problem:
+            raise ValueError(problem)
+        return grammar
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+
+    def fill(self, going: Sequence[tuple[LLMatcher, int]], masks: torch.Tensor, side_by_side: bool) -> None:
+        row_bytes = 4 * masks.shape[1]
+        if side_by_side:
+            self._executor.unsafe_compute_mask_ptr(list(going), masks.data_ptr(), row_bytes, len(masks))
+            return
+        for matcher, row in going:
+            matcher.unsafe_compute_mask_ptr(masks[row].data_ptr(), row_bytes)
+
+    @functools.cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(max_lexer_states=100_000, max_grammar_size=200_000)
+
+
+def _grammar(structured: StructuredOutput) -> str:
+    if not structured.parts:
+        return _lone_grammar(structured)
+    grammars = [{"lark_grammar": structured.grammar}]
+    for name, part in structured.parts.items():
+        written = _lone_grammar(part)
+        is_lark = part.json is None and part.regex is None
+        held = {"lark_grammar": written} if is_lark else msgspec.json.decode(written)["grammars"][0]
+        grammars.append({**held, "name": name})
+    return msgspec.json.encode({"grammars": grammars}).decode()
+
+
+def _lone_grammar(structured: StructuredOutput) -> str:
+    if structured.json is not None:
+        schema = {"type": "object"} if structured.json is True else structured.json
+        check_references(schema)
+        return LLMatcher.grammar_from_json_schema(rewrite(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    if structured.regex is not None:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        texts = " | ".join(msgspec.json.encode(text).decode() for text in structured.choice)
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    assert structured.grammar is not None
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))
+    except RecursionError as error:
+        raise InvalidParameter("structured: grammar is nested too deeply: name its parts in rules") from error
+    except Exception as error:  # what the converter of GBNF raises for unknown rules
+        raise ValueError(f"grammar: {error}") from error
