@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from kvern.errors import InvalidRequest
 from kvern.request import Request
 from kvern.structured.output import StructuredOutput
 from kvern.tools.definitions import read_tools
+from tests.feature_matrix import page
 from tests.idle import is_idle
+from tests.test_server import serving
+from tests.test_server_tools import gathered
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = (
@@ -378,16 +382,21 @@ FEATURES: dict[str, Feature] = {
     "streaming": Streaming(),
 }
 
+PROMISED = {name: " ".join((feature.__doc__ or "").split()) for name, feature in FEATURES.items()}
+
 
 def check_same(answer: CompletionOutput, expected: CompletionOutput) -> None:
-    """The same tokens, text, calls and end."""
+    """The same tokens, text, content, calls and end."""
     assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
     assert (answer.finish_reason, answer.stop_reason) == (expected.finish_reason, expected.stop_reason)
-    parts = [] if answer.message is None else [(call.name, call.arguments) for call in answer.message.tool_calls]
-    wanted = [] if expected.message is None else [(call.name, call.arguments) for call in expected.message.tool_calls]
-    assert parts == wanted
+    assert pieces(answer) == pieces(expected)
     if answer.cumulative_logprob is not None and expected.cumulative_logprob is not None:
         assert answer.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=CLOSE)
+
+
+def pieces(answer: CompletionOutput) -> tuple[str, list[tuple[str, str]]]:
+    assert answer.message is not None
+    return answer.message.content, [(call.name, call.arguments) for call in answer.message.tool_calls]
 
 
 def asks_with(features: frozenset[str], times: int) -> list[Ask]:
@@ -402,17 +411,25 @@ def asks_with(features: frozenset[str], times: int) -> list[Ask]:
     return asks
 
 
+def plain_asks() -> list[Ask]:
+    """The company: requests that ask for nothing."""
+    return [Ask(question, SamplingParams(temperature=0, max_tokens=80)) for question in QUESTIONS]
+
+
+def too_little_room(asks: Sequence[Ask], alone: Alone) -> int:
+    """Tokens for the longest of them, or for two prompts and not all of their answers."""
+    prompts = {ask: len(alone(ask).output.prompt_token_ids) for ask in asks if ask.features}
+    longest = max(prompt + (ask.params.max_tokens or 0) for ask, prompt in prompts.items())
+    return max(longest, 2 * statistics.median_low(prompts.values()) + 24)
+
+
 def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> tuple[list[Result], Run]:
     """One engine with these features answers all of them in one batch; with a prefix cache for the second time."""
     options = dict(OPTIONS)
     for name in of_engine:
         options |= FEATURES[name].options()
-    if "preemption" in of_engine:  # room for the longest, or for two prompts and too little of their answers
-        prompts = {ask: len(alone(ask).output.prompt_token_ids) for ask in asks if ask.features}
-        longest = max(prompt + (ask.params.max_tokens or 0) for ask, prompt in prompts.items())
-        options["kv_cache_tokens"] = options["max_model_len"] = max(
-            longest, 2 * statistics.median_low(prompts.values()) + 24
-        )
+    if "preemption" in of_engine:
+        options["kv_cache_tokens"] = options["max_model_len"] = too_little_room(asks, alone)
     rounds = 2 if "prefix cache" in of_engine else 1
     llm = AsyncLLM(**options) if "streaming" in of_engine else LLM(**options)
     preempted = watch_preemptions(llm)
@@ -456,7 +473,7 @@ def watch_preemptions(llm: LLM | AsyncLLM) -> set[str]:
 
 def check_combinations(combinations: Sequence[frozenset[str]], alone: Alone, times: int = 2) -> None:
     """Requests of each combination in one batch with plain ones, by an engine with all that any of them needs."""
-    asks = [Ask(question, SamplingParams(temperature=0, max_tokens=80)) for question in QUESTIONS]
+    asks = plain_asks()  # before the others, which are then the first to lose their blocks
     asks += [ask for features in combinations for ask in asks_with(features, times)]
     of_engine = frozenset(["prefix cache", "preemption", "streaming"]) & frozenset().union(*combinations)
     results, run = run_batch(asks, of_engine, alone)
@@ -508,6 +525,47 @@ def test_everything_at_once(alone: Alone) -> None:
     check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
 
 
+def body_of(ask: Ask) -> dict[str, Any]:
+    """The request for `/v1/chat/completions`."""
+    params = ask.params
+    body: dict[str, Any] = {"model": ask.adapter or "kvern-1m", "messages": ask.messages, "stream": True, **ask.tools}
+    body["stream_options"] = {"include_usage": True}
+    body |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "n": params.n, "seed": params.seed}
+    if params.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": params.logprobs}
+    if params.structured is not None:
+        form = {"name": "record", "schema": params.structured.json, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    if params.beam_width is not None:
+        body["extra_body"] = {"use_beam_search": True, "best_of": params.beam_width}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+@pytest.mark.features(*FEATURES)
+def test_everything_at_once_over_http(alone: Alone) -> None:
+    """The same batch as streams of a server without room."""
+    asks = [ask for features in TOGETHER for ask in asks_with(features, 1)] + plain_asks()
+    size = str(too_little_room(asks, alone))
+    adapters = [argument for name, folder in ADAPTERS.items() for argument in ("--adapter", f"{name}={folder}")]
+    sizes = ["--kv-cache-tokens", size, "--max-model-len", size, "--block-size", "4", "--threads", "1"]
+    with serving("--model", "kvern-1m", "--dtype", "float32", *adapters, *sizes) as served:
+        client = served.client()
+
+        def answered(ask: Ask) -> tuple[list[dict[str, Any]], int]:
+            chunks = list(client.chat.completions.create(**body_of(ask)))
+            return gathered(chunks, ask.params.n), chunks[-1].usage.prompt_tokens_details.cached_tokens
+
+        with ThreadPoolExecutor(len(asks)) as pool:
+            found = [list(pool.map(answered, asks)) for _ in range(2)][1]
+        assert served.figure("num_preemptions_total") > 0
+    assert any(cached for ask, (_, cached) in zip(asks, found, strict=True) if ask.params.sequences == 1)
+    for ask, (choices, _) in zip(asks, found, strict=True):
+        for choice, answer in zip(choices, alone(ask).answers, strict=True):
+            content, calls = pieces(answer)
+            assert (choice["content"], [tuple(call) for call in choice["calls"]]) == (content, calls)
+            assert choice["tokens"] == len(answer.logprobs or ())
+
+
 def test_a_demanded_call_is_no_record(alone: Alone) -> None:
     asked = replace(asks_with(frozenset(["tools"]), 1)[0], features=frozenset()).sampling(
         structured=StructuredOutput(json=RECORD)
@@ -517,11 +575,9 @@ def test_a_demanded_call_is_no_record(alone: Alone) -> None:
 
 
 def test_the_page_is_current_and_no_cell_is_empty() -> None:
-    from tests.feature_matrix import page  # which reads this module
-
     command = [sys.executable, "-m", "tests.feature_matrix"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert made == (ROOT / "docs/features.md").read_text(), "python -m tests.feature_matrix > docs/features.md"
     tests = {param.id: param.values[0] for param in PAIRS if param.id != "tools+n"}
     with pytest.raises(SystemExit, match="no test combines tools and n"):
-        page(tests)
+        page(tests, PROMISED)
