@@ -57,7 +57,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a property that must and may not be": (
         {"guided_json": {"type": "object", "properties": {"a": False}, "required": ["a"]}},
-        "required property 'a'",
+        "# has a required property 'a' that may not be there",
     ),
     "an expression that matches nothing": ({"guided_regex": r"[^\s\S]"}, "no text has this form"),
     "rules that lead nowhere": ({"guided_grammar": "start: a\na: b\nb: a"}, "no text has this form"),

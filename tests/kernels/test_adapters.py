@@ -21,7 +21,7 @@ def launch(rows: int, inputs: int, sizes: tuple[int, ...], most: int = 64, deter
         bf16(rows, inputs),
         torch.zeros(rows, dtype=torch.int64),
         bf16(8, len(sizes), most, inputs),
-        bf16(8, outputs, most),
+        bf16(8, most, outputs),
         torch.ones(8, dtype=torch.int32),
         tuple(accumulate(sizes)),
         deterministic,
@@ -54,7 +54,7 @@ def reference(
         for part, end in enumerate(ends):
             if slot >= 0:
                 low = down[slot, part, : ranks[slot]].double() @ x[row].double()
-                result[row, begin:end] += up[slot, begin:end, : ranks[slot]].double() @ low
+                result[row, begin:end] += low @ up[slot, : ranks[slot], begin:end].double()
             begin = end
     return result
 
@@ -66,12 +66,12 @@ def test_rows_get_what_their_adapter_adds(
     device: torch.device, adapters: list[int], sizes: tuple[int, ...], deterministic: bool
 ) -> None:
     generator = torch.Generator().manual_seed(len(adapters))
-    inputs, most, ranks = 1100, 40, [8, 40, 17, 0]
+    inputs, most, ranks = 1100, 48, [8, 40, 17, 0]
     outputs, ends = sum(sizes), tuple(accumulate(sizes))
     x = torch.randn(len(adapters), inputs + 8, generator=generator).to(device)[:, :inputs]
     out = torch.randn(len(adapters), outputs, generator=generator).to(device)
     down = torch.randn(SLOTS, len(sizes), most, inputs, generator=generator).to(device) / inputs**0.5
-    up = torch.randn(SLOTS, outputs, most, generator=generator).to(device)
+    up = torch.randn(SLOTS, most, outputs, generator=generator).to(device)
     expected = reference(out, x, adapters, down, up, ranks, ends)
     untouched = [row for row, slot in enumerate(adapters) if slot in (-1, 3)]
     before = out[untouched].clone()
@@ -86,7 +86,7 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(80, 1024, generator=generator).to(device, dtype)
     down = torch.randn(2, 1, 16, 1024, generator=generator).to(device, dtype) / 32
-    up = torch.randn(2, 48, 16, generator=generator).to(device, dtype)
+    up = torch.randn(2, 16, 48, generator=generator).to(device, dtype)
     ranks = torch.tensor([16, 4], dtype=torch.int32, device=device)
     rows = torch.tensor([1, 0, -1, 0] * 20, device=device)
     out = torch.zeros(80, 48, dtype=dtype, device=device)
@@ -94,5 +94,5 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     alone = torch.zeros(1, 48, dtype=dtype, device=device)
     add_adapters(alone, x[1:2], rows[1:2], down, up, ranks, (48,), deterministic=True)
     assert torch.equal(alone[0], out[1])
-    expected = up[0].double() @ (down[0, 0].double() @ x[1].double())
+    expected = (down[0, 0].double() @ x[1].double()) @ up[0].double()
     assert relative_error(alone[0], expected) < 2e-2

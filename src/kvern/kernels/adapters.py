@@ -3,10 +3,12 @@
     shrink   low [splits, rows, parts * rank] = x [rows, inputs] @ down[adapter of the row].T, in parts of the inputs
     expand   out [rows, outputs]             += low @ up[adapter of the row].T
 
-A program belongs to one adapter and reads and writes only the rows that use it, so that programs never meet, and each
-adapter's weights are read once for each tile of rows. Ranks go in chunks, so that a low rank costs little where a high
-one fits. The adapters' places are slots of stacked weights; `adapters
-[rows]` holds each row's slot, or -1. The parts of a layer (queries, keys and values) have their own matrices.
+A program multiplies its tile of rows with the matrices of several slots side by side, and each row takes what its own
+adapter made: the matrix units do that in less time than it would take to sort rows by their adapters, and the weights
+of each adapter are read once for each tile of rows. Slots that no row of the tile uses are not read. Ranks go in
+chunks, so that a low rank costs little where a high one fits. The adapters' places are slots of stacked weights;
+`adapters [rows]` holds each row's slot, or -1. The parts of a layer (queries, keys and values) have their own
+matrices.
 """
 
 import torch
@@ -18,15 +20,21 @@ from kvern.kernels.launch import overlaps, wait_for_previous
 SMALLEST_TILE = 16
 """Of the matrix units."""
 LARGEST_TILE = 64
-OUTPUTS = 128
 INPUTS = 128
 CHUNK = 16
-"""Ranks of one program, or of one step of its sum; with many rows more, lest these be read often."""
-LARGEST_CHUNK = 64
+"""Ranks of one program, or of one step of its sum."""
+SHRINK_SLOTS = 4
+EXPAND_SLOTS = 4
+"""Side by side in one product."""
 MOST_SPLITS = 16
 INPUTS_OF_SPLIT = 512
 SPLIT_ROWS = 512
 """With more rows the tiles of rows alone fill the card."""
+WARPS = 4
+WIDE = 128
+"""Outputs of a tile, or half as many."""
+MANY_OUTPUTS = 16384
+"""With so many, wider tiles still give every processor one."""
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
@@ -42,6 +50,8 @@ def _shrink_kernel(
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -49,38 +59,80 @@ def _shrink_kernel(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1) % PARTS
-    split = (tl.program_id(1) // PARTS) % SPLITS
-    first = tl.program_id(1) // (PARTS * SPLITS) * CHUNK
-    slot = tl.program_id(2)
-    highest = tl.load(ranks + slot)
+    split = tl.program_id(1) // PARTS
+    groups: tl.constexpr = (SLOTS + TOGETHER - 1) // TOGETHER
+    slot = tl.program_id(2) % groups * TOGETHER + tl.arange(0, TOGETHER)
+    first = tl.program_id(2) // groups * CHUNK
+    using = tl.load(adapters + row, mask=row < rows, other=-1)
+    mine = (using[:, None] == slot[None, :]) & (slot < SLOTS)[None, :]
+    highest = tl.load(ranks + slot, mask=slot < SLOTS, other=0)
+    highest = tl.where(tl.max(mine.to(tl.int32), axis=0) > 0, highest, 0)
     rank = first + tl.arange(0, CHUNK)
-    known = rank < highest
-    mine = tl.load(adapters + row, mask=row < rows, other=-1) == slot
-    used = (tl.max(mine.to(tl.int32), axis=0) > 0) & (first < highest)
     if OVERLAP:
         wait_for_previous()
-    if used:
+    if tl.max(highest, axis=0) > first:
+        known = tl.reshape(rank[None, :] < highest[:, None], [TOGETHER * CHUNK])
+        place = (slot.to(tl.int64)[:, None] * PARTS + part) * MOST + rank[None, :]
+        place = tl.reshape(place, [TOGETHER * CHUNK])
         column = tl.arange(0, INPUTS)
-        place = (slot.to(tl.int64) * PARTS + part) * MOST + rank
         weight_tile = down + place[None, :] * inputs + column[:, None]
         x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
         span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
-        total = tl.zeros([ROWS, CHUNK], tl.float32)
+        total = tl.zeros([ROWS, TOGETHER * CHUNK], tl.float32)
         for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
             inside = start + column < inputs
-            values = tl.load(x_tile + start, mask=mine[:, None] & inside[None, :], other=0.0)
+            values = tl.load(x_tile + start, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
             weights = tl.load(weight_tile + start, mask=known[None, :] & inside[:, None], other=0.0)
             total = tl.dot(values, weights, total, input_precision="ieee")
+        each = tl.reshape(total, [ROWS, TOGETHER, CHUNK])
+        own = tl.sum(tl.where(mine[:, :, None], each, 0.0), axis=1)
         target = (split.to(tl.int64) * rows + row)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
-        tl.store(low + target, total, mask=mine[:, None] & known[None, :])
+        its = tl.max(tl.where(mine, highest[None, :], 0), axis=1)
+        tl.store(low + target, own, mask=(first < its)[:, None])  # whole chunks: what lies beyond a rank is zero
 
 
 @triton.jit
-def _sum_of_splits(low_tile, mask, rows, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    total = tl.load(low_tile, mask=mask, other=0.0)
+def _matrices(
+    up,
+    using,
+    ranks,
+    group,
+    first,
+    outputs,
+    inside,
+    MOST: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """One chunk of the ranks of the slots from `group` on, [TOGETHER * CHUNK, OUTPUTS]; zero where no row uses it."""
+    slot = group + tl.arange(0, TOGETHER)
+    rank = first + tl.arange(0, CHUNK)
+    used = (tl.max((using[:, None] == slot[None, :]).to(tl.int32), axis=0) > 0) & (slot < SLOTS)
+    limit = tl.load(ranks + slot, mask=used, other=0)
+    there = tl.reshape(rank[None, :] < limit[:, None], [TOGETHER * CHUNK])
+    place = tl.reshape(slot.to(tl.int64)[:, None] * MOST + rank[None, :], [TOGETHER * CHUNK])
+    up_tile = up + place[:, None] * outputs + tl.arange(0, OUTPUTS)[None, :]
+    return tl.load(up_tile, mask=there[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _sum_of_splits(low, its, first, between, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    tile = low + (first + tl.arange(0, CHUNK))[None, :]
+    mask = (first < its)[:, None]
+    total = tl.load(tile, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(low_tile + rows.to(tl.int64) * (split * WIDTH), mask=mask, other=0.0)
+        total += tl.load(tile + between * split, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def _spread(values, using, group, ROWS: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr):
+    """Each row's values where its own slot's ranks are, zero elsewhere: [ROWS, TOGETHER * CHUNK]."""
+    mine = using[:, None] == (group + tl.arange(0, TOGETHER))[None, :]
+    each = tl.where(mine[:, :, None], values[:, None, :], 0.0).to(values.dtype)
+    return tl.reshape(each, [ROWS, TOGETHER * CHUNK])
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
@@ -97,9 +149,12 @@ def _expand_kernel(
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # The parts end at first_end, second_end and outputs; no tile has outputs of two parts.
@@ -110,31 +165,33 @@ def _expand_kernel(
     begin = tl.where(part == 0, 0, tl.where(part == 1, first_end, second_end))
     end = tl.where(part == 0, first_end, tl.where(part == 1, second_end, outputs))
     tile -= tl.where(part == 0, 0, tl.where(part == 1, first_tiles, two_tiles))
-    output = begin + tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, OUTPUTS)
+    start = begin + tile * OUTPUTS
+    if EVEN:
+        start = tl.multiple_of(start, 16)
+    inside = column < (OUTPUTS if EVEN else end - start)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    slot = tl.program_id(2)
-    rank = tl.arange(0, CHUNK)
-    highest = tl.load(ranks + slot)
-    mine = tl.load(adapters + row, mask=row < rows, other=-1) == slot
-    used = (tl.max(mine.to(tl.int32), axis=0) > 0) & (highest > 0)
-    inside = output < end
-    up_tile = up + (slot.to(tl.int64) * outputs + output)[None, :] * MOST + rank[:, None]
-    low_tile = low + row.to(tl.int64)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
-    weights = tl.load(up_tile, mask=used & (rank < highest)[:, None] & inside[None, :], other=0.0)
+    using = tl.load(adapters + row, mask=row < rows, other=-1)
+    its = tl.load(ranks + using, mask=using >= 0, other=0)
+    highest = tl.max(its, axis=0)
     if OVERLAP:
         wait_for_previous()
-    if used:
-        values = _sum_of_splits(low_tile, mine[:, None] & (rank < highest)[None, :], rows, PARTS * MOST, SPLITS)
-        update = tl.dot(values.to(weights.dtype), weights, input_precision="ieee")
-        for start in tl.range(CHUNK, highest, CHUNK):
-            known = start + rank < highest
-            weights = tl.load(up_tile + start, mask=known[:, None] & inside[None, :], other=0.0)
-            values = _sum_of_splits(low_tile + start, mine[:, None] & known[None, :], rows, PARTS * MOST, SPLITS)
-            update = tl.dot(values.to(weights.dtype), weights, update, input_precision="ieee")
-        target = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
-        mask = mine[:, None] & inside[None, :]
-        result = tl.load(target, mask=mask, other=0.0).to(tl.float32) + update
-        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+    if highest > 0:
+        target = out + start + row.to(tl.int64)[:, None] * outputs + column[None, :]
+        update = tl.load(target, mask=(its > 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        its_low = low + row.to(tl.int64)[:, None] * (PARTS * MOST) + part * MOST
+        between = rows.to(tl.int64) * (PARTS * MOST)
+        for first in tl.range(0, highest, CHUNK):
+            values = _sum_of_splits(its_low, its, first, between, SPLITS, CHUNK).to(up.dtype.element_ty)
+            for group in tl.static_range(0, SLOTS, TOGETHER):
+                weights = _matrices(
+                    up + start, using, ranks, group, first, outputs, inside, MOST, SLOTS, TOGETHER, CHUNK, OUTPUTS
+                )
+                update = tl.dot(
+                    _spread(values, using, group, ROWS, TOGETHER, CHUNK), weights, update, input_precision="ieee"
+                )
+        mask = (its > 0)[:, None] & inside[None, :]
+        tl.store(target, update.to(out.dtype.element_ty), mask=mask)
 
 
 def add_adapters(
@@ -150,7 +207,7 @@ def add_adapters(
     """Add to each row of `out [rows, outputs]` what its adapter makes of `x [rows, inputs]`; sums in float32.
 
     adapters  [rows] int32 or int64   the slot of each row's adapter; -1: none, and the row is not touched
-    down      [slots, parts, most, inputs]   up [slots, outputs, most]
+    down      [slots, parts, most, inputs]   up [slots, most, outputs]   `most` a multiple of 16
     ranks     [slots] int32           how many of the `most` ranks a slot has; 0: it changes nothing here
     ends      where each of the parts, three at most, ends among the outputs
 
@@ -161,15 +218,15 @@ def add_adapters(
     first_end, second_end, outputs = (*ends, ends[-1], ends[-1])[:3] if len(ends) < 3 else ends
     tile = LARGEST_TILE
     splits = max(1, min(MOST_SPLITS, inputs // INPUTS_OF_SPLIT))
-    chunk = CHUNK
     if not deterministic:
         tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
-    if not deterministic and rows >= SPLIT_ROWS:
-        splits, chunk = 1, max(CHUNK, min(LARGEST_CHUNK, triton.next_power_of_2(most)))
+        splits = 1 if rows >= SPLIT_ROWS else splits
+    width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
     overlap = overlaps(x.device)
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
     row_tiles = triton.cdiv(rows, tile)
-    _shrink_kernel[(row_tiles, parts * splits * triton.cdiv(most, chunk), slots)](
+    together = min(SHRINK_SLOTS, triton.next_power_of_2(slots))
+    _shrink_kernel[(row_tiles, parts * splits, triton.cdiv(slots, together) * triton.cdiv(most, CHUNK))](
         x,
         adapters,
         down,
@@ -181,17 +238,19 @@ def add_adapters(
         parts,
         most,
         splits,
+        slots,
+        together,
         tile,
-        chunk,
+        CHUNK,
         INPUTS,
         overlap,
-        num_warps=4,
+        num_warps=WARPS,
         num_stages=3,
         launch_pdl=overlap,
     )
     begins = (0, *ends[:-1])
-    out_tiles = sum(triton.cdiv(end - begin, OUTPUTS) for begin, end in zip(begins, ends, strict=True))
-    _expand_kernel[(out_tiles, row_tiles, slots)](
+    out_tiles = sum(triton.cdiv(end - begin, width) for begin, end in zip(begins, ends, strict=True))
+    _expand_kernel[(out_tiles, row_tiles)](
         low,
         adapters,
         up,
@@ -204,10 +263,14 @@ def add_adapters(
         parts,
         most,
         splits,
+        slots,
+        min(EXPAND_SLOTS, triton.next_power_of_2(slots)),
         tile,
         CHUNK,
-        OUTPUTS,
+        width,
+        all(end % width == 0 for end in ends),
         overlap,
-        num_warps=4,
+        num_warps=WARPS,
+        num_stages=1 if width == WIDE else 3,  # buffers of wide tiles leave a processor too few programs
         launch_pdl=overlap,
     )

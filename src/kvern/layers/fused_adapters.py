@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvern.kernels.adapters import add_adapters
+from kvern.kernels.adapters import CHUNK, add_adapters
 from kvern.layers.adapted_linear import AdaptedLinear, Matrices, Selection
 from kvern.layers.linear import Linear
 
@@ -19,10 +19,11 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
     ) -> None:
         super().__init__(linear, selection)
         weight = linear.weight
+        rank = -(-rank // CHUNK) * CHUNK
         self._down = torch.zeros(
             slots, len(linear.outputs), rank, linear.inputs, dtype=weight.dtype, device=weight.device
         )
-        self._up = torch.zeros(slots, weight.shape[0], rank, dtype=weight.dtype, device=weight.device)
+        self._up = torch.zeros(slots, rank, weight.shape[0], dtype=weight.dtype, device=weight.device)
         self._ranks = torch.zeros(slots, dtype=torch.int32, device=weight.device)
         self._ends = tuple(accumulate(linear.outputs.values()))
         self._deterministic = deterministic
@@ -31,16 +32,16 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
         highest = max((down.shape[0] for down, _ in parts.values()), default=0)
         self._ranks[slot : slot + 1].fill_(highest)
         for index, (part, columns) in enumerate(self._columns.items()):
-            down, up = self._down[slot, index, :highest], self._up[slot, columns, :highest]
+            down, up = self._down[slot, index, :highest], self._up[slot, :highest, columns]
             rank = 0
             if part in parts:
                 matrices = parts[part]
                 rank = matrices[0].shape[0]
                 down[:rank].copy_(matrices[0], non_blocking=True)
-                up[:, :rank].copy_(matrices[1], non_blocking=True)
+                up[:rank].copy_(matrices[1].T, non_blocking=True)
             if rank < highest:  # the kernels read as many ranks of every part
                 down[rank:].zero_()
-                up[:, rank:].zero_()
+                up[rank:].zero_()
 
     def add(self, out: Tensor, x: Tensor, rows: Tensor) -> None:
         add_adapters(out, x, rows, self._down, self._up, self._ranks, self._ends, self._deterministic)

@@ -216,9 +216,17 @@ class Work:
             response = {"status_code": status, "request_id": request_id, "body": answer}
             line = {"id": f"batch_req_{request_id}", "custom_id": row["custom_id"], "response": response, "error": None}
             path = self._output if status == 200 else self._errors
-            async with self._writing:
-                await asyncio.to_thread(append, path, msgspec.json.encode(line) + b"\n")
-            self.body["request_counts"]["completed" if status == 200 else "failed"] += 1
+            written = asyncio.create_task(self._write(path, line, "completed" if status == 200 else "failed"))
+            try:
+                await asyncio.shield(written)
+            except asyncio.CancelledError:
+                await written  # what is in the file is counted
+                raise
+
+    async def _write(self, path: Path, line: Object, count: str) -> None:
+        async with self._writing:
+            await asyncio.to_thread(append, path, msgspec.json.encode(line) + b"\n")
+            self.body["request_counts"][count] += 1
 
     async def _answer_row(self, body: dict[str, Any]) -> tuple[int, Object]:
         while True:

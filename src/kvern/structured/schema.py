@@ -126,9 +126,8 @@ def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
     except (Unresolvable, AttributeError, TypeError) as error:
         raise InvalidParameter(f"structured: the schema's references cannot be read: {error!r:.200}") from error
     if root is False:
-        missing = ", ".join(sorted(rewriter.unsaid))
-        reason = f": {missing} cannot be expressed where it stands" if missing else ""
-        raise InvalidParameter(f"structured: the schema allows no value at all{reason}")
+        reasons = "; ".join(["structured: the schema allows no value at all", *sorted(rewriter.reasons)])
+        raise InvalidParameter(reasons)
     return {**(root if isinstance(root, dict) else {}), "$defs": rewriter.definitions}
 
 
@@ -171,15 +170,15 @@ class _Alternative:
 
 
 class _Rewriter:
-    """`said` and `unsaid` give a schema, and what it does not allow, in the compiler's words."""
+    """`said` and `negated` give a schema, and what it does not allow, in the compiler's words."""
 
     def __init__(self, specification: Any) -> None:
         self._specification = specification
         self._nodes = 0
         self._names: dict[tuple[int, bool], str] = {}
         self.definitions: dict[str, Made] = {}
-        self.unsaid: set[str] = set()
-        """Keywords whose negation was needed and has no words."""
+        self.reasons: set[str] = set()
+        """Why there may be nothing left: what was needed and has no words, or contradicts itself."""
 
     def said(self, schema: Schema, at: Resolver, path: str) -> Made:
         """What a schema allows, or a part of that."""
@@ -251,7 +250,9 @@ class _Rewriter:
             elif key not in IGNORED and key not in APPLIED:
                 made[key] = value
         properties, required = made.get("properties", {}), made.get("required", ())
-        if made.get("type") == "object" and any(properties.get(name) is False for name in required):
+        impossible = [name for name in required if properties.get(name) is False]
+        if impossible and made.get("type") == "object":
+            self.reasons.add(f"{path} has a required property {impossible[0]!r} that may not be there")
             return False
         return made
 
@@ -404,7 +405,7 @@ class _Rewriter:
                 for name, item in value.items():
                     yield all_of([{"type": "object", "required": [name]}, self.negated(item, at, f"{here}/{name}")])
             elif key not in IGNORED and key not in ("then", "else", "minContains", "maxContains") and value is not True:
-                self.unsaid.add(f"not {key}")
+                self.reasons.add(f"not {key} cannot be expressed ({here})")
 
     # which schemas plainly exclude each other
 
