@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -186,7 +187,7 @@ def assert_true(value: bool) -> None:
     assert value
 
 
-class Feature:
+class Feature(ABC):
     """Something to ask for. Its document says what it promises, and `check` tests that."""
 
     def options(self) -> dict[str, Any]:
@@ -197,9 +198,9 @@ class Feature:
         """The request with this feature, one of several."""
         return ask
 
+    @abstractmethod
     def check(self, results: Sequence[Result], run: Run) -> None:
         """`results` are those of the requests that have the feature."""
-        raise NotImplementedError
 
 
 class Structured(Feature):
