@@ -1,6 +1,7 @@
 """Grammars of structured answers: checked where requests are made, followed where tokens are sampled."""
 
 import functools
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 1 << 20
 """Of a schema, expression or grammar."""
+LONGEST_MASK_SECONDS = 0.25
 CACHED = 256
 """Compiled grammars that are remembered."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
@@ -87,7 +89,14 @@ class Grammars:
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
             raise InvalidParameter(f"structured: {_one_line(problem)}")
+        start = time.thread_time()
         matcher.compute_bitmask()
+        seconds = time.thread_time() - start
+        if seconds > LONGEST_MASK_SECONDS:
+            raise InvalidParameter(
+                f"structured: it takes {seconds:.1f} s to find the tokens that an answer may begin with, and all running "
+                f"requests would wait: at most {LONGEST_MASK_SECONDS} s; use fewer or smaller repetitions"
+            )
         problem = matcher.get_error()
         if problem.startswith("NoExtensionBias"):
             problem = "no text has this form: its rules exclude each other or lead nowhere"

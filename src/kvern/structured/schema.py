@@ -13,6 +13,7 @@ Keywords are those of draft 2020-12 (https://json-schema.org/draft/2020-12), and
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ Resolver = Any
 """`referencing`'s: knows what a reference means where it stands."""
 
 MOST_NODES = 50_000
+LONGEST_SECONDS = 1.0
+"""Of rewriting: some schemas grow with the square of what they hold."""
 MOST_ALTERNATIVES = 256
 MOST_CONTAINED = 64
 DEEPEST_REFERENCE = 32
@@ -123,6 +126,8 @@ def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
         resolver = registry.with_resource(base, resource).resolver(base)
         rewriter = _Rewriter(specification)
         root = rewriter.said(schema, resolver, "#")
+    except RecursionError as error:
+        raise InvalidParameter("structured: the schema is nested too deeply, or has too long constants") from error
     except (Unresolvable, AttributeError, TypeError) as error:
         raise InvalidParameter(f"structured: the schema's references cannot be read: {error!r:.200}") from error
     if root is False:
@@ -175,7 +180,9 @@ class _Rewriter:
     def __init__(self, specification: Any) -> None:
         self._specification = specification
         self._nodes = 0
+        self._deadline = time.monotonic() + LONGEST_SECONDS
         self._names: dict[tuple[int, bool], str] = {}
+        self._apart: dict[int, bool] = {}
         self.definitions: dict[str, Made] = {}
         self.reasons: set[str] = set()
         """Why there may be nothing left: what was needed and has no words, or contradicts itself."""
@@ -198,9 +205,7 @@ class _Rewriter:
 
     def _enter(self, schema: Schema, at: Resolver, path: str) -> tuple[dict[str, Any], Resolver]:
         """A node with the keywords of older drafts in today's words; checked."""
-        self._nodes += 1
-        if self._nodes > MOST_NODES:
-            raise InvalidParameter(f"structured: the schema says more than {MOST_NODES} things: make it smaller")
+        self._count()
         if not isinstance(schema, Mapping):
             raise InvalidParameter(f"structured: {path} is {schema!r:.60}: a schema is an object, true or false")
         node = dict(schema)
@@ -229,6 +234,15 @@ class _Rewriter:
             raise InvalidParameter(f"structured: {path}/uniqueItems cannot be expressed: leave it out or make it false")
         node.pop("uniqueItems", None)
         return node, at
+
+    def _count(self) -> None:
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise InvalidParameter(f"structured: the schema says more than {MOST_NODES} things: make it smaller")
+        if time.monotonic() > self._deadline:
+            raise InvalidParameter(
+                f"structured: the schema takes more than {LONGEST_SECONDS} s to read: make it simpler"
+            )
 
     def _plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
         """The assertions that the compiler knows, with the schemas in them."""
@@ -300,6 +314,10 @@ class _Rewriter:
 
     def _others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[Made]:
         """That none of the others holds, where it is not plain that they exclude each other."""
+        if id(items) not in self._apart:
+            self._apart[id(items)] = _tell_apart(items)
+        if self._apart[id(items)]:
+            return []
         return [
             self.negated(other, at, f"{path}/{number}")
             for number, other in enumerate(items)
@@ -410,6 +428,7 @@ class _Rewriter:
     # which schemas plainly exclude each other
 
     def _disjoint(self, one: Schema, other: Schema, at: Resolver, path: str, depth: int = 0) -> bool:
+        self._count()
         one, other = self._looked_up(one, at, path), self._looked_up(other, at, path)
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
@@ -552,6 +571,30 @@ def _product(factors: Sequence[Sequence[_Alternative]], path: str) -> list[_Alte
                 "to be looked at one by one: make it smaller"
             )
     return result
+
+
+def _tell_apart(items: Sequence[Schema]) -> bool:
+    """Whether constants, or those of a property that all of them require, tell these schemas from each other.
+
+    The same as looking at each pair, for the many alternatives that some schemas have.
+    """
+    nodes = [item for item in items if isinstance(item, Mapping)]
+    if len(nodes) < len(items):
+        return False
+    required = set.intersection(*(set(node.get("required", ())) for node in nodes))
+    objects = all(_types(node) == {"object"} for node in nodes)
+    tags = ([node.get("properties", {}).get(name) for node in nodes] for name in sorted(required) if objects)
+    return any(map(_distinct_values, itertools.chain([nodes], tags)))
+
+
+def _distinct_values(nodes: Sequence[Any]) -> bool:
+    """Whether each of the schemas names its values, and none has one that another has."""
+    values: list[Any] = []
+    for node in nodes:
+        if not isinstance(node, Mapping) or not {"enum", "const"} & node.keys():
+            return False
+        values += node["enum"] if "enum" in node else [node["const"]]
+    return len({_canonical(value) for value in values}) == len(values)
 
 
 def _other_than(values: Sequence[Any]) -> Made:
