@@ -94,8 +94,8 @@ class Grammars:
         seconds = time.thread_time() - start
         if seconds > LONGEST_MASK_SECONDS:
             raise InvalidParameter(
-                f"structured: it takes {seconds:.1f} s to find the tokens that an answer may begin with, and all running "
-                f"requests would wait: at most {LONGEST_MASK_SECONDS} s; use fewer or smaller repetitions"
+                f"structured: it takes {seconds:.1f} s to find the tokens that an answer may begin with, and all that "
+                f"run would wait: at most {LONGEST_MASK_SECONDS} s; use fewer or smaller repetitions"
             )
         problem = matcher.get_error()
         if problem.startswith("NoExtensionBias"):
