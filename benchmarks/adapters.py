@@ -122,7 +122,7 @@ def main() -> None:
         print(f"{case:32} {median:10,.0f} tokens/s ({min(found):,.0f}-{max(found):,.0f})   {median / base:.3f}")
     if arguments.json is not None:
         report = {
-            "arguments": {name: str(value) for name, value in vars(arguments).items()},
+            "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "json"},
             "tokens_per_second": rates,
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -205,6 +205,7 @@ def test_async_searches(tiny_model: Path) -> None:
 # With everything else
 
 
+@pytest.mark.features("beams", "n", "logprobs")
 def test_logprobs_of_beams(llm: LLM) -> None:
     params = SamplingParams(beam_width=4, n=4, max_tokens=8, logprobs=3, prompt_logprobs=2)
     output = llm.generate(PROMPTS[1], params)[0]
@@ -251,6 +252,7 @@ def test_fewer_answers_than_asked_for(llm: LLM) -> None:
     assert answer.stop_reason == "no beam can go on: every next token is banned"
 
 
+@pytest.mark.features("structured", "beams", "n")
 def test_structured_beams(llm: LLM) -> None:
     """Every beam follows the grammar from where it stands; the order is that of the model."""
     choice = ["the fox", "the dog", "quick", "lazy fox"]
@@ -274,6 +276,7 @@ def test_structured_beams(llm: LLM) -> None:
     assert len({answer.text for answer in outputs[0].outputs}) == 4
 
 
+@pytest.mark.features("structured", "beams", "n", "logprobs", "preemption")
 def test_structured_beams_without_room(tiny_model: Path) -> None:
     """They lose their blocks and their rows, and their grammars follow them."""
     structured = StructuredOutput(regex=r"(the|quick|fox)( (the|quick|fox)){3,5}")

@@ -166,6 +166,8 @@ def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
         ({"json": False}, "allows no value"),
         ({"regex": "("}, "unclosed group"),
+        ({"regex": "(a{1000}){1000}"}, "use fewer or smaller repetitions"),
+        ({"json": {"oneOf": [{"minProperties": number} for number in range(300)]}}, "make it smaller"),
         ({"grammar": "start: missing"}, "unknown name"),
         ({"grammar": "x" * (2 << 20)}, "characters: at most"),
         ({"choice": []}, "choice has 0 texts"),
@@ -173,7 +175,7 @@ def test_switches_and_preemption_change_nothing(tiny_model: Path, options: dict[
         ({}, "structured has nothing"),
         ({"regex": "a", "choice": ["b"]}, "structured has regex, choice"),
     ],
-    ids=range(15),
+    ids=range(17),
 )
 def test_what_cannot_be_followed_is_refused(tiny: LLM, form: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(said)) as refused:

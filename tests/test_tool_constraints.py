@@ -126,7 +126,14 @@ def test_a_schema_that_cannot_be_followed_is_named(model: tuple[ToolFormat, LLM]
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_cache_tokens": 160, "block_size": 4}, {"batching": "static"}, {"prefix_cache": False}],
+    [
+        pytest.param(
+            {"kv_cache_tokens": 160, "block_size": 4},
+            marks=pytest.mark.features("structured", "tools", "n", "preemption"),
+        ),
+        {"batching": "static"},
+        {"prefix_cache": False},
+    ],
     ids=str,
 )
 def test_switches_and_preemption_change_no_call(tiny_model: Path, options: dict[str, Any]) -> None:

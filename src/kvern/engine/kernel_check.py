@@ -164,9 +164,9 @@ class KernelLaunches:
                     yield partial(linear.small_matmul, x, weight, None, shape, arrived)
 
     def _adapters(self) -> Iterable[Launch]:
-        hidden, rank = self.spec.hidden_size, self.adapter_rank
+        hidden, rank = self.spec.hidden_size, -(-self.adapter_rank // adapters.CHUNK) * adapters.CHUNK
         for parts in (1, 2, 3):
-            down, up = self._empty(1, parts, rank, hidden), self._empty(1, parts * hidden, rank)
+            down, up = self._empty(1, parts, rank, hidden), self._empty(1, rank, parts * hidden)
             ends = tuple(hidden * (part + 1) for part in range(parts))
             for rows in (1, 32, 64, adapters.SPLIT_ROWS):
                 x, out = self._empty(rows, hidden), self._empty(rows, parts * hidden)

@@ -1,6 +1,7 @@
 """Grammars by llguidance, which refuses what it cannot do."""
 
 import functools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvern.structured.output import StructuredOutput
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 
+LONGEST_MASK_SECONDS = 0.25
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 """Between the tokens of JSON; bounded, so that no model can go on with blanks for ever."""
 
@@ -34,9 +36,17 @@ class LLGuidanceBackend:
         grammar = _grammar(structured)
         matcher = self.matcher(grammar)
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
-        if not problem:
-            matcher.compute_bitmask()
-            problem = matcher.get_error()
+        if problem:
+            raise ValueError(problem)
+        start = time.thread_time()
+        matcher.compute_bitmask()
+        seconds = time.thread_time() - start
+        if seconds > LONGEST_MASK_SECONDS:
+            raise InvalidParameter(
+                f"structured: it takes {seconds:.1f} s to find the tokens that an answer may begin with, and all that "
+                f"run would wait: at most {LONGEST_MASK_SECONDS} s; use fewer or smaller repetitions"
+            )
+        problem = matcher.get_error()
         if problem.startswith("NoExtensionBias"):
             problem = "no text has this form: its rules exclude each other or lead nowhere"
         if problem:

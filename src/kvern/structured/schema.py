@@ -11,8 +11,8 @@ Keywords are those of draft 2020-12 (https://json-schema.org/draft/2020-12), and
 """
 
 import itertools
-import json
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,95 +22,34 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT3, DRAFT4, DRAFT6, DRAFT7, DRAFT202012, SchemaRegistry, specification_with
 
 from kvern.errors import InvalidParameter
+from kvern.structured.assertions import (
+    COUNTS,
+    FORMATS,
+    IGNORED,
+    OPPOSITES,
+    SHAPES,
+    TYPES,
+    Made,
+    Schema,
+    all_of,
+    any_of,
+    canonical,
+    closed_without,
+    tell_apart,
+    types_of,
+)
 
-Schema = Mapping[str, Any] | bool
-Made = dict[str, Any] | bool
-"""A schema in the compiler's words."""
 Resolver = Any
 """`referencing`'s: knows what a reference means where it stands."""
 
 MOST_NODES = 50_000
+LONGEST_SECONDS = 1.0
+"""Of rewriting: some schemas grow with the square of what they hold."""
 MOST_ALTERNATIVES = 256
 MOST_CONTAINED = 64
 DEEPEST_REFERENCE = 32
-TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-OF_TYPE = {
-    type(None): "null",
-    bool: "boolean",
-    int: "number",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
-IGNORED = {"$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$defs", "definitions", "$comment"}
-IGNORED |= {"$vocabulary", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-IGNORED |= {"contentEncoding", "contentMediaType", "contentSchema"}
-"""They name and describe; they assert nothing."""
 LONE_REFERENCES = (DRAFT3, DRAFT4, DRAFT6, DRAFT7)
 """Drafts in which what stands beside `$ref` means nothing."""
-FORMATS = {
-    "idn-email": {"format": "email"},
-    "idn-hostname": {"format": "hostname"},
-    "iri": {"format": "uri"},
-    "iri-reference": {"format": "uri"},
-    "uri-reference": {"format": "uri"},
-    "uri-template": {"format": "uri"},
-    "json-pointer": {"pattern": "^(/([^~/]|~[01])*)*$"},
-    "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^~/]|~[01])*)*)$"},
-}
-"""Formats that the compiler does not know, as ones that it does: each of their texts has the wider format too."""
-COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
-COUNTS |= {"minContains", "maxContains"}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("properties", "patternProperties", "dependentSchemas", "dependencies"),
-        (lambda value: isinstance(value, dict), "an object"),
-    ),
-    **dict.fromkeys(
-        ("allOf", "anyOf", "oneOf"),
-        (lambda value: isinstance(value, list) and bool(value), "a list with one schema or more"),
-    ),
-    **dict.fromkeys(("prefixItems", "enum"), (lambda value: isinstance(value, list), "a list")),
-    **dict.fromkeys(("$ref", "$dynamicRef", "pattern", "format"), (lambda value: isinstance(value, str), "a text")),
-    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (_is_number, "a number")),
-    **dict.fromkeys(
-        COUNTS, (lambda value: _is_number(value) and 0 <= value == int(value), "a whole number of 0 or more")
-    ),
-    "required": (_are_names, "a list of names"),
-    "dependentRequired": (
-        lambda value: isinstance(value, dict) and all(map(_are_names, value.values())),
-        "an object of lists of names",
-    ),
-}
-"""By keyword: whether its value can be read, and what it has to be."""
-OPPOSITES: dict[str, Callable[[Any], Made]] = {
-    "minimum": lambda bound: {"type": "number", "exclusiveMaximum": bound},
-    "maximum": lambda bound: {"type": "number", "exclusiveMinimum": bound},
-    "exclusiveMinimum": lambda bound: {"type": "number", "maximum": bound},
-    "exclusiveMaximum": lambda bound: {"type": "number", "minimum": bound},
-    "minLength": lambda count: count > 0 and {"type": "string", "maxLength": int(count) - 1},
-    "maxLength": lambda count: {"type": "string", "minLength": int(count) + 1},
-    "minItems": lambda count: count > 0 and {"type": "array", "maxItems": int(count) - 1},
-    "maxItems": lambda count: {"type": "array", "minItems": int(count) + 1},
-    "minProperties": lambda count: count > 0 and {"type": "object", "maxProperties": int(count) - 1},
-    "maxProperties": lambda count: {"type": "object", "minProperties": int(count) + 1},
-    "type": lambda types: {"type": sorted(TYPES - {_wide(name) for name in _as_list(types)})},
-    "const": lambda value: _other_than([value]),
-    "enum": lambda values: _other_than(values),
-    "required": lambda names: any_of({"type": "object", "properties": {name: False}} for name in names),
-}
-"""By keyword: some of what it does not allow; False: nothing."""
 
 
 def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,28 +62,14 @@ def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
         resolver = registry.with_resource(base, resource).resolver(base)
         rewriter = _Rewriter(specification)
         root = rewriter.said(schema, resolver, "#")
+    except RecursionError as error:
+        raise InvalidParameter("structured: the schema is nested too deeply, or has too long constants") from error
     except (Unresolvable, AttributeError, TypeError) as error:
         raise InvalidParameter(f"structured: the schema's references cannot be read: {error!r:.200}") from error
     if root is False:
         reasons = "; ".join(["structured: the schema allows no value at all", *sorted(rewriter.reasons)])
         raise InvalidParameter(reasons)
     return {**(root if isinstance(root, dict) else {}), "$defs": rewriter.definitions}
-
-
-def any_of(schemas: Iterable[Made]) -> Made:
-    """What one of them allows."""
-    some = [schema for schema in schemas if schema is not False]
-    if not some or True in some or {} in some:
-        return bool(some)
-    return some[0] if len(some) == 1 else {"anyOf": some}
-
-
-def all_of(schemas: Iterable[Made]) -> Made:
-    """What all of them allow."""
-    some = [schema for schema in schemas if schema is not True and schema != {}]
-    if not some or False in some:
-        return not some
-    return some[0] if len(some) == 1 else {"allOf": some}
 
 
 @dataclass
@@ -175,7 +100,9 @@ class _Rewriter:
     def __init__(self, specification: Any) -> None:
         self._specification = specification
         self._nodes = 0
+        self._deadline = time.monotonic() + LONGEST_SECONDS
         self._names: dict[tuple[int, bool], str] = {}
+        self._apart: dict[int, bool] = {}
         self.definitions: dict[str, Made] = {}
         self.reasons: set[str] = set()
         """Why there may be nothing left: what was needed and has no words, or contradicts itself."""
@@ -198,9 +125,7 @@ class _Rewriter:
 
     def _enter(self, schema: Schema, at: Resolver, path: str) -> tuple[dict[str, Any], Resolver]:
         """A node with the keywords of older drafts in today's words; checked."""
-        self._nodes += 1
-        if self._nodes > MOST_NODES:
-            raise InvalidParameter(f"structured: the schema says more than {MOST_NODES} things: make it smaller")
+        self._count()
         if not isinstance(schema, Mapping):
             raise InvalidParameter(f"structured: {path} is {schema!r:.60}: a schema is an object, true or false")
         node = dict(schema)
@@ -229,6 +154,15 @@ class _Rewriter:
             raise InvalidParameter(f"structured: {path}/uniqueItems cannot be expressed: leave it out or make it false")
         node.pop("uniqueItems", None)
         return node, at
+
+    def _count(self) -> None:
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise InvalidParameter(f"structured: the schema says more than {MOST_NODES} things: make it smaller")
+        if time.monotonic() > self._deadline:
+            raise InvalidParameter(
+                f"structured: the schema takes more than {LONGEST_SECONDS} s to read: make it simpler"
+            )
 
     def _plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
         """The assertions that the compiler knows, with the schemas in them."""
@@ -300,6 +234,10 @@ class _Rewriter:
 
     def _others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[Made]:
         """That none of the others holds, where it is not plain that they exclude each other."""
+        if id(items) not in self._apart:
+            self._apart[id(items)] = tell_apart(items)
+        if self._apart[id(items)]:
+            return []
         return [
             self.negated(other, at, f"{path}/{number}")
             for number, other in enumerate(items)
@@ -410,10 +348,11 @@ class _Rewriter:
     # which schemas plainly exclude each other
 
     def _disjoint(self, one: Schema, other: Schema, at: Resolver, path: str, depth: int = 0) -> bool:
+        self._count()
         one, other = self._looked_up(one, at, path), self._looked_up(other, at, path)
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
-        if not _types(one) & _types(other):
+        if not types_of(one) & types_of(other):
             return True
         values = [
             node["enum"] if "enum" in node else [node["const"]]
@@ -421,8 +360,8 @@ class _Rewriter:
             if {"enum", "const"} & node.keys()
         ]
         if len(values) == 2:
-            return not {_canonical(value) for value in values[0]} & {_canonical(value) for value in values[1]}
-        if _types(one) != {"object"} and _types(other) != {"object"}:
+            return not {canonical(value) for value in values[0]} & {canonical(value) for value in values[1]}
+        if types_of(one) != {"object"} and types_of(other) != {"object"}:
             return False
         if depth > DEEPEST_REFERENCE:
             return False
@@ -436,7 +375,7 @@ class _Rewriter:
                 depth + 1,
             )
             for name in both
-        ) or any(_closed_without(a, set(b.get("required", ()))) for a, b in ((one, other), (other, one)))
+        ) or any(closed_without(a, set(b.get("required", ()))) for a, b in ((one, other), (other, one)))
 
     def _looked_up(self, schema: Schema, at: Resolver, path: str) -> Schema:
         """What a schema that is a mere reference refers to."""
@@ -552,62 +491,3 @@ def _product(factors: Sequence[Sequence[_Alternative]], path: str) -> list[_Alte
                 "to be looked at one by one: make it smaller"
             )
     return result
-
-
-def _other_than(values: Sequence[Any]) -> Made:
-    """Values of types that none of these has, other texts, and the other truth value."""
-    kinds = {OF_TYPE[type(value)] for value in values}
-    options: list[Made] = [{"type": sorted(TYPES - kinds)}]
-    if "string" in kinds:
-        texts = [value for value in values if isinstance(value, str)]
-        options.append({"type": "string", "pattern": f"^(?:{_other_texts(texts)})$"})
-    if "boolean" in kinds and not {True, False} <= set(filter(lambda value: isinstance(value, bool), values)):
-        options.append({"const": not next(value for value in values if isinstance(value, bool))})
-    return any_of(options)
-
-
-def _other_texts(texts: Sequence[str]) -> str:
-    """A regular expression for all texts but these."""
-    following: dict[str, list[str]] = {}
-    for text in texts:
-        if text:
-            following.setdefault(text[0], []).append(text[1:])
-    parts = [re.escape(first) + f"(?:{_other_texts(rest)})" for first, rest in following.items()]
-    first = "".join(re.escape(character) for character in following)
-    parts.append(f"[^{first}](?s:.)*" if first else "(?s:.)+")
-    if "" not in texts:
-        parts.append("")
-    return "|".join(parts)
-
-
-def _types(node: Mapping[str, Any]) -> set[str]:
-    """The types that a node's values may have."""
-    types = set(TYPES)
-    if "type" in node:
-        types &= {_wide(name) for name in _as_list(node["type"])}
-    for values in (node.get("enum"), [node["const"]] if "const" in node else None):
-        if isinstance(values, list):
-            types &= {OF_TYPE[type(value)] for value in values}
-    return types
-
-
-def _closed_without(node: Mapping[str, Any], required: set[str]) -> bool:
-    """Whether a node's objects may not have one of the required properties."""
-    if node.get("additionalProperties") is not False or node.get("patternProperties") or _types(node) != {"object"}:
-        return False
-    return bool(required - set(node.get("properties", ())))
-
-
-def _wide(name: str) -> str:
-    return "number" if name == "integer" else name
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _canonical(value: Any) -> str:
-    """The same text for values that JSON schema holds equal."""
-    if isinstance(value, float) and value == int(value):
-        value = int(value)
-    return json.dumps(value, sort_keys=True)

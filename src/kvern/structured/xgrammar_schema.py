@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from kvern.errors import InvalidParameter
-from kvern.structured.schema import OF_TYPE, Made, any_of
+from kvern.structured.assertions import OF_TYPE, Made, any_of
 from kvern.structured.xgrammar_patterns import plain_pattern, plain_text
 
 OF_KEYWORD = {

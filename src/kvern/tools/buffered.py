@@ -1,5 +1,6 @@
 """A growing text that is read by states, each of which waits until what it needs has come."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece
@@ -16,7 +17,7 @@ def held_back(text: str, marker: str) -> int:
     return 0
 
 
-class BufferedParser:
+class BufferedParser(ABC):
     """What the parsers of all formats share.
 
     A state is a method that looks at `buffer`, takes what it understands, and returns whether it came further. It may
@@ -37,9 +38,9 @@ class BufferedParser:
         self._calls = 0
         self._after_call = False
 
+    @abstractmethod
     def content_state(self) -> bool:
         """Reads what is no call."""
-        raise NotImplementedError
 
     def feed(self, text: str) -> list[Piece]:
         """The next characters."""

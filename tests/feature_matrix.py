@@ -1,0 +1,130 @@
+"""The page that says which tests combine which features: `python -m tests.feature_matrix > docs/features.md`.
+
+It holds what pytest collects: tests with the mark `features`, unless they are marked to be skipped or to fail.
+"""
+
+import contextlib
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+UNSURE = {"skip", "skipif", "xfail"}
+
+HEAD = """# Features together
+
+A request may ask for any of these at once, and any mixture of requests shares one batch. This page is made from the
+tests (`python -m tests.feature_matrix > docs/features.md`), and a test fails if it is not current or a cell is empty. A
+cell is the number of tests whose requests use both features; on the diagonal, the one.
+
+"""
+PROMISES = """
+## What is checked
+
+In `tests/test_feature_matrix.py` every request, in a batch with others, gets the answers that it gets alone, at once,
+from an engine with room and without a prefix cache. On top of that:
+
+"""
+MORE = """
+## Tests of three and more
+
+Those of all nine answer one batch of requests with six or seven features each; every two meet in one request.
+
+"""
+
+
+class Collector:
+    """Notes the tests that pytest finds, by the features that they combine."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, frozenset[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        for item in items:
+            marks = {mark.name: mark for mark in item.iter_markers()}
+            if "features" in marks and not UNSURE & set(marks):
+                self.tests[item.nodeid] = frozenset(marks["features"].args)
+
+
+def collect() -> dict[str, frozenset[str]]:
+    """The features of every marked test, by its id."""
+    files = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.features" in path.read_text()]
+    collector, said = Collector(), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = pytest.main(
+            ["--collect-only", "-q", "--rootdir", str(ROOT), "-p", "no:cacheprovider", *map(str, files)], [collector]
+        )
+    if status:
+        raise SystemExit(f"the tests cannot be collected:\n{said.getvalue()}")
+    return collector.tests
+
+
+def page(tests: Mapping[str, frozenset[str]], promises: Mapping[str, str]) -> str:
+    """The page, in Markdown: the features of each test, and what each feature promises.
+
+    Raises SystemExit if a test names another feature, or if none covers some pair.
+    """
+    names = list(promises)
+    for test, features in tests.items():
+        if not features or not features.issubset(names):
+            raise SystemExit(f"{test} is marked with {sorted(features)}: features are {', '.join(names)}")
+
+    few = []
+    for pair in itertools.combinations_with_replacement(names, 2):
+        ordered = list(dict.fromkeys(pair))
+        own = [linked(test) for test, features in tests.items() if features == set(pair)]
+        few.append([f'<a id="{anchor(ordered)}"></a>{", ".join(ordered)}', "<br>".join(own)])
+    more = [
+        [", ".join(sorted(features, key=names.index)), linked(test)]
+        for test, features in tests.items()
+        if len(features) > 2
+    ]
+    matrix = [[f"**{name}**", *(cell({name, other}, tests, names) for other in names)] for name in names]
+    sections = (
+        HEAD,
+        table(["", *names], matrix),
+        PROMISES,
+        table(["", "promise"], [[f"**{name}**", promise] for name, promise in promises.items()]),
+        "\n## Tests of one and two\n\n",
+        table(["features", "test"], few),
+        MORE,
+        table(["features", "test"], more),
+    )
+    return "".join(sections)
+
+
+def cell(features: set[str], tests: Mapping[str, frozenset[str]], names: Sequence[str]) -> str:
+    """How many tests combine these features."""
+    ordered = sorted(features, key=names.index)
+    count = sum(theirs >= features for theirs in tests.values())
+    if not count:
+        raise SystemExit(f"no test combines {' and '.join(ordered)}")
+    return f"[{count}](#{anchor(ordered)})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def anchor(names: Sequence[str]) -> str:
+    return "-".join(name.replace(" ", "-").lower() for name in names)
+
+
+def linked(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"[`{name}`](../{file})"
+
+
+def main() -> None:
+    tests = collect()
+    from tests.test_feature_matrix import PROMISED  # only now: what pytest imports itself must not be there before
+
+    print(page(tests, PROMISED), end="")
+
+
+if __name__ == "__main__":
+    main()
