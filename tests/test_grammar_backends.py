@@ -100,10 +100,12 @@ def test_a_token_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer:
         ({"regex": r"a\b"}, r"'\\b'"),
         ({"regex": "a^b"}, "'^b'"),
         ({"regex": "(a"}, "structured"),
+        ({"regex": r"[^\--a]"}, "--a"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "number", "multipleOf": 3}}, "multipleOf"),
         ({"json": {"type": "string", "format": "date"}}, "format"),
         ({"json": {"type": "string", "pattern": "^a+$", "minLength": 3}}, "pattern beside minLength"),
+        ({"json": {"type": "string", "pattern": "^a(b[0-9]+)?$"}}, "(b[0-9]+)?"),
         ({"json": {"type": "string", "pattern": '"'}}, "a character that JSON escapes"),
         ({"json": {"type": "number", "minimum": 0.00001}}, "bound"),
         ({"json": {"enum": [0.1]}}, "0.1"),
@@ -111,7 +113,7 @@ def test_a_token_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer:
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "no value"),
         ({"json": {"type": "bogus"}}, "Invalid type: bogus"),
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_what_xgrammar_would_loosen_is_refused(xgrammar: Grammars, form: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(said)) as refused:

@@ -1,7 +1,7 @@
 """Regular expressions in the few words that xgrammar takes at their word.
 
 It ignores lookaheads and anchors with a warning at most, lets `.` be a newline, and inside JSON writes a quote or a
-control character as it stands. So an expression is read here, and written again with classes of plain characters;
+control character as it stands, or loses its way where groups are repeated or alternatives. So an expression is read here, and written again with classes of plain characters;
 what is not read is refused.
 """
 
@@ -19,6 +19,8 @@ TOKENS = re.compile(
     re.DOTALL,
 )
 MEMBERS = re.compile(r"\\(?P<escape>.)|(?P<first>[^\\])(?:-(?P<last>[^\\]))?", re.DOTALL)
+AMBIGUOUS = re.compile(r"\\.-.|[^\\]-\\.|&&|--|~~", re.DOTALL)
+"""Ranges from or to an escape, and what some dialects take for operations on sets."""
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 """No text has them, though bytes that are not UTF-8 can look like them."""
@@ -48,7 +50,8 @@ def plain_pattern(pattern: str, in_json: bool) -> str:
     written, place, repeatable = [], 0, False
     while place < len(inner):
         found = TOKENS.match(inner, place)
-        if found is None or (found["repeat"] and not repeatable):
+        in_group = found is not None and (found["open"] or found["close"] or found["bar"])
+        if found is None or (found["repeat"] and not repeatable) or (in_json and in_group):
             raise _refusal(pattern, inner[place : place + 10])
         place, repeatable = found.end(), not (found["open"] or found["bar"] or found["repeat"])
         if found["open"]:
@@ -69,6 +72,8 @@ def plain_pattern(pattern: str, in_json: bool) -> str:
 
 
 def _members(members: str, negated: bool, pattern: str) -> Ranges:
+    if found := AMBIGUOUS.search(members):
+        raise _refusal(pattern, found[0])
     ranges: Ranges = []
     for found in MEMBERS.finditer(members):
         if found["escape"]:

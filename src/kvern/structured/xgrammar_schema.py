@@ -264,7 +264,7 @@ def _text(merged: Mapping[str, Any]) -> Made:
     if told[0] == "format" or (told[0] == "pattern" and len(told) > 1):
         raise _refusal(" beside ".join(told))
     if told[0] == "pattern":
-        return {"type": "string", "pattern": f"^(?:{plain_pattern(merged['pattern'], in_json=True)})$"}
+        return {"type": "string", "pattern": f"^{plain_pattern(merged['pattern'], in_json=True)}$"}
     least, most = merged.get("minLength", 0), merged.get("maxLength")
     if most is not None and most < least:
         return False
