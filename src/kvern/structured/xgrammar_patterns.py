@@ -1,8 +1,8 @@
 """Regular expressions in the few words that xgrammar takes at their word.
 
 It ignores lookaheads and anchors with a warning at most, lets `.` be a newline, and inside JSON writes a quote or a
-control character as it stands, or loses its way where groups are repeated or alternatives. So an expression is read here, and written again with classes of plain characters;
-what is not read is refused.
+control character as it stands, or loses its way where groups are repeated or alternatives. So an expression is read
+here, and written again with classes of plain characters; what is not read is refused.
 """
 
 import re
