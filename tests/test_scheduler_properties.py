@@ -422,7 +422,7 @@ MISTAKES: list[Mistake] = [
 @pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake is not copies_in_the_wrong_order])
 def test_the_machine_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
-    few = settings(max_examples=300, stateful_step_count=30, report_multiple_bugs=False, phases=[Phase.generate])
+    few = settings(max_examples=1000, stateful_step_count=30, report_multiple_bugs=False, phases=[Phase.generate])
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(EngineMachine, settings=few)
 

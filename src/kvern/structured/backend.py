@@ -4,11 +4,12 @@ StructuredOutput --compile--> text, which travels to the engine --matcher--> one
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvern.structured.output import StructuredOutput
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Matcher(Protocol):
@@ -50,7 +51,7 @@ class Backend(Protocol):
     def matcher(self, grammar: str) -> Matcher:
         """At the beginning of an answer. May be called by several threads."""
 
-    def fill(self, going: Sequence[tuple[Any, int]], masks: torch.Tensor, side_by_side: bool) -> None:
+    def fill(self, going: Sequence[tuple[Any, int]], masks: "torch.Tensor", side_by_side: bool) -> None:
         """Write what each of its matchers allows into the given row of `masks` [R, words] int32, on the host.
 
         `side_by_side`: with threads of its own.

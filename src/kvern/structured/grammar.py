@@ -3,15 +3,17 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from kvern.errors import ConfigError, InvalidParameter
 from kvern.structured.backend import Backend, Matcher
 from kvern.structured.output import StructuredOutput
 from kvern.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_CHARACTERS = 1 << 20
 """Of a schema, expression or grammar."""
@@ -44,7 +46,7 @@ class Grammars:
         """At the beginning of an answer that follows a compiled grammar."""
         return self._backend.matcher(grammar)
 
-    def fill(self, going: Sequence[tuple[Any, int]], masks: torch.Tensor, side_by_side: bool) -> None:
+    def fill(self, going: Sequence[tuple[Any, int]], masks: "torch.Tensor", side_by_side: bool) -> None:
         """As `Backend.fill`."""
         self._backend.fill(going, masks, side_by_side)
 

@@ -4,9 +4,9 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -14,6 +14,9 @@ from kvern.errors import InvalidParameter
 from kvern.structured.output import StructuredOutput
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
+
+if TYPE_CHECKING:
+    import torch
 
 LONGEST_MASK_SECONDS = 0.25
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
@@ -56,7 +59,7 @@ class LLGuidanceBackend:
     def matcher(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
 
-    def fill(self, going: Sequence[tuple[LLMatcher, int]], masks: torch.Tensor, side_by_side: bool) -> None:
+    def fill(self, going: Sequence[tuple[LLMatcher, int]], masks: "torch.Tensor", side_by_side: bool) -> None:
         row_bytes = 4 * masks.shape[1]
         if side_by_side:
             self._executor.unsafe_compute_mask_ptr(list(going), masks.data_ptr(), row_bytes, len(masks))
