@@ -99,6 +99,7 @@ def test_free_answers_hold_valid_calls_or_none(model: tuple[ToolFormat, LLM]) ->
     token = llm.tokenizer.encode(opening, add_special_tokens=False)[0]
     for answer in asked(llm, 4, {"logit_bias": {token: 9.0}}, parallel_tool_calls=False):
         if answer.finish_reason == "stop":
+            assert len(answer.message.tool_calls) <= 1
             for call in answer.message.tool_calls:
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
