@@ -53,7 +53,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     template = folder / "chat_template.jinja"
     text = "".join(form.markers[:1] if form.name == "mistral" else form.markers) + named + hint
     template.write_text(template.read_text() + "{{ '' if true else '''" + text + "''' }}")
-    if form.name in ("mistral", "functiongemma"):
+    if form.name in ("mistral", "functiongemma", "gemma4"):
         path = folder / "tokenizer.json"
         tokenizer = json.loads(path.read_text())
         vocabulary = tokenizer["model"]["vocab"]
@@ -96,12 +96,15 @@ def test_free_answers_hold_valid_calls_or_none(model: tuple[ToolFormat, LLM]) ->
     """Not more than one call: that is a constraint, too. A model that wants to call must call well."""
     form, llm = model
     opening = form.trigger or form.opening
-    token = llm.tokenizer.encode(opening, add_special_tokens=False)[0]
-    for answer in asked(llm, 4, {"logit_bias": {token: 9.0}}, parallel_tool_calls=False):
+    tokens = llm.tokenizer.encode(opening, add_special_tokens=False)
+    seen = 0
+    for answer in asked(llm, 4, {"logit_bias": {tokens[0]: 9.0}}, parallel_tool_calls=False):
         if answer.finish_reason == "stop":
+            seen += len(answer.message.tool_calls)
             assert len(answer.message.tool_calls) <= 1
             for call in answer.message.tool_calls:
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    assert seen or len(tokens) > 1  # a random model hardly ever spells an opening of several tokens
 
 
 def test_an_answer_of_a_form_or_a_call(model: tuple[ToolFormat, LLM]) -> None:
