@@ -1,6 +1,9 @@
 """Logits processors of a package that is installed for a test: `install` writes its entry points."""
 
 import itertools
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -9,7 +12,7 @@ import torch
 
 from kvern.sample.processors import ProcessedRequest, ProcessedRows, ProcessorModel
 
-NAMES = {"follow": "Follow", "break": "Break", "shift": "Shift", "double": "Double"}
+NAMES = {"follow": "Follow", "break": "Break", "end": "End", "shift": "Shift", "double": "Double"}
 
 
 def install(folder: Path) -> Path:
@@ -92,6 +95,33 @@ class Break:
             else:
                 logits[:, :] = 0.0
                 raise RuntimeError("as planned")
+
+
+class Ending(msgspec.Struct, forbid_unknown_fields=True):
+    how: Literal["exit", "kill", "hang"]
+    after: int = 0
+
+
+class End:
+    """Ends the process when a request has so many tokens beside its prompt."""
+
+    Arguments = Ending
+
+    def __init__(self, model: ProcessorModel) -> None:
+        self._endings: dict[int, tuple[Ending, int]] = {}
+
+    def join(self, slot: int, request: ProcessedRequest) -> None:
+        self._endings[slot] = request.arguments, request.prompt_length
+
+    def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> None:
+        for slot, position in zip(rows.slots, rows.positions, strict=True):
+            ending, prompt = self._endings[slot]
+            if position - prompt >= ending.after:
+                if ending.how == "exit":
+                    os._exit(3)
+                elif ending.how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(1000)
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):

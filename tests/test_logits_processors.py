@@ -160,7 +160,7 @@ def test_a_job_goes_on_behind_one_that_fails(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"other": {}}, "logits_processors names 'other': this engine has follow, break, shift, double"),
+        ({"other": {}}, "logits_processors names 'other': this engine has follow, break, end, shift, double"),
         ({"follow": {}}, "follow: Object missing required field `by`"),
         ({"follow": {"by": "1"}}, "Expected `int`, got `str`"),
         ({"follow": {"by": 0}}, "follow: by is 0: it must be at least 1"),
@@ -183,7 +183,7 @@ def test_none_is_enabled_unless_the_operator_does(tiny_llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("folow", "names 'folow': installed are break, double, follow, function, missing, shift"),
+        ("folow", "names 'folow': installed are break, double, end, follow, function, missing, shift"),
         ("missing", "(tests.processors:Missing) cannot be loaded: AttributeError"),
         ("function", "(tests.processors:install) has no Arguments and no join and no apply"),
         ("tests.processors:Follow", "installed are break"),

@@ -92,9 +92,8 @@ class Served:
         os.kill(self.engine_pid(), signal.SIGKILL)
 
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (child,) = [int(pid) for pid in children]
-        return child
+        """Of the engine's process, also while it loads."""
+        return engine_of(self.process.pid)
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)
@@ -109,6 +108,13 @@ class Served:
             self._reader.join(30)
         self.process.stderr.close()
         return self.process.wait(30)
+
+
+def engine_of(server: int) -> int:
+    """The engine's process of a server's."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    (engine,) = (int(pid) for pid in children if "kvern.engine.process" in Path(f"/proc/{pid}/cmdline").read_text())
+    return engine
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@
     |-- DeadlineExceeded   a request did not end within the time that it was given
     |-- RequestFailed      a request could not go on: its grammar became too expensive, its logits processor failed
     `-- EngineDied         the process that computes has ended
+        |-- EngineClosed       because it was told to
+        `-- EngineUnavailable  again and again, for no reason that is known: come back later
 
 A message is one line: what was wrong, its value, the limit, and what to do. The command line prints it and exits with
 code 2; nothing else about a bad input is ever shown.
@@ -64,3 +66,18 @@ class RequestFailed(KvernError):
 
 class EngineDied(KvernError):
     """The engine's process has ended; what ran there is lost."""
+
+
+class EngineClosed(EngineDied):
+    """The engine was told to end: what it has not done is for another one."""
+
+
+class EngineUnavailable(EngineDied):
+    """Engines do not stay alive, or do not start, and no request is to blame; they are tried again and again.
+
+    `seconds`: when it is worth asking again.
+    """
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds

@@ -10,7 +10,6 @@ from pathlib import Path
 import tyro
 
 from kvern.config import DEFAULT_ADAPTERS, EngineConfig
-from kvern.errors import EngineDied
 from kvern.server.config import ServerConfig
 
 
@@ -42,11 +41,7 @@ class Serve:
         names = self.server.served_model_name or (engine.model or "kvern-12m",)
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
-        try:
-            uvloop.run(serve(engine, self.server, names, _say))
-        except EngineDied as error:
-            _say(f"error: {error}")
-            return 1
+        uvloop.run(serve(engine, self.server, names, _say))
         return 0
 
 

@@ -10,35 +10,25 @@ import dataclasses
 import itertools
 import logging
 import os
-import tempfile
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvern.adapters.names import AdapterNames, NamedAdapter
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineStatistics
+from kvern.engine.generation import Generation, generation_id
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.link import EngineLink
-from kvern.engine.output import OutputProcessor, RequestOutput
+from kvern.engine.output import OutputProcessor
+from kvern.engine.probation import Probation
+from kvern.engine.supervisor import Death, Supervisor
 from kvern.engine.turns import Turns
-from kvern.engine.wire import (
-    AdapterRead,
-    AddRequests,
-    Events,
-    FinishRequests,
-    LoadAdapter,
-    Message,
-    NewRequest,
-    UnloadAdapter,
-)
-from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, InvalidAdapter, RequestFailed
+from kvern.engine.wire import AdapterRead, AddRequests, Events, FinishRequests, LoadAdapter, UnloadAdapter
+from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidAdapter, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
-from kvern.observe.metrics import Metrics, RequestTimes
-from kvern.request import Request
+from kvern.observe.metrics import Metrics
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer, read_json
@@ -47,76 +37,8 @@ from kvern.tools.definitions import ToolUse
 
 logger = logging.getLogger("kvern")
 
-MOST_CRASHES = 5
-CRASH_SECONDS = 600
-"""More crashes than that within this time: something is wrong that a new engine does not mend."""
-CRASHES_OF_REQUEST = 2
-"""A request that was there at so many crashes is not tried again: it may be what causes them."""
-
-
-class Generation:
-    """One prompt on its way: `output` grows, and `news` is set whenever it has. Times are of the monotonic clock.
-
-    With `patient`, `news` is set only at the end.
-    """
-
-    def __init__(
-        self,
-        output: RequestOutput,
-        requests: list[Request],
-        news: asyncio.Event,
-        asked: float,
-        owner: str,
-        patient: bool,
-    ) -> None:
-        self.output = output
-        self.owner = owner
-        self.news = news
-        self.patient = patient
-        self.asked = asked
-        self.first = 0.0
-        self.last = 0.0
-        self.error: EngineDied | RequestFailed | None = None
-        self.crashes = 0
-        self._requests = requests
-
-    def times(self, now: float) -> RequestTimes:
-        """How long it took, if it ends now."""
-        return RequestTimes(now - self.asked, now - self.first if self.first else None)
-
-    @property
-    def turn(self) -> int:
-        """Of all its answers."""
-        return self._requests[0].turn
-
-    @property
-    def adapter(self) -> int | None:
-        """The key of the adapter that it uses."""
-        return self._requests[0].adapter
-
-    @property
-    def request_ids(self) -> list[str]:
-        """Of its answers."""
-        return [name for request in self._requests for name in request.answer_ids]
-
-    @property
-    def sequences(self) -> int:
-        """That run side by side."""
-        return sum(request.params.beam_width or 1 for request in self._requests)
-
-    def messages(self) -> list[NewRequest]:
-        """What an engine needs to begin it, or to go on where the answers stand."""
-        if not any(answer.token_ids for answer in self.output.outputs) and not self.crashes:
-            return [NewRequest.of(request) for request in self._requests]
-        logprobs = self.output.prompt_logprobs or []
-        reported = len(logprobs) - self._requests[0].params.prompt_logprobs_from if logprobs else 0
-        if self._requests[0].params.beam_width is not None:  # nothing of it arrives before all of it
-            return [NewRequest.of(request, max(reported, 0)) for request in self._requests]
-        return [
-            NewRequest.of(request).resumed(answer.token_ids, max(reported, 0) if answer.index == 0 else 0)
-            for request, answer in zip(self._requests, self.output.outputs, strict=True)
-            if answer.finish_reason is None
-        ]
+LOOK_SECONDS = 0.5
+"""How often those that wait for an engine look whether it is worth while."""
 
 
 class EngineClient:
@@ -139,20 +61,18 @@ class EngineClient:
         self._processors = load_processors(config.logits_processors)
         self.metrics = Metrics(names[0] if names else config.model or self.folder.name)
         self.statistics = EngineStatistics()
-        self.failed = asyncio.Event()
-        """Set when there will be no engine any more; `failure` says why."""
-        self.failure: EngineDied | None = None
         self.adapters = AdapterNames(frozenset(names))
         self._reading: dict[int, asyncio.Future[None]] = {}
         self._unloaded: list[NamedAdapter] = []
         """What no new request may use, but some that run do."""
-        self._silence = silence
         self._ids = itertools.count()
         self._outputs = OutputProcessor(self.tokenizer)
         self._turns = Turns()
         self._generations: dict[str, Generation] = {}
-        self._available = asyncio.Event()
-        self._addresses = itertools.count()
+        self._probation = Probation()
+        self._silence = silence
+        self._supervisor = Supervisor(self.config, silence, self)
+        self._started = False
         self._inputs: InputProcessor | None = None
 
     @property
@@ -164,7 +84,12 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         """The engine takes requests."""
-        return self._available.is_set() and self.failure is None
+        return self._supervisor.available.is_set() and not self._supervisor.closed
+
+    @property
+    def trouble(self) -> EngineDied | None:
+        """Why requests are refused at present, because engines do not stay alive."""
+        return self._supervisor.unavailable
 
     @property
     def unfinished(self) -> int:
@@ -174,51 +99,41 @@ class EngineClient:
     @property
     def max_batch_requests(self) -> int:
         """Requests that run at the same time at most."""
-        return self._link.ready.max_batch_requests
+        return self._supervisor.link.ready.max_batch_requests
 
     @property
     def report(self) -> str:
         """How long the stages of the engine's start took."""
-        return self._link.ready.report
+        return self._supervisor.link.ready.report
 
     async def __aenter__(self) -> "EngineClient":
         """Start the process and wait until the model is loaded. Raises ConfigError with the engine's reason."""
-        self._directory = tempfile.TemporaryDirectory(prefix="kvern-")  # only this user may enter it
-        async with contextlib.AsyncExitStack() as failed:
-            failed.callback(self._directory.cleanup)
-            for name, path in self.config.adapters.items():
-                self.adapters.add(self.adapters.reserve(name, path))
-            await self._launch()
-            failed.push_async_callback(self._link.stop)
-            lost = await self._load_adapters()
-            if lost:
-                raise next(iter(lost.values()))
-            failed.pop_all()
-        self._available.set()
-        spec = spec_from_config(read_json(self.folder / "config.json"))
-        length = self._link.ready.max_model_len
+        for name, path in self.config.adapters.items():
+            self.adapters.add(self.adapters.reserve(name, path))
+        await self._supervisor.start()
+        self._started = True
+        ready = self._supervisor.link.ready
         self._inputs = InputProcessor(
             self.tokenizer,
-            spec,
+            spec_from_config(read_json(self.folder / "config.json")),
             self.folder,
-            length,
+            ready.max_model_len,
             self.config,
             self._processors,
-            max_batch_requests=self._link.ready.max_batch_requests,
+            max_batch_requests=ready.max_batch_requests,
         )
-        if self._link.ready.gpu is not None:
-            self._watch_gpu(self._link.ready.gpu)
-        self._supervisor = asyncio.create_task(self._supervise())
+        if ready.gpu is not None:
+            self._watch_gpu(ready.gpu)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Abort what runs, and end the process."""
-        self._fail(EngineDied("the engine is closed"))
-        self._supervisor.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._supervisor
-        await self._link.stop()
-        self._directory.cleanup()
+        closed = EngineClosed("the engine is closed")
+        for generation in self._generations.values():
+            generation.fail(closed)
+        self._generations.clear()
+        self._interrupt_reading(closed)
+        await self._supervisor.stop()
 
     async def chat_prompt(
         self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None = None
@@ -264,9 +179,7 @@ class EngineClient:
         requests, resolved = await asyncio.to_thread(
             self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed
         )
-        await self._available.wait()
-        if self.failure is not None:
-            raise self.failure
+        await self._engine()
         key = self.adapters.key(adapter)
         turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))
         for request in requests:
@@ -275,22 +188,35 @@ class EngineClient:
         output = self._outputs.add(request_id, text, requests, resolved)
         generation = Generation(output, requests, news, asked, owner, patient)
         self._generations[request_id] = generation
-        self._send(AddRequests(generation.messages()))
+        if not self._probation.active:
+            self._begin(generation)
         return generation
+
+    async def _engine(self) -> None:
+        """Wait for one that takes requests. Raises EngineUnavailable or EngineClosed."""
+        while not self._supervisor.available.is_set():
+            if (trouble := self._supervisor.unavailable) is not None:
+                raise trouble
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._supervisor.available.wait(), LOOK_SECONDS)
+        if self._supervisor.closed:
+            raise EngineClosed("the engine is closed")
+
+    def _begin(self, generation: Generation) -> None:
+        generation.begun = True
+        self._supervisor.send(AddRequests(generation.messages()))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Have the engine read the adapter in a folder, for requests to use. Raises InvalidAdapter or EngineDied."""
         adapter = self.adapters.reserve(name, path)
         try:
-            await self._available.wait()
-            if self.failure is not None:
-                raise self.failure
+            await self._engine()
             self._reading[adapter.key] = asyncio.get_running_loop().create_future()
-            self._send(LoadAdapter(adapter.key, path))
+            self._supervisor.send(LoadAdapter(adapter.key, path))
             await self._reading[adapter.key]
             self.adapters.add(adapter)
         except asyncio.CancelledError:
-            self._send(UnloadAdapter(adapter.key))
+            self._supervisor.send(UnloadAdapter(adapter.key))
             raise
         finally:
             self._reading.pop(adapter.key, None)
@@ -300,27 +226,11 @@ class EngineClient:
         """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
         adapter = self.adapters.remove(name)
         self._unloaded = [*self._still_used(), adapter]
-        self._send(UnloadAdapter(adapter.key))
+        self._supervisor.send(UnloadAdapter(adapter.key))
 
     def _still_used(self) -> list[NamedAdapter]:
         used = {generation.adapter for generation in self._generations.values()}
         return [adapter for adapter in self._unloaded if adapter.key in used]
-
-    async def _load_adapters(self) -> dict[int, InvalidAdapter]:
-        """Have a new engine read all adapters that are in use; those that cannot be read, by key, and why."""
-        reading = {adapter.key for adapter in (*self.adapters.all(), *self._still_used())}
-        for adapter in (*self.adapters.all(), *self._still_used()):
-            self._link.send(LoadAdapter(adapter.key, adapter.path))
-        lost: dict[int, InvalidAdapter] = {}
-        if reading:
-            async for message in self._link.messages(self._silence):
-                if isinstance(message, AdapterRead):
-                    reading.discard(message.key)
-                    if message.error is not None:
-                        lost[message.key] = InvalidAdapter(message.error)
-                if not reading:
-                    break
-        return lost
 
     async def follow(
         self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
@@ -355,54 +265,79 @@ class EngineClient:
                 self.metrics.finished(generation.output, generation.times(time.monotonic()))
                 if not generation.first:
                     self._turns.give_back(generation.owner, generation.sequences)
-                self._send(FinishRequests(generation.request_ids))
+                self._supervisor.send(FinishRequests(generation.request_ids))
+                self._clear(generation)
 
-    def _send(self, message: Message) -> None:
-        if self._available.is_set():
-            self._link.send(message)
+    def hear(self, message: AdapterRead | Events) -> None:
+        """What the engine says."""
+        if isinstance(message, AdapterRead):
+            self._answer(message)
+            return
+        self.statistics = message.statistics
+        self.metrics.step(message.statistics, message.seconds)
+        self._deliver(message)
 
-    async def _launch(self) -> None:
-        address = f"ipc://{Path(self._directory.name, f'engine-{next(self._addresses)}')}"
-        self._link = await EngineLink.start(self.config, address)
+    def died(self, death: Death) -> bool:
+        """Find out which request ends engines, and end that one. The others go on with the next engine."""
+        self._interrupt_reading(death.reason)
+        self.metrics.engine(ready=False)
+        names = dict.fromkeys(generation_id(request_id) for request_id in death.running)
+        running = [generation for name in names if (generation := self._generations.get(name)) is not None]
+        running.sort(key=lambda generation: (generation.progress, -generation.asked))
+        logger.warning("%s; %d requests go on with another", death.reason, len(self._generations))
+        guilty = self._probation.died([generation.output.request_id for generation in running], death.killed)
+        if guilty is not None:
+            generation = self._generations[guilty]
+            message = f"request {guilty} was alone when the engine died and is not tried again: {death.reason}"
+            logger.warning("%s", message)
+            self.metrics.refused("crash")
+            self._end(generation, RequestFailed(message))
+        return bool(running)
 
-    async def _supervise(self) -> None:
-        """Deliver what the engine says; when it dies, start another, until that helps no more."""
-        crashes: deque[float] = deque(maxlen=MOST_CRASHES)
-        while True:
-            try:
-                async for message in self._link.messages(self._silence):
-                    if isinstance(message, AdapterRead):
-                        self._answer(message)
-                    elif isinstance(message, Events):
-                        self.statistics = message.statistics
-                        self.metrics.step(message.statistics, message.seconds)
-                        self._deliver(message)
-            except EngineDied as error:
-                reason = error
-            self._available.clear()
-            for waiting in self._reading.values():
-                if not waiting.done():
-                    waiting.set_exception(reason)
-            await self._link.stop()
-            if len(crashes) == MOST_CRASHES and time.monotonic() - crashes[0] < CRASH_SECONDS:
-                self._fail(EngineDied(f"{MOST_CRASHES + 1} crashes in {CRASH_SECONDS} seconds, the last: {reason}"))
-                return
-            crashes.append(time.monotonic())
-            logger.warning("%s; it is started again for %d requests", reason, len(self._generations))
-            self._blame(reason)
-            try:
-                await self._launch()
-                lost = await self._load_adapters()
-            except (ConfigError, EngineDied) as error:
-                self._fail(EngineDied(f"the engine cannot be started again: {error}"))
-                return
-            self._lose(lost)
-            self._available.set()
+    async def prepare(self, link: EngineLink) -> None:
+        """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
+        adapters = (*self.adapters.all(), *self._still_used())
+        for adapter in adapters:
+            link.send(LoadAdapter(adapter.key, adapter.path))
+        reading, lost = {adapter.key for adapter in adapters}, dict[int, InvalidAdapter]()
+        if reading:
+            async for message in link.messages(self._silence):
+                if isinstance(message, AdapterRead):
+                    reading.discard(message.key)
+                    if message.error is not None:
+                        lost[message.key] = InvalidAdapter(message.error)
+                if not reading:
+                    break
+        if lost and not self._started:
+            raise next(iter(lost.values()))
+        self._lose(lost)
+
+    def resume(self) -> None:
+        """Give a new engine what it may work on now."""
+        self.metrics.engine(ready=True)
+        if self._started:
             self.metrics.restarted()
-            for generation in self._generations.values():
-                self._send(AddRequests(generation.messages()))
-            for adapter in self._still_used():
-                self._send(UnloadAdapter(adapter.key))
+        for generation in self._generations.values():
+            generation.lose()
+        self._begin_those_who_may()
+        for adapter in self._still_used():
+            self._supervisor.send(UnloadAdapter(adapter.key))
+
+    def _begin_those_who_may(self) -> None:
+        if self.is_ready:
+            for name in self._probation.on_trial or list(self._generations):
+                if not self._generations[name].begun:
+                    self._begin(self._generations[name])
+
+    def _clear(self, generation: Generation) -> None:
+        """It got on, or has ended: nothing is to be feared of it now."""
+        if self._probation.active and self._probation.clear(generation.output.request_id):
+            self._begin_those_who_may()
+
+    def _interrupt_reading(self, error: EngineDied) -> None:
+        for reading in self._reading.values():
+            if not reading.done():
+                reading.set_exception(error)
 
     def _answer(self, message: AdapterRead) -> None:
         waiting = self._reading.get(message.key)
@@ -420,22 +355,11 @@ class EngineClient:
                 self.adapters.remove(adapter.name)
         for generation in list(self._generations.values()):
             if generation.adapter in lost:
-                generation.error = EngineDied(f"the adapter cannot be read again: {lost[generation.adapter]}")
-                generation.news.set()
-                self.abort([generation])
+                self._end(generation, RequestFailed(f"the adapter cannot be read again: {lost[generation.adapter]}"))
 
-    def _blame(self, reason: EngineDied) -> None:
-        """Count a crash for every request that was there, and end those that were there too often."""
-        for generation in list(self._generations.values()):
-            generation.crashes += 1
-            if generation.crashes >= CRASHES_OF_REQUEST:
-                request_id = generation.output.request_id
-                generation.error = EngineDied(
-                    f"request {request_id} was running at {CRASHES_OF_REQUEST} crashes of the engine and is not tried "
-                    f"again: {reason}"
-                )
-                generation.news.set()
-                self.abort([generation])
+    def _end(self, generation: Generation, error: RequestFailed) -> None:
+        generation.fail(error)
+        self.abort([generation])
 
     def _deliver(self, message: Events) -> None:
         if not message.events:
@@ -443,7 +367,7 @@ class EngineClient:
         now = time.monotonic()
         changed, stopped = self._outputs.process(message.events)
         for request_id, stop in stopped:
-            self._send(FinishRequests([request_id], "stop", stop))
+            self._supervisor.send(FinishRequests([request_id], "stop", stop))
         for output in changed:
             generation = self._generations.get(output.request_id)
             if generation is not None:
@@ -454,6 +378,8 @@ class EngineClient:
                 self._count(generation, now)
                 if output.finished:
                     del self._generations[output.request_id]
+                generation.progress += 1
+                self._clear(generation)
 
     def _count(self, generation: Generation, now: float) -> None:
         if generation.first:
@@ -471,18 +397,3 @@ class EngineClient:
             self.metrics.watch_gpu(uuid)
         except Exception as error:  # whatever the driver's library raises: figures are no reason not to serve
             logger.warning("no GPU memory and utilisation in the metrics: %s", error)
-
-    def _fail(self, error: EngineDied) -> None:
-        """There will be no engine any more."""
-        if self.failure is not None:
-            return
-        self.failure = error
-        for generation in self._generations.values():
-            generation.error = error
-            generation.news.set()
-        for reading in self._reading.values():
-            if not reading.done():
-                reading.set_exception(error)
-        self._generations.clear()
-        self._available.set()  # whoever waits for an engine learns that there is none
-        self.failed.set()

@@ -90,7 +90,7 @@ class EngineCore:
         self._decode = decode
         self._store = store
         self._unloading: set[int] = set()
-        self._executor = executor
+        self.executor = executor
         self._depth = depth
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics()
@@ -158,7 +158,7 @@ class EngineCore:
                     now = time.monotonic()
                     for request in requests:
                         request.begun_at = request.begun_at or now
-                self._in_flight.append((output, requests, self._executor.submit(output)))
+                self._in_flight.append((output, requests, self.executor.submit(output)))
                 if len(self._in_flight) < self._depth:
                     return []
         if not self._in_flight:

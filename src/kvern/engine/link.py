@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import zmq
@@ -24,41 +26,45 @@ class EngineLink:
         self.process = process
         self.ready = Ready(0, 0, "")
         self._socket = socket
+        self.silent = False
+        """It was killed because it gave no sign of life."""
 
     @classmethod
-    async def start(cls, config: EngineConfig, address: str) -> "EngineLink":
-        """Start a process that loads `config.model`, a folder, and wait for it. Raises ConfigError with its reason."""
+    async def start(cls, config: EngineConfig, address: str, running: Path, silence: float) -> "EngineLink":
+        """Start a process that loads `config.model`, a folder, and wait for it. Raises ConfigError with its reason.
+
+        It is killed after `silence` seconds without a sign of life, and notes in the file `running` what it computes.
+        """
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
         socket.bind(address)
-        command = [sys.executable, "-m", "kvern.engine.process", address]
+        command = [sys.executable, "-m", "kvern.engine.process", address, str(running), str(os.getpid())]
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
         link = cls(process, socket)
         sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config)))))
         try:
-            async for message in link.messages():
+            async for message in link.messages(silence):
                 if isinstance(message, Ready):
                     link.ready = message
                     break
-        except EngineDied as error:
-            sent.cancel()
-            await link.stop()
-            raise ConfigError(str(error)) from error
-        except BaseException:
+        except BaseException as error:
             sent.cancel()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # a model that loads hears nothing
             await link.stop()
+            if isinstance(error, EngineDied):
+                raise ConfigError(str(error)) from error
             raise
         return link
 
     def send(self, message: Message) -> None:
         """Send without waiting. If the process is gone nothing happens: `messages` tells."""
+        content = encode(message)
         with contextlib.suppress(zmq.ZMQError):
-            cast("asyncio.Future[Any]", self._socket.send(encode(message), zmq.NOBLOCK)).result()
+            cast("asyncio.Future[Any]", self._socket.send(content, zmq.NOBLOCK)).result()
 
-    async def messages(self, silence: float | None = None) -> AsyncIterator[Ready | AdapterRead | Events]:
+    async def messages(self, silence: float) -> AsyncIterator[Ready | AdapterRead | Events]:
         """What the engine says, until it fails, ends, or is silent for so many seconds and is killed: EngineDied."""
         ended = asyncio.create_task(self.process.wait())
         try:
@@ -69,6 +75,7 @@ class EngineLink:
                     if not received.done():
                         if ended.done():
                             raise EngineDied(f"the engine process ended with exit code {ended.result()}")
+                        self.silent = True
                         self.process.kill()
                         raise EngineDied(f"the engine gave no sign of life for {silence:g} seconds")
                     message = decode_for_server(received.result())

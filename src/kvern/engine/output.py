@@ -1,5 +1,6 @@
 """From sampled tokens to the answers that users see: text, stop strings, log-probabilities, n samples of one prompt."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,8 @@ from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvern.tools.pieces import Message
+
+logger = logging.getLogger("kvern")
 
 
 @dataclass
@@ -163,33 +166,41 @@ class OutputProcessor:
             if event.request_id not in self._answers:
                 continue
             output, answer = self._answers[event.request_id]
-            if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
-                output.prompt_logprobs += map(answer.with_text, event.prompt_logprobs)
-            if event.token_id is None:
-                if event.finish_reason is not None:
-                    self._end_without_token(event, output, answer)
-                    changed[output.request_id] = output
-                continue
-            output.cached_tokens = max(output.cached_tokens, event.cached_tokens)
-            output.embedding = output.embedding or event.embedding
-            output.queue_seconds = max(output.queue_seconds, event.queue_seconds)
-            stop = answer.add(event)
+            try:
+                stop = self._take(event, output, answer)
+            except Exception as error:
+                logger.exception("the answer of request %s cannot be written", event.request_id)
+                stop = f"the answer cannot be written: {type(error).__name__}"
+                answer.output.finish_reason, answer.output.stop_reason = "abort", stop
             if stop is not None and event.finish_reason is None:
                 stopped.append((event.request_id, stop))
             if answer.output.finish_reason is not None:
-                del self._answers[event.request_id]
+                self._answers.pop(event.request_id, None)
             output.finished = all(item.finish_reason is not None for item in output.outputs)
-            changed[output.request_id] = output
+            if (event.token_id, event.finish_reason, stop) != (None, None, None):
+                changed[output.request_id] = output
         return list(changed.values()), stopped
+
+    def _take(self, event: TokenEvent, output: RequestOutput, answer: Answer) -> str | None:
+        """Let the answer grow; the stop string that it completes, if any."""
+        if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
+            output.prompt_logprobs += map(answer.with_text, event.prompt_logprobs)
+        if event.token_id is None:
+            if event.finish_reason is not None:
+                self._end_without_token(event, output, answer)
+            return None
+        output.cached_tokens = max(output.cached_tokens, event.cached_tokens)
+        output.embedding = output.embedding or event.embedding
+        output.queue_seconds = max(output.queue_seconds, event.queue_seconds)
+        return answer.add(event)
 
     def _end_without_token(self, event: TokenEvent, output: RequestOutput, answer: Answer) -> None:
         """A search found nothing more: what it did find stays, or else one answer that says why there is none."""
-        del self._answers[event.request_id]
+        answer.output.finish_reason = event.finish_reason
         if event.stop_reason is None or answer.output.index:
             output.outputs.remove(answer.output)
         else:
-            answer.output.finish_reason, answer.output.stop_reason = event.finish_reason, event.stop_reason
-        output.finished = all(item.finish_reason is not None for item in output.outputs)
+            answer.output.stop_reason = event.stop_reason
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests that were ended from outside; their answers keep what they have."""

@@ -1,21 +1,24 @@
-"""The engine as a process of its own: `python -m kvern.engine.process ADDRESS` serves the process that started it."""
+"""The engine as a process of its own: `python -m kvern.engine.process ADDRESS FILE PARENT`.
 
+It serves the process PARENT, which started it, and ends when that has; in FILE it notes what it computes.
+"""
+
+import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import zmq
 
-from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
-from kvern.engine.core import EngineCore
-from kvern.engine.device import resolve_device
-from kvern.engine.factory import build_core
+from kvern.engine.running_file import NotingExecutor, RunningFile
 from kvern.engine.startup import Startup
 from kvern.engine.wire import (
     AdapterRead,
@@ -24,6 +27,7 @@ from kvern.engine.wire import (
     Failed,
     FinishRequests,
     LoadAdapter,
+    Loading,
     Ready,
     Shutdown,
     Start,
@@ -33,6 +37,10 @@ from kvern.engine.wire import (
 )
 from kvern.errors import KvernError
 from kvern.request import Request
+
+if TYPE_CHECKING:
+    from kvern.adapters.peft import Adapter
+    from kvern.engine.core import EngineCore
 
 logger = logging.getLogger("kvern")
 
@@ -44,37 +52,62 @@ LINGER_MILLISECONDS = 2000
 """So long the last words may take to reach the server; if it has died they never do."""
 
 
-def main(address: str) -> int:
+def main(address: str, running: str, parent: int) -> int:
     """Load the model that the first message names, then run what is asked until Shutdown or the parent's end."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
         signal.signal(number, signal.SIG_IGN)
-    parent = os.getppid()
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
     socket.connect(address)
+    while not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
+        if os.getppid() != parent:
+            return 1
     start = decode_for_engine(socket.recv())
     assert isinstance(start, Start)
-    config = EngineConfig(**start.config)
-    startup = Startup()
     try:
-        core, _, plan = build_core(config, Path(config.model or ""), startup)
+        with signs_of_life(socket, parent):
+            from kvern.engine.factory import build_core  # PyTorch takes seconds to load, from a cold disk many
+
+            config = EngineConfig(**start.config)
+            startup = Startup()
+            core, _, plan = build_core(config, Path(config.model or ""), startup)
+            core.executor = NotingExecutor(core.executor, RunningFile(Path(running)))
+            gpu = gpu_uuid(config)
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
-    socket.send(
-        encode(Ready(plan.max_model_len, core.scheduler.limits.max_batch_requests, str(startup), gpu_uuid(config)))
-    )
+    socket.send(encode(Ready(plan.max_model_len, core.scheduler.limits.max_batch_requests, str(startup), gpu)))
     try:
         serve(socket, core, parent)
     except Exception as error:
-        logger.exception("a step failed")
+        logger.exception("the engine failed")
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
         return 1
     return 0
 
 
-def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
+@contextlib.contextmanager
+def signs_of_life(socket: "zmq.Socket[bytes]", parent: int) -> Iterator[None]:
+    """Say that this process lives, and end with its parent, while the block works, which must not use the socket."""
+    ended = threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(HEARTBEAT_SECONDS):
+            socket.send(encode(Loading()))
+            if os.getppid() != parent:
+                os._exit(1)
+
+    speaker = threading.Thread(target=speak, name="signs-of-life")
+    speaker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        speaker.join()
+
+
+def serve(socket: "zmq.Socket[bytes]", core: "EngineCore", parent: int) -> None:
     """Carry out messages and steps, in turns."""
     spoke = time.monotonic()
     adapters = AdapterReader(core)
@@ -109,7 +142,7 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
 class AdapterReader:
     """Reads adapters in a thread, so that steps go on meanwhile."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: "EngineCore") -> None:
         self._core = core
         self._pool = ThreadPoolExecutor(1, "kvern-adapters")
         self._reading: dict[int, Future[Adapter]] = {}
@@ -142,10 +175,14 @@ class AdapterReader:
 
 def gpu_uuid(config: EngineConfig) -> str | None:
     """The GPU's name in the driver's own tools; None on a CPU."""
+    import torch
+
+    from kvern.engine.device import resolve_device
+
     if resolve_device(config).type != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -1,7 +1,7 @@
 """What the server's process and the engine's process say to each other: msgpack, never pickle.
 
 server --> Start, then AddRequests, FinishRequests, LoadAdapter, UnloadAdapter, Shutdown       --> engine
-server <-- Ready or Failed, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
+server <-- Loading until Ready, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
 """
 
 from typing import Any
@@ -134,6 +134,10 @@ class Shutdown(Message):
     """End the process."""
 
 
+class Loading(Message):
+    """A sign of life while the model is loaded."""
+
+
 class Ready(Message):
     """The model is loaded; `report` says how long each stage took, `gpu` which one it runs on, by its UUID."""
 
@@ -168,4 +172,4 @@ encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(
     Start | AddRequests | FinishRequests | LoadAdapter | UnloadAdapter | Shutdown
 ).decode
-decode_for_server = msgspec.msgpack.Decoder(Ready | Failed | AdapterRead | Events).decode
+decode_for_server = msgspec.msgpack.Decoder(Loading | Ready | Failed | AdapterRead | Events).decode

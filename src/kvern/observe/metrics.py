@@ -46,6 +46,7 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._prefill_tokens = counter("prefill_tokens", "Tokens computed in runs of more than one.")
+        self._ready = gauge("engine_ready", "1 if an engine takes requests, 0 while another is started.")
         self._restarts = counter("engine_restarts", "Times that a dead or silent engine was replaced.")
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", TOKENS)
         self._step_requests = histogram("step_requests", "Sequences in one step.", SEQUENCES)
@@ -97,6 +98,10 @@ class Metrics:
         self._step_tokens.observe((statistics.computed_tokens - seen.computed_tokens) / steps)
         self._step_requests.observe(statistics.running)
         self._step_seconds.observe(seconds)
+
+    def engine(self, ready: bool) -> None:
+        """There is an engine that takes requests, or there is none at present."""
+        self._ready.set(ready)
 
     def restarted(self) -> None:
         """Another engine has taken over; its counters begin at nothing."""

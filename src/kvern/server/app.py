@@ -130,8 +130,10 @@ class Server:
 
     async def ready(self, request: Request) -> Response:
         """The engine takes requests."""
-        ready = self.service.client.is_ready
-        return json_response({"ready": ready}, 200 if ready else 503)
+        client = self.service.client
+        if client.is_ready:
+            return json_response({"ready": True})
+        return json_response({"ready": False, "reason": str(client.trouble or "the engine is being replaced")}, 503)
 
     async def version(self, request: Request) -> Response:
         """Which kvern this is."""

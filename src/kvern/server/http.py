@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -12,7 +13,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvern.batch.chat_body import CHAT_FIELDS
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest, KvernError, RequestFailed
+from kvern.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    EngineUnavailable,
+    InvalidParameter,
+    InvalidRequest,
+    KvernError,
+    RequestFailed,
+)
 from kvern.sampling_params import SamplingParams
 
 MAX_BODY_BYTES = 16 << 20
@@ -75,13 +84,16 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, InvalidParameter | InvalidRequest):  # its message begins with the field's name
         first = re.match(r"\w+", str(error))
         param = first[0] if first is not None and first[0] in NAMED_FIELDS else None
-    return json_response(error_body(status_of(error), str(error), param), status_of(error))
+    headers = {"retry-after": str(math.ceil(error.seconds))} if isinstance(error, EngineUnavailable) else None
+    return json_response(error_body(status_of(error), str(error), param), status_of(error), headers)
 
 
 def status_of(error: Exception) -> int:
     """The HTTP status of what went wrong."""
     if isinstance(error, HttpError):
         return error.status
+    if isinstance(error, EngineUnavailable):
+        return 503
     return 500 if isinstance(error, EngineDied | RequestFailed) else 408 if isinstance(error, DeadlineExceeded) else 400
 
 

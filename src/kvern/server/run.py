@@ -29,7 +29,7 @@ KEEP_ALIVE_SECONDS = 75
 async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str], say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises ConfigError if the address is taken or the engine cannot start, EngineDied if it keeps crashing.
+    Raises ConfigError if the address is taken or the engine cannot start.
     """
     keys = read_keys(server)
     check_tls(server)
@@ -73,17 +73,8 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
             say(f"started in {client.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
             say(f"serving {models[0]} on {shown_address(listener, server)}")
-            watch = asyncio.create_task(_end_with_engine(client, http))
             await http.serve(sockets=[listener])
-            watch.cancel()
             await application.batches.stop()
-            if client.failure is not None:
-                raise client.failure
-
-
-async def _end_with_engine(client: EngineClient, http: uvicorn.Server) -> None:
-    await client.failed.wait()
-    http.should_exit = True
 
 
 class HttpServer(uvicorn.Server):

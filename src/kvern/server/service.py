@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.engine.client import EngineClient, Generation
+from kvern.engine.client import EngineClient
+from kvern.engine.generation import Generation
 from kvern.engine.inputs import Prompt
 from kvern.engine.output import RequestOutput
 from kvern.errors import InvalidParameter

@@ -1,0 +1,84 @@
+"""Which request ends the engine's process, when it keeps ending: those that ran then are tried again in small groups.
+
+    a death        all that ran are suspected; they come back in groups of 1, 2, 4 ..., one group at a time
+    progress       whoever gets on is cleared; when all of a group are, the next group is tried
+    another death  the half of the group that ran is tried first, then the other half, until one is alone
+
+Nothing else runs meanwhile, so that what came later is never blamed. No engine, no clock: names in, names out.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+LARGEST_GROUP = 32
+DEATHS = 2
+"""A request that was alone at the last of so many deaths ends the process..."""
+KILLINGS = 3
+"""... and of so many if the process was killed from outside, which the request may have nothing to do with."""
+
+
+class Probation:
+    """Requests by their names. The first group is on trial; the others wait."""
+
+    def __init__(self) -> None:
+        self._groups: deque[list[str]] = deque()
+        self._deaths: Counter[str] = Counter()
+
+    @property
+    def active(self) -> bool:
+        """Only the group on trial may run."""
+        return bool(self._groups)
+
+    @property
+    def on_trial(self) -> list[str]:
+        """Who may run; without probation nobody is on trial, and everybody may."""
+        return list(self._groups[0]) if self._groups else []
+
+    def died(self, running: Sequence[str], killed: bool) -> str | None:
+        """The process ended while these ran, the most suspicious first; returns who is guilty, if that is clear.
+
+        `killed`: by a signal that nothing in it sends to itself, or for its silence.
+        """
+        pending = {name for group in self._groups for name in group}
+        if not self._groups:
+            tried, behind = list(running), []
+        else:
+            group = self._groups.popleft()
+            tried = [name for name in group if name in set(running)]
+            behind = [name for name in group if name not in tried]
+            behind += [name for name in running if name not in pending]  # cleared, and here again
+        self._deaths.update(tried)
+        if len(tried) == 1:
+            [alone] = tried
+            if self._deaths[alone] >= (KILLINGS if killed else DEATHS):
+                self._groups.extend(_growing(behind))
+                del self._deaths[alone]
+                return alone
+        if len(tried) > 1 and pending:
+            middle = (len(tried) + 1) // 2
+            self._groups.extendleft((tried[middle:], tried[:middle]))
+        else:
+            self._groups.extendleft(reversed(_growing(tried)))
+        self._groups.extend(_growing(behind))
+        return None
+
+    def clear(self, name: str) -> bool:
+        """A request got on, or has ended; whether that lets others run."""
+        self._deaths.pop(name, None)
+        for group in self._groups:
+            if name in group:
+                first = group is self._groups[0]
+                group.remove(name)
+                if not group:
+                    self._groups.remove(group)
+                return first and not group
+        return False
+
+
+def _growing(names: Sequence[str]) -> list[list[str]]:
+    """Groups of 1, 2, 4 and so on: the first is the most suspicious, and a trial is cheaper than a death."""
+    groups, start, size = [], 0, 1
+    while start < len(names):
+        groups.append(list(names[start : start + size]))
+        start, size = start + size, min(2 * size, LARGEST_GROUP)
+    return groups

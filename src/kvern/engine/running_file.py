@@ -1,0 +1,55 @@
+"""Which requests an engine's process computes, in a file that outlives it: after its death the server reads who ran."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from kvern.step import SchedulerOutput
+    from kvern.worker.executor import Executor, StepResult
+
+LENGTH_BYTES = 8
+"""Before the list, its length: an earlier, longer list may stand behind it."""
+
+
+class RunningFile:
+    """Written before each step that computes others than the step before; what is written survives the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+        self._written: list[str] = []
+
+    def write(self, request_ids: list[str]) -> None:
+        """These are computed from now on, and those of the call before may be still."""
+        if request_ids == self._written:
+            return
+        content = msgspec.msgpack.encode([*request_ids, *set(self._written).difference(request_ids)])
+        self._written = list(request_ids)
+        os.pwrite(self._descriptor, len(content).to_bytes(LENGTH_BYTES, "little") + content, 0)
+
+
+def read_running(path: Path) -> list[str]:
+    """The requests that ran at the end, those of the last step first."""
+    try:
+        content = path.read_bytes()
+        end = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
+        return msgspec.msgpack.decode(content[LENGTH_BYTES:end], type=list[str])
+    except (OSError, msgspec.DecodeError):
+        return []
+
+
+class NotingExecutor:
+    """Notes the requests of each step before it begins."""
+
+    def __init__(self, executor: "Executor", file: RunningFile) -> None:
+        self._executor = executor
+        self._file = file
+
+    def submit(self, output: "SchedulerOutput") -> "StepResult":
+        self._file.write(output.request_ids)
+        return self._executor.submit(output)
+
+    def abandon(self) -> None:
+        self._executor.abandon()

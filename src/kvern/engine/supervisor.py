@@ -1,0 +1,179 @@
+"""Keeps an engine process: starts it, hands on what it says, and starts another when it dies, for as long as it takes.
+
+launch --> listen --> death --> owner learns of it --> launch ...
+   ^                                 |
+   `------- wait 1, 2, 4 .. s <------'   after deaths from which nothing was learnt, and starts that failed
+"""
+
+import asyncio
+import itertools
+import logging
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvern.config import EngineConfig
+from kvern.engine.link import EngineLink
+from kvern.engine.running_file import read_running
+from kvern.engine.wire import AdapterRead, Events, Message
+from kvern.errors import ConfigError, EngineDied, EngineUnavailable
+
+logger = logging.getLogger("kvern")
+
+LONGEST_WAIT = 60.0
+PATIENCE = 2
+"""After so many deaths and failed starts in a row from which nothing was learnt, new requests are refused meanwhile."""
+LONG_LIFE = 60.0
+"""Seconds after which an engine is not one of those that die at once."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why an engine ended, the requests of its last steps, and whether it was killed: from outside, or for silence."""
+
+    reason: EngineDied
+    running: Sequence[str]
+    killed: bool
+
+
+class Owner(Protocol):
+    """Whose engine it is. What these methods raise is logged, and the engine replaced."""
+
+    def hear(self, message: AdapterRead | Events) -> None: ...
+
+    def died(self, death: Death) -> bool:
+        """The engine has ended; returns whether that taught which request may be the cause."""
+
+    async def prepare(self, link: EngineLink) -> None:
+        """A new engine is ready: what must be there before requests. Raises EngineDied."""
+
+    def resume(self) -> None:
+        """The new engine takes requests."""
+
+
+class Supervisor:
+    """Start with `start`, end with `stop`. `silence`: seconds without a sign of life after which one is replaced."""
+
+    def __init__(self, config: EngineConfig, silence: float, owner: Owner) -> None:
+        self._config = config
+        self._silence = silence
+        self._owner = owner
+        self._directory = tempfile.TemporaryDirectory(prefix="kvern-")  # only this user may enter it
+        self._names = itertools.count()
+        self._link: EngineLink | None = None
+        self._running_file = Path()
+        self._began = 0.0
+        self._fruitless = 0
+        self._next_launch = 0.0
+        self._trouble = ""
+        self._task: asyncio.Task[None] | None = None
+        self.available = asyncio.Event()
+        """An engine takes requests, or there will be none any more."""
+        self.closed = False
+
+    @property
+    def link(self) -> EngineLink:
+        """To the engine that runs, or was the last."""
+        assert self._link is not None, "no engine was started"
+        return self._link
+
+    @property
+    def unavailable(self) -> EngineUnavailable | None:
+        """Engines keep dying, or do not start, without a request to blame: why, and when to come again."""
+        if self.available.is_set() or self._fruitless <= PATIENCE:
+            return None
+        seconds = max(1.0, self._next_launch - time.monotonic())
+        return EngineUnavailable(f"the engine does not stay alive: {self._trouble}", seconds)
+
+    async def start(self) -> None:
+        """Start the first engine. Raises ConfigError with its reason."""
+        try:
+            await self._launch()
+        except BaseException:
+            await self.stop()
+            raise
+        self._task = asyncio.create_task(self._forever())
+
+    async def stop(self) -> None:
+        """End the engine and all attempts to have one."""
+        self.closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._link is not None:
+            await self._link.stop()
+        self.available.set()
+        self._directory.cleanup()
+
+    def send(self, message: Message) -> None:
+        """To the engine, if one takes requests: a later one is told what it needs by the owner."""
+        if self.available.is_set() and not self.closed:
+            self.link.send(message)
+
+    async def _forever(self) -> None:
+        alive = True
+        while True:
+            try:
+                if alive:
+                    self._bury(await self._listen())
+                    alive = False
+                await self._relaunch()
+                alive = True
+            except Exception:
+                logger.exception("the supervisor of the engine has a fault; it goes on with another engine")
+                alive = False
+                self.available.clear()
+                self._wait_longer("the supervisor of the engine has a fault, which the log tells")
+
+    async def _listen(self) -> Death:
+        """Hand on what the engine says until it ends."""
+        try:
+            async for message in self.link.messages(self._silence):
+                if isinstance(message, AdapterRead | Events):
+                    self._owner.hear(message)
+        except EngineDied as error:
+            self.available.clear()
+            await self.link.stop()
+            killed = self.link.silent or self.link.process.returncode == -signal.SIGKILL
+            return Death(error, read_running(self._running_file), killed)
+        raise AssertionError("the engine's messages end with its death")
+
+    def _bury(self, death: Death) -> None:
+        learnt = self._owner.died(death)
+        if learnt or time.monotonic() - self._began > LONG_LIFE:
+            self._fruitless = 0
+        if not learnt:
+            self._wait_longer(str(death.reason))
+
+    async def _relaunch(self) -> None:
+        """Start another engine when it is time. Failing is another death from which nothing is learnt."""
+        await asyncio.sleep(max(0.0, self._next_launch - time.monotonic()))
+        if self._link is not None:
+            await self._link.stop()
+        try:
+            await self._launch()
+        except (ConfigError, EngineDied) as error:
+            self._wait_longer(str(error))
+
+    def _wait_longer(self, trouble: str) -> None:
+        """Nothing explains what happened: wait, the longer the oftener."""
+        self._trouble = trouble
+        self._fruitless += 1
+        wait = min(LONGEST_WAIT, 2.0 ** (self._fruitless - 2)) if self._fruitless > 1 else 0.0
+        self._next_launch = time.monotonic() + wait
+        logger.warning("%s; another engine is started in %g s", trouble, wait)
+
+    async def _launch(self) -> None:
+        name = next(self._names)
+        directory = Path(self._directory.name)
+        self._running_file = directory / f"running-{name}"
+        address = f"ipc://{directory / f'engine-{name}'}"
+        self._link = await EngineLink.start(self._config, address, self._running_file, self._silence)
+        await self._owner.prepare(self._link)
+        self._began = time.monotonic()
+        self.available.set()
+        self._owner.resume()

@@ -1,0 +1,78 @@
+"""Which request ends engines: found among any others, whenever it comes, and never a wrong one."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvern.engine.probation import DEATHS, KILLINGS, LARGEST_GROUP, Probation
+
+
+def run(
+    names: list[str], killers: dict[str, int], chance: random.Random, killed: bool = False
+) -> tuple[list[str], int]:
+    """Engines until nobody is suspected; who was found guilty, and how many engines died.
+
+    A killer ends the process at the step of its progress; others end with their tenth.
+    """
+    probation, progress, guilty, deaths = Probation(), dict.fromkeys(names, 0), [], 0
+    waiting = list(names)
+    while waiting or probation.active:
+        may = probation.on_trial if probation.active else list(waiting)
+        running = [name for name in may if chance.random() < 0.8] or may[:1]
+        deadly = [name for name in running if killers.get(name) == progress[name]]
+        if deadly:
+            deaths += 1
+            assert deaths < 1000
+            found = probation.died(running, killed)
+            if found is not None:
+                guilty.append(found)
+                waiting.remove(found)
+            continue
+        for name in running:
+            progress[name] += 1
+            if progress[name] == 10:
+                waiting.remove(name)
+            probation.clear(name)
+    return guilty, deaths
+
+
+@given(st.integers(1, 80), st.integers(0, 9), st.integers(0, 10**6), st.booleans())
+def test_the_killers_are_found_and_nobody_else(count: int, killers: int, seed: int, killed: bool) -> None:
+    chance = random.Random(seed)
+    names = [str(number) for number in range(count)]
+    marked = {name: chance.randrange(10) for name in chance.sample(names, min(killers, count))}
+    guilty, deaths = run(names, marked, chance, killed)
+    assert sorted(guilty) == sorted(marked)
+    most = LARGEST_GROUP.bit_length() + (KILLINGS if killed else DEATHS) + 1
+    assert deaths <= len(marked) * most
+
+
+def test_a_kill_from_outside_blames_nobody() -> None:
+    """Not even two in a row; with progress between them, not however many."""
+    probation = Probation()
+    for _ in range(100):
+        for _ in range(KILLINGS - 1):
+            assert probation.died(["a"], killed=True) is None
+            assert probation.on_trial == ["a"]
+        probation.clear("a")
+        assert not probation.active
+
+
+def test_an_engine_that_dies_before_it_computes_blames_nobody() -> None:
+    probation = Probation()
+    probation.died(["a", "b"], killed=False)
+    for _ in range(10):
+        assert probation.died([], killed=False) is None
+    assert probation.on_trial == ["a"]
+
+
+def test_who_was_cleared_and_is_there_again_is_tried_behind_the_others() -> None:
+    probation = Probation()
+    probation.died(["a", "b", "c"], killed=False)
+    assert probation.clear("a") and probation.on_trial == ["b", "c"]
+    assert probation.died(["a", "b", "c"], killed=False) is None
+    assert probation.on_trial == ["b"]
+    assert probation.died(["b"], killed=False) == "b"
+    assert probation.on_trial == ["c"] and probation.clear("c")
+    assert probation.on_trial == ["a"] and probation.clear("a") and not probation.active

@@ -1,0 +1,201 @@
+"""Engines that die, hang or do not start: who is to blame ends, everybody else gets their answer to the letter."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvern import LLM, SamplingParams
+from kvern.config import EngineConfig
+from kvern.engine.client import EngineClient
+from tests.processors import install
+from tests.test_server import SMALL, STORY, Served, engine_of, eventually, serving
+from tests.tiny_model import make_tiny_model
+
+PROMPTS = [f"Once upon a time there were {number}" for number in range(30)]
+LENGTH = 150
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """Each stream's text, of an engine that nobody disturbs."""
+    params = SamplingParams(temperature=0.8, seed=9, max_tokens=LENGTH, ignore_eos=True)
+    with LLM("kvern-1m", threads=1, dtype="float32") as llm:
+        return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+
+
+@contextlib.contextmanager
+def with_processors(folder: Path, *arguments: str) -> Iterator[Served]:
+    """A server that has the processor which ends its engine."""
+    with pytest.MonkeyPatch.context() as patched:
+        known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        patched.setenv("PYTHONPATH", os.pathsep.join([str(install(folder)), *known, str(Path(__file__).parent.parent)]))
+        with serving(*SMALL, "--logits-processors", "end", *arguments) as served:
+            yield served
+
+
+class Streams:
+    """The streams of all prompts; `begun` when each has said something."""
+
+    def __init__(self, client: openai.OpenAI, pool: concurrent.futures.Executor) -> None:
+        self.begun = threading.Barrier(len(PROMPTS) + 1)
+        self._client = client
+        self._texts = [pool.submit(self._read, prompt) for prompt in PROMPTS]
+
+    def _read(self, prompt: str) -> str:
+        stream = self._client.completions.create(prompt=prompt, seed=9, stream=True, **(STORY | {"max_tokens": LENGTH}))
+        text = next(iter(stream)).choices[0].text
+        self.begun.wait(60)
+        return text + "".join(chunk.choices[0].text for chunk in stream)
+
+    def texts(self) -> list[str]:
+        return [text.result(300) for text in self._texts]
+
+
+def deadly(client: openai.OpenAI, how: str, after: int) -> str:
+    """Ask for what ends the engine; the error."""
+    asked = {"logits_processors": {"end": {"how": how, "after": after}}, "ignore_eos": True}
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model="kvern-1m", prompt="I end it", max_tokens=LENGTH, extra_body=asked)
+    return str(refused.value)
+
+
+@pytest.mark.timeout(600)
+def test_twenty_deadly_requests_among_thirty_streams(tmp_path: Path, expected: list[str]) -> None:
+    with with_processors(tmp_path) as served, concurrent.futures.ThreadPoolExecutor(64) as pool:
+        client = served.client().with_options(timeout=500)
+        streams = Streams(client, pool)
+        streams.begun.wait(60)
+        errors = [pool.submit(deadly, client, "exit", number % 4) for number in range(20)]
+        assert all("was alone when the engine died" in error.result(400) for error in errors)
+        assert streams.texts() == expected
+        assert served.figure("requests_refused_total", reason="crash") == 20
+        assert served.figure("engine_ready") == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["kill", "hang"])
+def test_a_request_by_which_the_engine_is_killed_or_hangs(tmp_path: Path, expected: list[str], how: str) -> None:
+    with with_processors(tmp_path, "--engine-timeout", "3") as served:
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            client = served.client().with_options(timeout=200)
+            streams = Streams(client, pool)
+            streams.begun.wait(60)
+            assert "was alone when the engine died" in deadly(client, how, 2)
+            assert streams.texts() == expected
+        assert served.figure("engine_restarts_total") == 3
+
+
+@pytest.mark.timeout(300)
+def test_kills_in_quick_succession_blame_nobody(expected: list[str]) -> None:
+    """Also while the next engine loads, and while it tries the streams one by one."""
+    with serving(*SMALL) as served, concurrent.futures.ThreadPoolExecutor(32) as pool:
+        streams = Streams(served.client(), pool)
+        streams.begun.wait(60)
+        for _ in range(4):
+            dead = kill(served, signal.SIGKILL)
+            eventually(lambda dead=dead: engine_pid(served) not in (None, dead))
+        assert streams.texts() == expected
+        assert served.figure("requests_refused_total", reason="crash") == 0
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_stops_while_it_loads_is_replaced(expected: list[str]) -> None:
+    with serving(*SMALL, "--engine-timeout", "3") as served, concurrent.futures.ThreadPoolExecutor(32) as pool:
+        streams = Streams(served.client(), pool)
+        streams.begun.wait(60)
+        dead = kill(served, signal.SIGKILL)
+        eventually(lambda: engine_pid(served) not in (None, dead))
+        kill(served, signal.SIGSTOP)
+        assert streams.texts() == expected
+
+
+@pytest.mark.timeout(300)
+def test_no_engine_for_a_while(tmp_path: Path) -> None:
+    """Streams wait; others are told when to come again, and why; nobody has to start the server again."""
+    folder = make_tiny_model(tmp_path / "model")
+    body: dict[str, Any] = {"prompt": "a b c", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    with serving("--model", str(folder), "--threads", "1", "--served-model-name", "tiny") as served:
+        client = served.client()
+        whole = client.completions.create(model="tiny", **body).choices[0].text
+        stream = client.completions.create(model="tiny", stream=True, **body)
+        text = next(stream).choices[0].text
+        folder.rename(tmp_path / "away")
+        kill(served, signal.SIGKILL)
+        eventually(lambda: "does not stay alive" in str(served.raw("GET", "/ready")[2]))
+        status, headers, refused = served.raw("POST", "/v1/completions", json.dumps({"prompt": "a"}).encode())
+        assert status == 503 and 1 <= int(headers["retry-after"]) <= 60
+        assert "does not stay alive" in refused["error"]["message"]
+        assert served.figure("engine_ready") == 0 and served.raw("GET", "/health")[0] == 200
+        (tmp_path / "away").rename(folder)
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        assert text == whole
+        assert served.raw("GET", "/ready")[2] == {"ready": True}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["hear", "died", "resume", "prepare"])
+def test_the_supervisor_outlives_what_its_owner_raises(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(_raise_once(method, monkeypatch))
+
+
+async def _raise_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    async with EngineClient(EngineConfig(model="kvern-1m", threads=1, dtype="float32")) as client:
+
+        async def answer(disturb: bool = False) -> list[int]:
+            news = asyncio.Event()
+            generation = await client.submit("Once upon a time", params, news=news)
+            async for _ in client.follow([generation], news):
+                if disturb and generation.output.outputs[0].token_ids:
+                    disturb = False
+                    os.kill(engine_of(os.getpid()), signal.SIGKILL)
+            return generation.output.outputs[0].token_ids
+
+        expected, whole, raised = await answer(), getattr(client, method), threading.Event()
+
+        def broken(*arguments: object) -> object:
+            if not raised.is_set():
+                raised.set()
+                raise ArithmeticError("as planned")
+            return whole(*arguments)
+
+        monkeypatch.setattr(client, method, broken)
+        assert await answer(disturb=True) == expected
+        assert raised.is_set()
+        assert await answer() == expected
+
+
+def test_an_engine_ends_with_a_server_that_is_killed_while_it_loads() -> None:
+    process = subprocess.Popen([sys.executable, "-m", "kvern", "serve", "--port", "0", *SMALL], stderr=subprocess.PIPE)
+    with process:
+        while (engine := engine_pid(process.pid)) is None:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    eventually(lambda: not Path(f"/proc/{engine}").exists() or "Z" in Path(f"/proc/{engine}/stat").read_text())
+
+
+def engine_pid(served: Served | int) -> int | None:
+    """None between two engines."""
+    with contextlib.suppress(ValueError, OSError):
+        return engine_of(served if isinstance(served, int) else served.process.pid)
+    return None
+
+
+def kill(served: Served, how: signal.Signals) -> int:
+    pid = served.engine_pid()
+    os.kill(pid, how)
+    return pid
