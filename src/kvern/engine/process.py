@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import zmq
 
 from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
-from kvern.engine.core import EngineCore
+from kvern.engine.core import EngineCore, TokenEvent
 from kvern.engine.device import resolve_device
 from kvern.engine.factory import build_core
 from kvern.engine.startup import Startup
@@ -24,6 +25,7 @@ from kvern.engine.wire import (
     Failed,
     FinishRequests,
     LoadAdapter,
+    NewRequest,
     Ready,
     Shutdown,
     Start,
@@ -31,7 +33,7 @@ from kvern.engine.wire import (
     decode_for_engine,
     encode,
 )
-from kvern.errors import KvernError
+from kvern.errors import KvernError, in_a_line
 from kvern.request import Request
 
 logger = logging.getLogger("kvern")
@@ -78,16 +80,13 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
     """Carry out messages and steps, in turns."""
     spoke = time.monotonic()
     adapters = AdapterReader(core)
+    refused: list[TokenEvent] = []
     while os.getppid() == parent:
         idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
-        while socket.poll(0 if core.has_work else int(1000 * idle)):
+        while socket.poll(0 if core.has_work or refused else int(1000 * idle)):
             match decode_for_engine(socket.recv()):
                 case AddRequests(requests):
-                    leader: Request | None = None
-                    for message in requests:
-                        request = message.request(leader)
-                        leader = leader or request
-                        core.add(request)
+                    refused += add(core, requests)
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):
@@ -99,11 +98,24 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
         for answer in adapters.answers():
             socket.send(encode(answer))
         started = time.monotonic()
-        events = core.step() if core.has_work else []
+        events, refused = refused + (core.step() if core.has_work else []), []
         now = time.monotonic()
         if events or now - spoke >= HEARTBEAT_SECONDS:
             socket.send(encode(Events(events, core.statistics(), now - started)))
             spoke = now
+
+
+def add(core: EngineCore, messages: Sequence[NewRequest]) -> list[TokenEvent]:
+    """Queue what a user asked in one; if that fails it alone ends, and the events say so."""
+    requests: list[Request] = []
+    try:
+        for message in messages:
+            requests.append(message.request(requests[0] if requests else None))
+            core.add(requests[-1])
+    except Exception as error:
+        logger.exception("request %s cannot be queued", messages[0].request_id)
+        return core.fail(requests, f"it cannot be queued: {in_a_line(error)}")
+    return []
 
 
 class AdapterReader:
