@@ -17,6 +17,7 @@ from kvern.cache.manager import BlockCopy, KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
+from kvern.engine.trial import Trial
 from kvern.request import FinishReason, Request
 from kvern.step import SchedulerOutput
 from tests.simulated_engine import STOP_TOKEN, Setup, SimulatedEngine
@@ -415,6 +416,34 @@ def held_beams_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_make_room", lambda self: False)
 
 
+def lost_blocks_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RadixCache, "forget_since", lambda self, step: None)
+
+
+def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdapterSlots, "clear", lambda self: None)
+
+
+def lost_tokens_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    undo = Scheduler.undo
+
+    def undo_but_wait(self: Scheduler, step: int) -> None:
+        awaited = {request: request.in_flight for request in (*self.waiting, *self.running)}
+        undo(self, step)
+        for request in self.waiting:
+            request.in_flight = awaited[request]
+
+    monkeypatch.setattr(Scheduler, "undo", undo_but_wait)
+
+
+def everybody_runs_during_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "restrict", lambda self, units: None)
+
+
+def all_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "failed", lambda self, planned: next(request.unit for request, _ in planned))
+
+
 Mistake = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: list[Mistake] = [
     without_copies,
@@ -430,6 +459,11 @@ MISTAKES: list[Mistake] = [
     forks_that_copy_nothing,
     forks_that_share_a_partial_block,
     held_beams_keep_their_blocks,
+    lost_blocks_reused,
+    lost_adapters_not_loaded,
+    lost_tokens_awaited,
+    everybody_runs_during_a_trial,
+    all_are_blamed,
 ]
 
 

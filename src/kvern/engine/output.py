@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvern.engine.core import TokenEvent
+from kvern.errors import RequestFailed
 from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
@@ -51,6 +52,11 @@ class RequestOutput:
         """Why one of the answers could not go on."""
         ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
         return next((reason for reason in ended if isinstance(reason, str)), None)
+
+    def check(self) -> None:
+        """Raise RequestFailed if one of the answers could not go on."""
+        if self.failure is not None:
+            raise RequestFailed(self.failure)
 
 
 class Answer:
