@@ -64,7 +64,7 @@ def follow(token: int, step: Step) -> int:
 
 
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
-    how: Literal["join", "apply", "nan", "nothing", "infinite"]
+    how: Literal["join", "apply", "nan", "nothing", "infinite", "shape"]
     after: int = 0
 
 
@@ -90,6 +90,8 @@ class Break:
                 logits[row, 5] = float("nan")
             elif fault.how == "nothing":
                 logits[row] = float("-inf")
+            elif fault.how == "shape":
+                logits.resize_(1, 1)  # which nobody expects: all of the step fails
             elif fault.how == "infinite":
                 logits[row, 7] = float("inf")
             else:

@@ -2,6 +2,8 @@
 
 In place of keys and values each cell of a block holds a number that stands for the token and everything before it, so
 a request that reads a cell of another prefix, or one that was never written, is caught at the step that reads it.
+
+Steps can be made to fail: what they, and those behind them, should have written is then lost, and all rows with it.
 """
 
 import math
@@ -126,6 +128,10 @@ class Row:
     """And the adapter: what makes the same tokens mean something else."""
 
 
+class StepFailed(Exception):
+    """As planned."""
+
+
 class PendingResult(Future[ModelRunnerOutput]):
     """The result of a step that runs when somebody asks for it, or for a later one."""
 
@@ -149,6 +155,12 @@ class SimulatedDevice:
         self.rows: dict[int, Row] = {}
         self.adapters: dict[int, int] = {}
         self.queue: deque[tuple[SchedulerOutput, PendingResult]] = deque()
+        self.faults: dict[str, int] = {}
+        """By unit: a step that brings one of its requests to so many computed tokens fails."""
+        self.clashes: list[tuple[str, str]] = []
+        """Steps with both units fail."""
+        self.failed_steps = 0
+        self._lost = False
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         future = PendingResult(self)
@@ -157,7 +169,36 @@ class SimulatedDevice:
 
     def run_next(self) -> None:
         output, future = self.queue.popleft()
-        future.set_result(self.execute(output))
+        try:
+            future.set_result(self.execute(output))
+        except StepFailed as error:
+            future.set_exception(error)
+
+    def abandon(self) -> None:
+        """Steps behind the one that failed run to their end, then nothing is known of any row."""
+        assert self._lost, "nothing has failed"
+        while self.queue:
+            self.run_next()
+        self._lost = False
+        self.rows.clear()
+        self.adapters.clear()
+
+    def _fails(self, output: SchedulerOutput) -> bool:
+        units = [self.requests[name.split("/")[0]].unit for name in output.request_ids]
+        ends = [item.start + item.count for item in output.scheduled]
+        fault = any(end >= self.faults.get(unit, end + 1) for unit, end in zip(units, ends, strict=True))
+        return fault or any(one in units and other in units for one, other in self.clashes)
+
+    def _lose(self, output: SchedulerOutput) -> None:
+        """Spoil what the step was to write."""
+        places = [(item.slot, at) for item in output.scheduled for at in range(item.start, item.start + item.count)]
+        for slot, at in places:
+            self.memory[self.rows[slot].table[at // self.setup.size]][at % self.setup.size] = None
+        for copy in output.copies:
+            self.memory[copy.target] = [None] * self.setup.size
+        self._lost = True
+        self.failed_steps += 1
+        raise StepFailed("as\nplanned")
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Copy, fork, join, grow, write all tokens, then check what each token would attend to and sample."""
@@ -182,6 +223,8 @@ class SimulatedDevice:
             table = self.rows[slot].table
             assert len(table) >= first, "a block table has a gap"
             table[first:] = blocks
+        if self._lost or self._fails(output):
+            self._lose(output)
         keys = []
         written: set[tuple[int, int]] = set()
         for item, name in zip(output.scheduled, output.request_ids, strict=True):
@@ -233,6 +276,10 @@ class Heard:
     prompt_positions: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+FAILURE = "its step failed: StepFailed: as planned"
 
 
 class SimulatedEngine:
@@ -248,6 +295,7 @@ class SimulatedEngine:
         self.core = EngineCore(self.scheduler, self, setup.depth)
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
+        self._preemptions: dict[Request, int] = {}
         self._aged: set[Request] = set()
         self._ended_outside: set[Request] = set()
 
@@ -266,9 +314,13 @@ class SimulatedEngine:
         prompt_logprobs_from: int | None = None,
         adapter: int | None = None,
         beams: int | None = None,
+        fault: int | None = None,
         **search: Any,
     ) -> list[Request]:
-        """Queue `n` samples of a prompt, or a search with beams for its `n` best answers."""
+        """Queue `n` samples of a prompt, or a search with beams for its `n` best answers.
+
+        A step fails that brings one of them to `fault` computed tokens.
+        """
         number = len(self.requests)
         params = SamplingParams(max_tokens=max_tokens, n=n, beam_width=beams, **search)
         if prompt_logprobs_from is not None:
@@ -293,6 +345,8 @@ class SimulatedEngine:
             self.requests[request.request_id] = request
             self.heard |= {answer_id: Heard() for answer_id in request.answer_ids}
             self._waiting_since[request] = self.scheduler.step
+            if fault is not None:
+                self.device.faults[request.unit] = fault
             self.core.add(request)
         self.check()
         return added
@@ -300,6 +354,15 @@ class SimulatedEngine:
     @property
     def alive(self) -> list[Request]:
         return [request for name, request in self.requests.items() if self.scheduler.get(name) is not None]
+
+    def clash(self, one: Request, other: Request) -> None:
+        """Let steps fail that both are in."""
+        if one.unit != other.unit:
+            self.device.clashes.append((one.unit, other.unit))
+
+    def abandon(self) -> None:
+        """The executor's side: all steps are lost."""
+        self.device.abandon()
 
     def finish(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request from outside, as a client that leaves or a stop string does."""
@@ -312,11 +375,17 @@ class SimulatedEngine:
     def step(self) -> None:
         """One call of the core, with all checks."""
         self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
-        running_before = set(self.scheduler.running)
         step_before = self.scheduler.step
         events = self.core.step()
+        for request in self.scheduler.waiting:
+            if request.preemptions != self._preemptions.get(request, 0):
+                self._preemptions[request] = request.preemptions
+                waited = self.scheduler.step - self._waiting_since.get(request, self.scheduler.step)
+                if request in self._waiting_before and waited >= self.setup.aging_steps:
+                    self._aged.add(request)  # admitted, in a step that was undone at once
+                self._waiting_since[request] = request.waiting_since
         if self.scheduler.step > step_before:
-            self._check_waiting(running_before)
+            self._check_waiting()
         for event in events:
             self._hear(event)
         self.check()
@@ -371,7 +440,12 @@ class SimulatedEngine:
         expected, reason = self.expected_answer(request)
         assert heard.tokens == request.token_ids[request.prompt_length :]
         assert heard.cached_tokens < request.prompt_length or not heard.cached_tokens
-        if request in self._ended_outside:
+        fault = self.device.faults.get(request.unit)
+        if heard.stop_reason == FAILURE:
+            assert heard.tokens == expected[: len(heard.tokens)]
+        elif fault is not None and request.group is None and request.prompt_length + len(expected) > fault:
+            assert request in self._ended_outside, "its step did not fail"
+        elif request in self._ended_outside:
             assert heard.tokens == expected[: len(heard.tokens)]
         else:
             assert (heard.tokens, heard.finish_reason) == (expected, reason)
@@ -388,6 +462,10 @@ class SimulatedEngine:
         heard = [self.heard[f"{number}#{index}"] for index in range(request.params.n)]
         if request in self._ended_outside and not any(item.finish_reason for item in heard):
             return
+        if any(item.stop_reason == FAILURE for item in heard):
+            assert [(item.tokens, item.stop_reason) for item in heard] == [([], FAILURE)] * len(heard)
+            return
+        assert self.device.faults.get(request.unit, request.prompt_length + 1) > request.prompt_length
         found = [(item.tokens, item.finish_reason) for item in heard]
         expected = searched_answers(request)
         assert found == expected + [([], "abort")] * (len(heard) - len(expected))
@@ -416,7 +494,10 @@ class SimulatedEngine:
         for entry in event.prompt_logprobs or ():
             heard.prompt_positions += entry
         heard.cached_tokens = max(heard.cached_tokens, event.cached_tokens)
-        heard.finish_reason = event.finish_reason
+        heard.finish_reason, heard.stop_reason = event.finish_reason, event.stop_reason
+        if isinstance(event.stop_reason, str) and "failed" in event.stop_reason:
+            assert event.stop_reason == FAILURE and event.finish_reason == "abort"
+            assert event.request_id.split("#")[0] in {unit.split("#")[0] for unit in self.device.faults}, "innocent"
 
     def _is_ready(self, request: Request) -> bool:
         """Could run now, if it were its turn."""
@@ -424,11 +505,11 @@ class SimulatedEngine:
             not request.in_flight and not request.held and (request.leader is None or request.leader.prompt_scheduled)
         )
 
-    def _check_waiting(self, running_before: set[Request]) -> None:
+    def _check_waiting(self) -> None:
         """No request that has waited for `aging_steps` was overtaken in the step that was just planned.
 
         First come, first served never lets anybody overtake, whatever they have waited. But who waits for an adapter's
-        place may be overtaken by requests without one.
+        place may be overtaken by requests without one, and who is not on trial by those who are.
         """
         step = self.scheduler.step
         before = self._waiting_before  # a held beam is not admitted when it takes another's place
@@ -438,8 +519,6 @@ class SimulatedEngine:
             if request in before and (before[request] or request.beams is None)
         ]
         for request in self.scheduler.waiting:
-            if request in running_before:
-                self._waiting_since[request] = step
             if request.beams is not None and request.output_length:  # a beam may lose its place and get another's
                 self._waiting_since[request] = request.waiting_since
         old = {item for item, since in self._waiting_since.items() if step - since >= self.setup.aging_steps}
@@ -451,7 +530,7 @@ class SimulatedEngine:
             for request in self.scheduler.waiting
             if (request in self._aged or fcfs)
             and self._waiting_before.get(request)
-            and self._is_ready(request)
+            and self.scheduler._can_run(request)
             and request.waiting_since != step  # a beam that ran and lost its place
         ]
         for newcomer in admitted:

@@ -225,7 +225,7 @@ def test_streamed_text_never_retracts(
         if stopped is not None:
             break
     if answer.output.finish_reason is None:
-        answer.abort()
+        answer.end("abort", None)
     assert answer.output.text.startswith(shown)
     expected, cause = first_stop(tokenizer, tokens, stop, include, min_tokens)
     assert (answer.output.text, answer.output.stop_reason) == (expected, cause)

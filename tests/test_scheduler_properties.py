@@ -17,6 +17,7 @@ from kvern.cache.manager import BlockCopy, KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
+from kvern.engine.trial import Trial
 from kvern.request import FinishReason, Request
 from kvern.step import SchedulerOutput
 from tests.simulated_engine import STOP_TOKEN, Setup, SimulatedEngine
@@ -55,8 +56,11 @@ def prompts(draw: st.DrawFn) -> list[int]:
     return prompt or [0]
 
 
+FAULTS = st.sampled_from((None, None, None, None, None, None, 1, 6, 12))
+
+
 class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, steps, aborts, stops and evictions in any order."""
+    """Arrivals, steps, failures, aborts, stops and evictions in any order."""
 
     @initialize(setup=setups())
     def start(self, setup: Setup) -> None:
@@ -72,6 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.booleans(),
         prompt_logprobs_from=st.sampled_from((None, None, None, 1, 4, 9)),
         adapter=st.sampled_from((None, None, 1, 2, 3)),
+        fault=FAULTS,
     )
     def add(self, prompt: list[int], max_tokens: int, **options: Any) -> None:
         prompt = prompt[: self.engine.setup.max_model_len - 1]
@@ -89,6 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.booleans(),
         prompt_logprobs_from=st.sampled_from((None, None, None, 1, 4)),
         adapter=st.sampled_from((None, None, 1, 2, 3)),
+        fault=FAULTS,
     )
     def search(self, prompt: list[int], max_tokens: int, beams: int, n: int, **options: Any) -> None:
         setup = self.engine.setup
@@ -107,6 +113,12 @@ class EngineMachine(RuleBasedStateMachine):
         alive = self.engine.alive
         self.engine.finish(alive[place % len(alive)], reason)
 
+    @precondition(lambda self: self.engine.alive)
+    @rule(places=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
+    def clash(self, places: tuple[int, int]) -> None:
+        alive = self.engine.alive
+        self.engine.clash(*(alive[place % len(alive)] for place in places))
+
     @rule(count=st.integers(1, 8))
     def evict(self, count: int) -> None:
         before = self.engine.cache.pool.free_count + self.engine.cache.tree.evictable_count
@@ -123,8 +135,8 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=300, stateful_step_count=30)
 
 
-def random_life(setup: Setup, seed: int, arrivals: int = 40) -> SimulatedEngine:
-    """Serve a random crowd to its end."""
+def random_life(setup: Setup, seed: int, arrivals: int = 40, faults: float = 0.1) -> SimulatedEngine:
+    """Serve a random crowd to its end, of which the share `faults` lets a step fail."""
     dice, engine = random.Random(seed), SimulatedEngine(setup)
     while arrivals or engine.alive:
         if arrivals and dice.random() < 0.4:
@@ -141,8 +153,11 @@ def random_life(setup: Setup, seed: int, arrivals: int = 40) -> SimulatedEngine:
                 stop=dice.random() < 0.5,
                 prompt_logprobs_from=dice.choice((None, None, None, None, 1, 1 + dice.randrange(12))),
                 adapter=dice.choice((None, None, 1, 2, 3)),
+                fault=dice.randint(1, 20) if dice.random() < faults else None,
             )
             arrivals -= 1
+        if engine.alive and dice.random() < faults / 10:
+            engine.clash(dice.choice(engine.alive), dice.choice(engine.alive))
         if engine.alive and dice.random() < 0.03:
             engine.finish(dice.choice(engine.alive))
         engine.step()
@@ -401,6 +416,34 @@ def held_beams_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_make_room", lambda self: False)
 
 
+def lost_blocks_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RadixCache, "forget_since", lambda self, step: None)
+
+
+def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdapterSlots, "clear", lambda self: None)
+
+
+def lost_tokens_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    undo = Scheduler.undo
+
+    def undo_but_wait(self: Scheduler, step: int) -> None:
+        awaited = {request: request.in_flight for request in (*self.waiting, *self.running)}
+        undo(self, step)
+        for request in self.waiting:
+            request.in_flight = awaited[request]
+
+    monkeypatch.setattr(Scheduler, "undo", undo_but_wait)
+
+
+def everybody_runs_during_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "restrict", lambda self, units: None)
+
+
+def all_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "failed", lambda self, planned: next(request.unit for request, _ in planned))
+
+
 Mistake = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: list[Mistake] = [
     without_copies,
@@ -416,6 +459,11 @@ MISTAKES: list[Mistake] = [
     forks_that_copy_nothing,
     forks_that_share_a_partial_block,
     held_beams_keep_their_blocks,
+    lost_blocks_reused,
+    lost_adapters_not_loaded,
+    lost_tokens_awaited,
+    everybody_runs_during_a_trial,
+    all_are_blamed,
 ]
 
 

@@ -10,7 +10,7 @@
     |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
     |-- BatchFileError     an input or output file of a batch job cannot be used
     |-- DeadlineExceeded   a request did not end within the time that it was given
-    |-- RequestFailed      a request could not go on: its grammar became too expensive, its logits processor failed
+    |-- RequestFailed      a request could not go on: its grammar became too expensive, its step failed
     `-- EngineDied         the process that computes has ended
         |-- EngineClosed       because it was told to
         `-- EngineUnavailable  again and again, for no reason that is known: come back later
@@ -18,6 +18,11 @@
 A message is one line: what was wrong, its value, the limit, and what to do. The command line prints it and exits with
 code 2; nothing else about a bad input is ever shown.
 """
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error of any kind says, and its type, without line breaks and of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 class KvernError(Exception):

@@ -76,7 +76,7 @@ class LLM:
         """Answer prompts (texts or lists of token ids), in their order.
 
         One SamplingParams serves all prompts, a list of them one each; likewise the name of an adapter, None for the
-        model as it is. If any prompt is invalid, none is run.
+        model as it is. If any prompt is invalid, none is run; one that fails on its way ends alone, with a `failure`.
         """
         several = as_prompts(prompts)
         params = one_for_each(sampling_params, len(several))
@@ -87,11 +87,13 @@ class LLM:
     ) -> list[list[float]]:
         """Prompts as vectors of length 1, of which the first `dimensions` are kept, for models trained for that.
 
-        Raises InvalidRequest for other models.
+        Raises InvalidRequest for other models, and RequestFailed.
         """
         check_pooling(self._engine.folder, self.config.model or self._engine.folder.name)
         several = as_prompts(prompts)
         outputs = self._all(several, [None] * len(several), progress, embed=True)
+        for output in outputs:
+            output.check()
         return [embedding_of(output.embedding or b"", dimensions) for output in outputs]
 
     def score(
@@ -105,7 +107,7 @@ class LLM:
         """The log-likelihood of each (context, continuation), both texts or both token ids, in their order.
 
         Pairs of one context compute it once, through the prefix cache. `add_special_tokens`: texts begin with the
-        tokens that the tokenizer puts before prompts. Raises InvalidRequest; then none is run.
+        tokens that the tokenizer puts before prompts. Raises InvalidRequest, and then none is run, or RequestFailed.
         """
         prompts = scored_prompts(self.tokenizer, pairs, add_special_tokens)
         token_ids, params = [item.token_ids for item in prompts], [item.params for item in prompts]

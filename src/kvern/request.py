@@ -104,6 +104,11 @@ class Request:
         return len(self.token_ids) + sampled - self.computed_tokens
 
     @property
+    def unit(self) -> str:
+        """What a user asked in one: the samples of a prompt, and the beams of a search, have this in common."""
+        return self.group or self.request_id
+
+    @property
     def answer_ids(self) -> list[str]:
         """Under which its answers are reported: its own id, or one for each of the best of its beams."""
         if self.params.beam_width is None:

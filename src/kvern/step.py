@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvern.cache.manager import BlockCopy
 from kvern.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvern.request import Request
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,23 @@ class NewRequest:
     """Where the adapter that it uses is on the device; -1: it uses none."""
     embed: bool = False
     """The last hidden state of the prompt is wanted, not a token."""
+
+    @classmethod
+    def of(cls, request: "Request", adapter_slot: int) -> "NewRequest":
+        """A request that has a slot and blocks."""
+        return cls(
+            slot=request.slot,
+            token_ids=list(request.token_ids),
+            prompt_length=request.prompt_length,
+            params=request.params,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            bad_word_ids=request.bad_word_ids,
+            block_ids=list(request.block_ids),
+            grammar=request.grammar,
+            adapter_slot=adapter_slot,
+            embed=request.embed,
+        )
 
     def shareable_blocks(self, block_size: int) -> list[int]:
         """Those that all rows forked from this one have, too."""

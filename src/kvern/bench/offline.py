@@ -114,6 +114,8 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> Run:
         changed = engine.step()
         now = time.perf_counter()
         for output in changed:
+            if output.finished:
+                output.check()
             index, count = int(output.request_id), len(output.outputs[0].token_ids)
             if count > seen[index]:
                 if seen[index]:

@@ -141,6 +141,12 @@ class RadixCache:
             self._remove(node)
         self._roots.pop(namespace, None)
 
+    def forget_since(self, step: int) -> None:
+        """Forget what steps from `step` on were to compute. Nothing is in use."""
+        for node in [node for node in self._unused if node.step >= step]:  # children are never older than parents
+            self._remove(node)
+        self._roots = {name: root for name, root in self._roots.items() if root.children}
+
     def clear(self) -> None:
         """Forget everything that nobody uses."""
         self.evict(len(self._unused))

@@ -157,6 +157,7 @@ class Conversation:
                 self._write(answer.text[len(written) :].translate(CONTROL_CHARACTERS))
                 sys.stdout.flush()
                 written, tokens = answer.text, len(answer.token_ids)
+                output.check()
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except KvernError as error:

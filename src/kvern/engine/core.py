@@ -5,18 +5,23 @@
                         +----------- token ids, finished -------------+
 
 The number of steps in flight is bounded by `depth`: 1 is synchronous, 2 overlaps the host with the device.
+
+A step that raises is undone, with those behind it, and its requests run again, apart from each other, until the one
+that raises stands alone and ends (`engine/trial.py`). The others lose nothing but time.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvern.engine.beams import BeamSearch, Decode
 from kvern.engine.scheduler import Scheduler
-from kvern.errors import InvalidAdapter
+from kvern.engine.trial import Trial
+from kvern.errors import InvalidAdapter, in_a_line
 from kvern.request import FinishReason, Request, State
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.adapters.store import AdapterStore
     from kvern.worker.executor import Executor, StepResult
+
+logger = logging.getLogger("kvern")
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -94,6 +101,7 @@ class EngineCore:
         self._depth = depth
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics()
+        self._trial = Trial()
 
     @property
     def has_work(self) -> bool:
@@ -145,8 +153,10 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Submit and collect once; events of the step that came back, none if it is still on its way.
 
-        Raises what the executor raised; all requests are then ended.
+        A step that raises an Exception ends the one request that causes it. Raises what breaks the executor itself.
         """
+        if self._trial.settle():
+            self.scheduler.restrict(self._trial.units)
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
             output = self.scheduler.schedule()
             if output.scheduled:
@@ -162,22 +172,51 @@ class EngineCore:
                 if len(self._in_flight) < self._depth:
                     return []
         if not self._in_flight:
+            if self._trial.units is not None:
+                self._trial.skip()
+                self.scheduler.restrict(self._trial.units)
             return []
         output, requests, future = self._in_flight.popleft()
         try:
             result = future.result()
-        except BaseException:
-            self._abandon()
+        except Exception as error:
+            self._undo(output)
+            return self._blame(output, requests, error)
+        except BaseException:  # an interruption is nobody's fault
+            self._undo(output)
             raise
+        self._trial.passed(_computed(output, requests))
         return self._collect(output, requests, result)
 
-    def _abandon(self) -> None:
+    def _undo(self, output: SchedulerOutput) -> None:
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
         self._in_flight.clear()
-        for request in (*self.scheduler.running, *self.scheduler.waiting):
-            self.scheduler.finish(request, "abort")
-        self.scheduler.cache.tree.clear()
-        self.scheduler.adapters.clear()
+        self.scheduler.undo(output.step)
+        self.executor.abandon()
+
+    def _blame(self, output: SchedulerOutput, requests: list[Request], error: Exception) -> list[TokenEvent]:
+        """End the request whose step failed, or have those of the step run apart from each other."""
+        guilty = self._trial.failed(_computed(output, requests))
+        self.scheduler.restrict(self._trial.units)
+        if guilty is None:
+            logger.warning("a step of %d requests failed; they are run again in halves", len(requests), exc_info=error)
+            return []
+        logger.error("request %s ends: its step failed", guilty, exc_info=error)
+        alive = (*self.scheduler.running, *self.scheduler.waiting)
+        reason = f"its step failed: {in_a_line(error)}"
+        return self.fail([request for request in alive if request.unit == guilty], reason)
+
+    def fail(self, requests: Iterable[Request], reason: str) -> list[TokenEvent]:
+        """End requests that cannot go on, whether they were queued or not; the events that say why."""
+        events = []
+        for request in requests:
+            if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
+                if self.scheduler.get(request.request_id) is request:
+                    self.scheduler.finish(request, "abort", reason)
+                ids = request.answer_ids if request.beams is None else request.beams.answer_ids
+                events += [TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in ids]
+        self._forget_unused()
+        return events
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
@@ -242,6 +281,12 @@ class EngineCore:
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
         return _answers(search, request)
+
+
+def _computed(output: SchedulerOutput, requests: Iterable[Request]) -> Iterator[tuple[Request, int]]:
+    """The requests of a step, and how many of their tokens are computed when it is done."""
+    for request, item in zip(requests, output.scheduled, strict=True):
+        yield request, item.start + item.count
 
 
 def _answers(search: BeamSearch, request: Request) -> list[TokenEvent]:

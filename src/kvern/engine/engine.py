@@ -79,9 +79,13 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         output = self._outputs.add(request_id, text, requests, params)
         self._members[request_id] = [name for request in requests for name in request.answer_ids]
-        for request in requests:
-            request.adapter = key
-            self.core.add(request)
+        try:
+            for request in requests:
+                request.adapter = key
+                self.core.add(request)
+        except BaseException:
+            self.abort([request_id])
+            raise
         return output
 
     @property
@@ -103,7 +107,10 @@ class Engine:
         self.core.unload_adapter(self._adapters.remove(name).key)
 
     def step(self) -> list[RequestOutput]:
-        """Run or collect one step; the outputs that changed. If the step fails, every request is aborted."""
+        """Run or collect one step; the outputs that changed. One whose step fails ends alone.
+
+        When that is no matter of a request, such as an interruption, every request is aborted.
+        """
         try:
             changed, stopped = self._outputs.process(self.core.step())
         except BaseException:

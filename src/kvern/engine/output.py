@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvern.engine.core import TokenEvent
+from kvern.errors import RequestFailed
 from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
@@ -55,6 +56,11 @@ class RequestOutput:
         ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
         return next((reason for reason in ended if isinstance(reason, str)), None)
 
+    def check(self) -> None:
+        """Raise RequestFailed if one of the answers could not go on."""
+        if self.failure is not None:
+            raise RequestFailed(self.failure)
+
 
 class Answer:
     """The growing text of one sequence, held back where it may be the beginning of a stop string."""
@@ -77,7 +83,7 @@ class Answer:
         output.token_ids.append(token_id)
         if output.logprobs is not None and event.logprobs is not None:
             output.logprobs.append(self.with_text(event.logprobs))
-            if self._params.beam_width is None:
+            if not self.searched:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs[token_id].logprob
         if event.cumulative_logprob is not None:
             output.cumulative_logprob = event.cumulative_logprob
@@ -86,20 +92,22 @@ class Answer:
             self._text += self._detokenizer.append([token_id])
             stop = self._find_stop(start)
             if stop is not None:
-                self._end("stop", stop)
+                self.end("stop", stop)
                 return stop
         if event.finish_reason is not None:
             is_eos = event.stop_reason in self._eos_token_ids
-            self._end(event.finish_reason, None if is_eos else event.stop_reason)
+            self.end(event.finish_reason, None if is_eos else event.stop_reason)
         else:
             output.text = self._text[: len(self._text) - self._held_back()]
         return None
 
-    def abort(self) -> None:
-        """End without another token."""
-        self._end("abort", None)
+    @property
+    def searched(self) -> bool:
+        """Whether a beam search finds it."""
+        return self._params.beam_width is not None
 
-    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """End without another token."""
         if not isinstance(stop_reason, str):
             start = len(self._text)
             self._text += self._detokenizer.flush()
@@ -195,17 +203,21 @@ class OutputProcessor:
         return answer.add(event)
 
     def _end_without_token(self, event: TokenEvent, output: RequestOutput, answer: Answer) -> None:
-        """A search found nothing more: what it did find stays, or else one answer that says why there is none."""
-        answer.output.finish_reason = event.finish_reason
-        if event.stop_reason is None or answer.output.index:
+        """A step failed, or a search found nothing more.
+
+        What a search did find stays, or else one answer that says why there is none.
+        """
+        assert event.finish_reason is not None
+        if answer.searched and (event.stop_reason is None or answer.output.index):
+            answer.output.finish_reason = event.finish_reason
             output.outputs.remove(answer.output)
         else:
-            answer.output.stop_reason = event.stop_reason
+            answer.end(event.finish_reason, event.stop_reason)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests that were ended from outside; their answers keep what they have."""
         for request_id in request_ids:
             if request_id in self._answers:
                 output, answer = self._answers.pop(request_id)
-                answer.abort()
+                answer.end("abort", None)
                 output.finished = all(item.finish_reason is not None for item in output.outputs)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvern.config import EngineConfig
+from kvern.engine.core import EngineCore, TokenEvent
 from kvern.engine.running_file import NotingExecutor, RunningFile
 from kvern.engine.startup import Startup
 from kvern.engine.wire import (
@@ -28,6 +29,7 @@ from kvern.engine.wire import (
     FinishRequests,
     LoadAdapter,
     Loading,
+    NewRequest,
     Ready,
     Shutdown,
     Start,
@@ -35,12 +37,11 @@ from kvern.engine.wire import (
     decode_for_engine,
     encode,
 )
-from kvern.errors import KvernError
+from kvern.errors import KvernError, in_a_line
 from kvern.request import Request
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
-    from kvern.engine.core import EngineCore
 
 logger = logging.getLogger("kvern")
 
@@ -107,20 +108,17 @@ def signs_of_life(socket: "zmq.Socket[bytes]", parent: int) -> Iterator[None]:
         speaker.join()
 
 
-def serve(socket: "zmq.Socket[bytes]", core: "EngineCore", parent: int) -> None:
+def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
     """Carry out messages and steps, in turns."""
     spoke = time.monotonic()
     adapters = AdapterReader(core)
+    refused: list[TokenEvent] = []
     while os.getppid() == parent:
         idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
-        while socket.poll(0 if core.has_work else int(1000 * idle)):
+        while socket.poll(0 if core.has_work or refused else int(1000 * idle)):
             match decode_for_engine(socket.recv()):
                 case AddRequests(requests):
-                    leader: Request | None = None
-                    for message in requests:
-                        request = message.request(leader)
-                        leader = leader or request
-                        core.add(request)
+                    refused += add(core, requests)
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):
@@ -132,17 +130,30 @@ def serve(socket: "zmq.Socket[bytes]", core: "EngineCore", parent: int) -> None:
         for answer in adapters.answers():
             socket.send(encode(answer))
         started = time.monotonic()
-        events = core.step() if core.has_work else []
+        events, refused = refused + (core.step() if core.has_work else []), []
         now = time.monotonic()
         if events or now - spoke >= HEARTBEAT_SECONDS:
             socket.send(encode(Events(events, core.statistics(), now - started)))
             spoke = now
 
 
+def add(core: EngineCore, messages: Sequence[NewRequest]) -> list[TokenEvent]:
+    """Queue what a user asked in one; if that fails it alone ends, and the events say so."""
+    requests: list[Request] = []
+    try:
+        for message in messages:
+            requests.append(message.request(requests[0] if requests else None))
+            core.add(requests[-1])
+    except Exception as error:
+        logger.exception("request %s cannot be queued", messages[0].request_id)
+        return core.fail(requests, f"it cannot be queued: {in_a_line(error)}")
+    return []
+
+
 class AdapterReader:
     """Reads adapters in a thread, so that steps go on meanwhile."""
 
-    def __init__(self, core: "EngineCore") -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._pool = ThreadPoolExecutor(1, "kvern-adapters")
         self._reading: dict[int, Future[Adapter]] = {}

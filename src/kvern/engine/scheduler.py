@@ -21,7 +21,7 @@ an adapter go on, as they take no such place, and requests with an adapter wait 
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvern.adapters.slots import AdapterSlots
@@ -62,6 +62,7 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._forks: dict[int, tuple[Fork, list[BlockCopy]]] = {}  # by slot: what the next step does before all else
         self._names = 0
+        self._allowed: Container[str] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +129,22 @@ class Scheduler:
             ]
             self._forks = {}
         return output
+
+    def undo(self, step: int) -> None:
+        """The steps from `step` on did not happen, though they were planned: all that run lose their places."""
+        for request in list(self.running):
+            self._preempt(request)
+        for request in self.waiting:
+            request.in_flight = 0
+        self.cache.tree.forget_since(step)
+        self.adapters.clear()
+
+    def restrict(self, units: Container[str] | None) -> None:
+        """Let only requests of these units run; None: all. Others that do are preempted."""
+        self._allowed = units
+        for request in list(self.running):
+            if units is not None and request.unit not in units:
+                self._preempt(request)
 
     def update(self, request: Request, token_id: int) -> bool:
         """Append a sampled token that has arrived; whether the request has reached its length."""
@@ -267,12 +284,8 @@ class Scheduler:
         reserve = sum(self._needs_more_blocks(request) for request in self.running)
         slots = len(self._free_slots) - sum(_future_siblings(request) for request in self.running)
         for request in self._ordered(self.waiting) if slots > 0 and budget > 0 else ():
-            if (
-                request.in_flight
-                or request.held
-                or (request.leader is not None and not request.leader.prompt_scheduled)
-            ):
-                continue  # its next input is still on its way
+            if not self._can_run(request):
+                continue
             if budget <= 0 or slots <= _future_siblings(request):
                 break
             if not self.limits.chunked_prefill and len(request.token_ids) > budget:
@@ -297,25 +310,19 @@ class Scheduler:
             budget -= count
         self._batch_open = budget <= 0 and bool(self.waiting and self._free_slots)
 
+    def _can_run(self, request: Request) -> bool:
+        """None of its input is still on its way, and it may run."""
+        if request.in_flight or request.held or (request.leader is not None and not request.leader.prompt_scheduled):
+            return False
+        return self._allowed is None or request.unit in self._allowed
+
     def _joining(self, request: Request, output: SchedulerOutput) -> NewRequest:
         adapter_slot = -1
         if request.adapter is not None:
             adapter_slot, load = self.adapters.enter(request.adapter)
             if load:
                 output.adapters.append((adapter_slot, request.adapter))
-        return NewRequest(
-            slot=request.slot,
-            token_ids=list(request.token_ids),
-            prompt_length=request.prompt_length,
-            params=request.params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            bad_word_ids=request.bad_word_ids,
-            block_ids=list(request.block_ids),
-            grammar=request.grammar,
-            adapter_slot=adapter_slot,
-            embed=request.embed,
-        )
+        return NewRequest.of(request, adapter_slot)
 
     def _needs_more_blocks(self, request: Request) -> int:
         """Blocks that admission leaves for a running request, lest it be preempted for the newcomer."""

@@ -130,7 +130,8 @@ class PairEncoder:
 
 
 def score_of(output: RequestOutput, prompt: ScoredPrompt) -> Score:
-    """What the engine has found out about a pair."""
+    """What the engine has found out about a pair. Raises RequestFailed if it could not."""
+    output.check()
     assert output.prompt_logprobs is not None
     token_ids = prompt.token_ids[prompt.context_tokens :]
     tables = output.prompt_logprobs[prompt.context_tokens :]

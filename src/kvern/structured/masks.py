@@ -89,6 +89,13 @@ class GrammarRows:
         if matcher is not None and grammar is not None:
             self._left.append((grammar, matcher))
 
+    def abandon(self) -> None:
+        """Forget all rows: which tokens their matchers have followed is not known after a failed step."""
+        self._matchers.clear()
+        self._grammar_of.clear()
+        self._left.clear()
+        self._expected.clear()
+
     def __contains__(self, slot: object) -> bool:
         return slot in self._matchers
 

@@ -110,6 +110,11 @@ class DecodeGraphs:
         rows, positions = graph.inputs[:, :count]
         return DecodedStates(graph.result[:count], rows, graph.next_positions[:count], positions)
 
+    def forget_inputs(self) -> None:
+        """What the graphs have read and advanced is not known after a failed step: it is written anew."""
+        for graph in self._graphs.values():
+            graph.slots, graph.starts, graph.groups = [], [], None
+
     def _replay(self, slots: list[int], starts: list[int], filtered: bool | None, adapted: bool) -> DecodeGraph:
         size = padded_size(len(slots))
         groups = self._shared_prefixes(slots, starts)

@@ -152,6 +152,14 @@ class DeviceRunner:
             self._needs[request.slot] = int(needs_of(request))
         return Results(self._run(output.scheduled))
 
+    def abandon(self) -> None:
+        """Wait for the device and forget the steps on their way. Raises if the device is broken."""
+        self._grammars.abandon()
+        if self._graphs is not None:
+            self._graphs.forget_inputs()
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)
+
     def _run(self, scheduled: Sequence[ScheduledTokens]) -> list[StepResult]:
         """Run a step, in parts if the device's memory is too small for it at once."""
         tokens = sum(item.count for item in scheduled)

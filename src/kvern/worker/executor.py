@@ -21,6 +21,10 @@ class Runner(Protocol):
         """Start one step."""
         ...
 
+    def abandon(self) -> None:
+        """Wait for the device, then forget all steps: every request joins anew. Raises if the device is broken."""
+        ...
+
 
 class Executor(Protocol):
     """Runs steps in the order of their submission."""
@@ -29,17 +33,31 @@ class Executor(Protocol):
         """Start a step; the result may arrive later, an exception is the result's."""
         ...
 
+    def abandon(self) -> None:
+        """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""
+        ...
+
 
 class InProcessExecutor:
-    """Starts each step at once, in the calling thread."""
+    """Starts each step at once, in the calling thread; none after one that could not be started, until `abandon`.
+
+    It would run on rows that lack what that one was to bring, and write to blocks of others.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
-        try:
-            return self._runner.execute(output)
-        except BaseException as error:
-            failed: Future[ModelRunnerOutput] = Future()
-            failed.set_exception(error)
-            return failed
+        if self._error is None:
+            try:
+                return self._runner.execute(output)
+            except BaseException as error:
+                self._error = error
+        failed: Future[ModelRunnerOutput] = Future()
+        failed.set_exception(self._error)
+        return failed
+
+    def abandon(self) -> None:
+        self._error = None
+        self._runner.abandon()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, in_a_line
 from kvern.sample.logprobs import fetch
 from kvern.sample.processors import (
     LogitsProcessor,
@@ -55,7 +55,7 @@ class ProcessorRows:
             try:
                 self._processors[name] = kind(model)
             except Exception as error:  # the package's own
-                raise ConfigError(f"logits processor {name!r} cannot start: {_said(error)}") from error
+                raise ConfigError(f"logits processor {name!r} cannot start: {in_a_line(error)}") from error
         self._members: dict[int, list[str]] = {}
         self._failed: dict[int, str] = {}
 
@@ -136,8 +136,4 @@ class ProcessorRows:
 
 def _failure(name: str, error: Exception) -> str:
     logger.warning("logits processor %r failed", name, exc_info=error)
-    return f"logits processor {name} failed: {_said(error)}"
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    return f"logits processor {name} failed: {in_a_line(error)}"

@@ -73,6 +73,12 @@ class ModelRunner:
         states = embeddings(self._rows, batch.sample_slots, hidden)
         return PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict)
 
+    def abandon(self) -> None:
+        """Wait for the device and forget the steps on their way. Raises if the device is broken."""
+        self._grammars.abandon()
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)
+
     def _sample(
         self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None, beams: bool
     ) -> tuple[torch.Tensor, DeviceLogprobs | None, DeviceCandidates | None, dict[int, str], Verdict | None]:

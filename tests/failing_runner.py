@@ -1,0 +1,48 @@
+"""A runner whose steps raise where marked prompts come to a certain length."""
+
+from typing import Any
+
+from kvern import LLM, AsyncLLM
+from kvern.step import ModelRunnerOutput, SchedulerOutput
+
+MARKS = {250: 0, 251: 1, 252: 3}
+"""By token id that marks a prompt: beyond so many generated tokens, its steps fail."""
+
+
+class Broken:
+    """A step's result that nobody can read."""
+
+    def result(self) -> ModelRunnerOutput:
+        raise RuntimeError("as\nplanned")
+
+
+class FailingRunner:
+    """Runs steps through the engine's own runner; `where` they fail: "before", "behind" or in the "result"."""
+
+    def __init__(self, llm: LLM | AsyncLLM, where: str = "behind") -> None:
+        executor: Any = llm._engine.core._executor
+        self._runner, executor._runner = executor._runner, self
+        self._where = where
+        self._limits: dict[int, int] = {}
+        self.failures = 0
+
+    def execute(self, output: SchedulerOutput) -> Any:
+        limits = dict(self._limits)
+        for fork in output.forked:
+            self._limits[fork.slot] = limits[fork.source]
+        for request in output.joined:
+            prompt = request.token_ids[: request.prompt_length]
+            self._limits[request.slot] = min(
+                (len(prompt) + MARKS[mark] for mark in MARKS if mark in prompt), default=999
+            )
+        fails = any(item.start + item.count > self._limits[item.slot] - 1 for item in output.scheduled)
+        self.failures += fails
+        if fails and self._where == "before":
+            raise RuntimeError("as\nplanned")
+        result = self._runner.execute(output)
+        if fails and self._where == "behind":
+            raise RuntimeError("as\nplanned")
+        return Broken() if fails else result
+
+    def abandon(self) -> None:
+        self._runner.abandon()
