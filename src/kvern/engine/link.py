@@ -49,6 +49,7 @@ class EngineLink:
             sent.cancel()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # a model that loads hears nothing
+            await process.wait()
             await link.stop()
             raise
         return link

@@ -26,6 +26,7 @@ from kvern.errors import (
 from kvern.server import messages, openai, openapi
 from kvern.server.adapters import Adapters
 from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
+from kvern.server.bodies import read_object
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
@@ -38,7 +39,6 @@ from kvern.server.http import (
     ignored_header,
     json_response,
     path_of,
-    read_object,
     until_gone,
 )
 from kvern.server.keys import ApiKey
@@ -50,6 +50,8 @@ from kvern.server.store import Store, default_folder
 
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
+MOST_DECODED = 1 << 17
+"""Token ids to turn into text at once, where the model's context is shorter."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -122,7 +124,7 @@ class Server:
         app = Starlette(routes=routes, exception_handlers=handled)
         config = self.service.config
         default = ApiKey(ANYONE.name, b"", config.concurrent_per_key, config.per_minute_per_key)
-        return Gate(app, keys, default, config.request_timeout, config.log_requests != "none")
+        return Gate(app, keys, default, config)
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -192,6 +194,9 @@ class Server:
         body = await read_object(request)
         self.service.model(body)
         tokens = typed(body, "tokens", list, [])
+        most = max(self.service.client.inputs.max_model_len, MOST_DECODED)
+        if len(tokens) > most:
+            raise HttpError(400, f"tokens holds {len(tokens)}: this server takes {most} at most", param="tokens")
         if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise HttpError(400, "tokens must be a list of token ids", param="tokens")
         return json_response({"prompt": await self.service.client.decode(tokens)})

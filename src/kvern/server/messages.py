@@ -11,13 +11,13 @@ from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
+from kvern.server.bodies import read_object
 from kvern.server.http import (
     EventStream,
     HttpError,
     error_response,
     ignored_header,
     json_response,
-    read_object,
     status_of,
     until_gone,
 )

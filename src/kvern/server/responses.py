@@ -18,7 +18,8 @@ from kvern.batch.requests import sampling_params
 from kvern.engine.output import RequestOutput
 from kvern.errors import KvernError
 from kvern.sampling_params import SamplingParams
-from kvern.server.http import EventStream, HttpError, ignored_header, json_response, read_object, until_gone
+from kvern.server.bodies import read_object
+from kvern.server.http import EventStream, HttpError, ignored_header, json_response, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.openai import chat_request, merge_extra
 from kvern.server.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages

@@ -1,0 +1,480 @@
+"""What hostile clients send to a server: each is refused or closed, and a small request beside it is answered soon."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_server import SMALL, Served, eventually, serving
+
+MEGABYTE = 1 << 20
+SOON = 4.0
+"""Seconds in which a small request is answered on a machine that does other things as well."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def server(data: Path) -> Iterator[Served]:
+    with serving(*SMALL, "--request-timeout", "2", "--data-dir", str(data)) as served:
+        yield served
+
+
+def connect(server: Served) -> socket.socket:
+    return socket.create_connection((server.host, server.port), timeout=30)
+
+
+def resident(server: Served) -> int:
+    """Megabytes of memory that the server's process has."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) // 1024
+
+
+def most_resident(server: Served) -> int:
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) // 1024
+
+
+@contextlib.contextmanager
+def small_requests_are_answered(server: Served) -> Iterator[None]:
+    """While the block runs, and at least once."""
+    slowest, ended = [0.0], threading.Event()
+
+    def ask() -> None:
+        body = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
+        while True:
+            began = time.monotonic()
+            assert server.raw("GET", "/health")[0] == server.raw("POST", "/v1/completions", body)[0] == 200
+            slowest[0] = max(slowest[0], time.monotonic() - began)
+            if ended.wait(0.05):
+                return
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    assert 0 < slowest[0] < SOON
+
+
+def send_until_closed(connection: socket.socket, part: bytes, most: int) -> int:
+    """Send a part again and again until the server closes; how many bytes it took."""
+    sent = 0
+    with contextlib.suppress(OSError):
+        while sent < most:
+            connection.sendall(part)
+            sent += len(part)
+    return sent
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(65536):
+            data += part
+    return data
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (POST + b"X-A: ", b"a" * 65536),
+        (b"GET /", b"a" * 65536),
+        (POST, b"a: b\r\n" * 64),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-A: ", b"a" * 65536),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 64),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1;", b"a" * 65536),
+    ],
+    ids=["header", "url", "headers", "trailer", "trailers", "extension"],
+)
+def test_what_has_no_end(server: Served, head: bytes, part: bytes) -> None:
+    with small_requests_are_answered(server), connect(server) as connection:
+        connection.sendall(head)
+        assert send_until_closed(connection, part, 64 * MEGABYTE) < 32 * MEGABYTE
+
+
+def test_many_requests_whose_answers_nobody_reads(server: Served) -> None:
+    before = resident(server)
+    with connect(server) as connection:
+        requests = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
+        assert send_until_closed(connection, requests, 512 * MEGABYTE) < 32 * MEGABYTE
+    assert resident(server) < before + 60
+
+
+def test_pipelined_requests_are_answered_in_order(server: Served) -> None:
+    paths = ("/health", "/ready", "/version", "/health")
+    with connect(server) as connection:
+        for path in paths:
+            last = b"Connection: close\r\n" if path == paths[-1] else b""
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + last + b"\r\n")
+        said = received(connection)
+    places = [said.index(text) for text in (b'"status"', b'"ready"', b'"version"')]
+    assert places == sorted(places) and said.count(b"HTTP/1.1 200") == 4
+
+
+@pytest.mark.parametrize("route", ["GET /v1/models", "POST /nothing", "DELETE /v1/models"])
+def test_bodies_that_nobody_wants_and_that_do_not_end(server: Served, route: str) -> None:
+    with connect(server) as connection:
+        connection.sendall(f"{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n".encode())
+        assert drip(connection, b"a")
+
+
+def test_a_client_that_reads_nothing(server: Served) -> None:
+    """Its answer waits in memory, until it has had its time."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((server.host, server.port))
+        body = json.dumps({"prompt": ["Once"] * 64, "max_tokens": 400, "ignore_eos": True, "logprobs": 20}).encode()
+        connection.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        eventually(lambda: connections(server) > 0)
+        eventually(lambda: connections(server) == 0, 60)
+
+
+def connections(server: Served) -> int:
+    """Sockets that the server has with clients."""
+    lines = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()[1:]
+    local, established = f"0100007F:{server.port:04X}", "01"
+    return sum(line.split()[1] == local and line.split()[3] == established for line in lines)
+
+
+def drip(connection: socket.socket, part: bytes, seconds: float = 15.0) -> bool:
+    """Send a little now and then; whether the server closes meanwhile."""
+    connection.settimeout(0.2)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            connection.sendall(part)
+            if connection.recv(65536) == b"":
+                return True
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
+def form(name: bytes = b"a.jsonl", charset: str = "", content: bytes = b"{}\n") -> tuple[bytes, bytes]:
+    """Content type and body of an upload."""
+    fields = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    fields += b'--x\r\nContent-Disposition: form-data; name="file"; filename="' + name + b'"\r\n\r\n'
+    return f"multipart/form-data; boundary=x{charset}".encode(), fields + content + b"\r\n--x--\r\n"
+
+
+def upload(server: Served, kind: bytes, body: bytes) -> bytes:
+    with connect(server) as connection:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: " + kind
+        connection.sendall(head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        with contextlib.suppress(OSError):
+            connection.sendall(body)
+        return received(connection)
+
+
+def test_an_upload_that_drips(server: Served) -> None:
+    kind, body = form()
+    with connect(server) as connection:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: " + kind
+        connection.sendall(head + b"\r\nContent-Length: 1000000\r\n\r\n" + body[:-10])
+        assert drip(connection, b"a")
+
+
+@pytest.mark.parametrize("charset", ["punycode", "unicode_escape", "utf-7", "idna"])
+def test_forms_in_other_encodings(server: Served, data: Path, charset: str) -> None:
+    before = len(list(data.glob("files/*")))
+    with small_requests_are_answered(server):
+        kind, body = form(b"\\ud800" + b"a" * 900_000, f"; charset={charset}")
+        assert b"charset is" in upload(server, kind, body)
+    kind, body = form(b"\\ud800.jsonl", f"; charset={charset}")
+    assert upload(server, kind, body).startswith(b"HTTP/1.1 400")
+    assert len(list(data.glob("files/*"))) == before
+
+
+@pytest.mark.parametrize("kind", [b"application/x-www-form-urlencoded", b"text/plain", b"nothing", b";;;"])
+def test_uploads_that_are_no_forms(server: Served, kind: bytes) -> None:
+    assert b"send a multipart form" in upload(server, kind, b"a" * (4 * MEGABYTE))
+
+
+def test_a_file_whose_name_is_kept(server: Served, data: Path) -> None:
+    kind, body = form("fuchs \u00e4\u4e2d.jsonl".encode())
+    assert "fuchs \u00e4\u4e2d.jsonl".encode() in upload(server, kind, body)
+    [path] = data.glob("files/file-*")
+    private = (path, path.parent, data / "kvern.db")
+    assert [oct(path.stat().st_mode & 0o077) for path in private] == ["0o0"] * 3
+
+
+CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/score"
+MESSAGE = b'{"role":"user","content":"a"}'
+
+
+def many(before: bytes, item: bytes, after: bytes, size: int = 15 * MEGABYTE) -> bytes:
+    return before + b",".join([item] * (size // (len(item) + 1))) + after
+
+
+LARGE: list[tuple[str, str, Callable[[], bytes], str]] = [
+    ("messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}"), "more values than fit"),
+    ("few messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}", 400_000), "messages holds"),
+    (
+        "parts",
+        CHAT,
+        lambda: many(b'{"messages":[{"role":"user","content":[', b'{"text":"a"}', b"]}]}", 400_000),
+        "parts",
+    ),
+    ("tools", CHAT, lambda: many(b'{"tools":[', b"{}", b"]}", 6000), "tools holds"),
+    ("extra", CHAT, lambda: many(b'{"extra_body":{"messages":[', MESSAGE, b"]}}", 400_000), "messages holds"),
+    ("items", "/v1/responses", lambda: many(b'{"input":[', MESSAGE, b"]}", 400_000), "input holds"),
+    ("ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}"), "more values than fit"),
+    ("a million ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}", 2_000_000), "the prompt has 1000000 tokens"),
+    ("dicts", TEXT, lambda: many(b'{"x":[', b"{}", b"]}"), "more values than fit"),
+    ("a word", TEXT, lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
+    ("a word said", CHAT, lambda: many(b'{"messages":[{"role":"user","content":"', b"a", b'"}]}'), "characters"),
+    ("a word counted", "/tokenize", lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
+    ("detokenize", "/detokenize", lambda: many(b'{"tokens":[', b"7", b"]}", 2_000_000), "tokens holds 1000000"),
+    ("braces in a text", TEXT, lambda: b'{"prompt":"' + b'{[:,\\"' * (2 * MEGABYTE) + b'"}', "characters"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
+def test_large_bodies(server: Served, path: str, body: Callable[[], bytes], said: str) -> None:
+    with small_requests_are_answered(server):
+        status, _, content = server.raw("POST", path, body())
+    assert status in (400, 413)
+    assert said in content["error"]["message"]
+
+
+def test_memory_goes_back_after_large_bodies() -> None:
+    """Of several at once, which wait for each other."""
+    with serving(*SMALL) as server:
+        server.raw("POST", TEXT, b'{"prompt": "Once", "max_tokens": 1}')
+        before = resident(server)
+        bodies = [case[2]() for case in LARGE] * 2
+        paths = [case[1] for case in LARGE] * 2
+        threads = [
+            threading.Thread(target=server.raw, args=("POST", path, body))
+            for path, body in zip(paths, bodies, strict=True)
+        ]
+        with small_requests_are_answered(server):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert most_resident(server) < before + 500
+        eventually(lambda: resident(server) < before + 100)
+
+
+def test_scores_of_a_long_context_many_times(server: Served) -> None:
+    before = most_resident(server)
+    context, continuations = b"[" + b"7," * 999_999 + b"7]", b"[" + b"[7]," * 999 + b"[7]]"
+    with small_requests_are_answered(server):
+        body = b'{"context":' + context + b',"continuations":' + continuations + b"}"
+        status, _, content = server.raw("POST", SCORE, body)
+    assert status == 400 and "1000001 tokens with its context" in content["error"]["message"]
+    assert most_resident(server) < before + 300
+
+
+def test_a_row_of_a_hundred_megabytes(server: Served) -> None:
+    row = (
+        b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"'
+        + b"a" * (100 * MEGABYTE)
+        + b'"}}'
+    )
+    many_ids = (
+        b'{"custom_id":"b","method":"POST","url":"/v1/completions","body":{"prompt":[' + b"7," * 4_000_000 + b"7]}}"
+    )
+    kind, body = form(content=row + b"\n" + many_ids + b"\n")
+    before = most_resident(server)
+    with small_requests_are_answered(server):
+        file_id = json.loads(upload(server, kind, body).partition(b"\r\n\r\n")[2])["id"]
+        wanted = json.dumps({"input_file_id": file_id, "endpoint": TEXT, "completion_window": "24h"}).encode()
+        batch = server.raw("POST", "/v1/batches", wanted)[2]
+        eventually(lambda: server.raw("GET", f"/v1/batches/{batch['id']}")[2]["status"] == "failed", 60)
+    errors = server.raw("GET", f"/v1/batches/{batch['id']}")[2]["errors"]["data"]
+    assert "more than 16777216 bytes" in errors[0]["message"]
+    assert "more values than fit" in errors[1]["message"]
+    assert most_resident(server) < before + 400
+
+
+def ask(server: Served, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
+    """Status and head of an answer to a request with these headers."""
+    head = "".join(
+        f"{name}: {value}\r\n" for name, value in ({"Host": f"{server.host}:{server.port}"} | headers).items()
+    )
+    with connect(server) as connection:
+        head = f"{method} {path} HTTP/1.1\r\n{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        said = received(connection).decode()
+    return int(said.split()[1]), said.lower()
+
+
+SMALL_BODY = b'{"prompt": "Once", "max_tokens": 1}'
+EVIL, SITE = {"Origin": "http://evil.example"}, "Sec-Fetch-Site"
+
+
+def test_pages_of_other_origins(server: Served) -> None:
+    own = f"http://{server.host}:{server.port}"
+    for headers, status in (
+        ({}, 200),
+        ({"Origin": own}, 200),
+        ({"Origin": own, SITE: "same-origin"}, 200),
+        ({"Origin": "https://proxy.example", SITE: "same-origin"}, 200),
+        (EVIL, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": f"http://{server.host}:1"}, 403),
+        (EVIL | {SITE: "cross-site"}, 403),
+        ({SITE: "cross-site"}, 403),
+        ({SITE: "same-site"}, 403),
+    ):
+        for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/json"}):
+            assert ask(server, "POST", TEXT, headers | kind, SMALL_BODY)[0] == status, headers
+    kind, body = form()
+    assert ask(server, "POST", "/v1/files", EVIL | {"Content-Type": kind.decode()}, body)[0] == 403
+    preflight = EVIL | {"Access-Control-Request-Method": "POST"}
+    assert ask(server, "OPTIONS", TEXT, preflight)[0] == 403
+    assert ask(server, "GET", "/v1/files", EVIL)[0] == 403
+    assert ask(server, "GET", "/health", EVIL)[0] == ask(server, "GET", "/", {SITE: "cross-site"})[0] == 200
+    assert "access-control" not in ask(server, "GET", "/", EVIL)[1]
+
+
+def test_names_that_point_at_this_machine(server: Served) -> None:
+    for host, status in (
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:8000", 200),
+        ("192.168.1.7:8000", 200),
+    ):
+        found, said = ask(server, "GET", "/v1/files", {"Host": host})
+        assert found == status, host
+        assert (status == 200) != ("allowed_hosts" in said)
+
+
+def test_origins_and_hosts_that_are_allowed(tmp_path: Path) -> None:
+    options = ("--allowed-origins", "http://evil.example", "--allowed-hosts", "evil.example")
+    with serving(*SMALL, *options, "--data-dir", str(tmp_path)) as server:
+        assert ask(server, "GET", "/v1/models", {"Host": "evil.example:80"})[0] == 200
+        status, said = ask(server, "POST", TEXT, EVIL | {SITE: "cross-site"}, SMALL_BODY)
+        assert status == 200 and "access-control-allow-origin: http://evil.example\r\n" in said
+        wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        status, said = ask(server, "OPTIONS", TEXT, EVIL | wanted)
+        assert status == 204 and "access-control-allow-headers: authorization\r\n" in said
+        assert ask(server, "POST", TEXT, {"Origin": "http://other.example"}, SMALL_BODY)[0] == 403
+
+
+def test_a_path_with_a_newline_is_one_line_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving(*SMALL, "--log-requests", "summary", log=log) as server:
+        assert server.raw("GET", "/a%0Akvern:%20forged%1b[2J")[0] == 404
+    assert "GET /a%0Akvern:%20forged%1b[2J 404" in log.read_text()
+    assert not [line for line in log.read_text().splitlines() if line.startswith("kvern: forged")]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_http_of_1996(server: Served, stream: bool) -> None:
+    body = json.dumps({"prompt": "Once", "max_tokens": 4, "stream": stream}).encode()
+    with connect(server) as connection:
+        head = f"POST {TEXT} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        top, _, content = received(connection).partition(b"\r\n\r\n")
+    assert top.startswith(b"HTTP/1.1 200") and b"chunked" not in top
+    assert content.startswith(b"data: {") == stream
+    assert content.endswith(b"data: [DONE]\n\n") if stream else json.loads(content)["choices"]
+
+
+@pytest.mark.parametrize("limit", ["9" * 5000, "0", "-1", "\u0665", "1.0", "10001", ""])
+def test_pages_of_impossible_lengths(server: Served, limit: str) -> None:
+    for path in ("/v1/files", "/v1/batches"):
+        status, _, content = server.raw("GET", f"{path}?limit={''.join(f'%{byte:02x}' for byte in limit.encode())}")
+        assert status == 400 and "limit is" in content["error"]["message"]
+
+
+def test_a_socket_that_a_killed_server_left(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    arguments = (*SMALL, "--uds", str(path))
+    first = Served(*arguments)
+    assert first.stop(signal.SIGKILL) == -signal.SIGKILL and path.is_socket()
+    with serving(*arguments):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert "cannot listen on" in refused(*arguments), "one that is in use stays"
+        assert path.is_socket()
+    path.write_text("mine")
+    assert "cannot listen on" in refused(*arguments)
+    assert path.read_text() == "mine"
+
+
+def refused(*arguments: str) -> str:
+    """The one line that a server says which does not start."""
+    command = [sys.executable, "-m", "kvern", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("option", ["--grace-seconds", "--request-timeout", "--engine-timeout"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e300"])
+def test_times_that_are_none(option: str, value: str) -> None:
+    assert f"{option[2:].replace('-', '_')} is " in refused(*SMALL, option, value)
+
+
+def test_a_signal_while_the_model_loads() -> None:
+    command = [sys.executable, "-m", "kvern", "serve", "--port", "0", *SMALL]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        eventually(lambda: bool(children.read_text()))
+        engine = int(children.read_text().split()[0])
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, "")
+    eventually(lambda: not Path(f"/proc/{engine}").exists())
+
+
+def test_a_server_for_everybody_says_so() -> None:
+    command = [sys.executable, "-m", "kvern", "serve", "--port", "0", "--host", "0.0.0.0", *SMALL]
+    for key, warned in ((), True), (("--api-key", "secret"), False):
+        with subprocess.Popen([*command, *key], stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            lines = []
+            while not lines or " on http" not in lines[-1]:
+                lines.append(process.stderr.readline())
+            process.send_signal(signal.SIGTERM)
+        assert any("warning: whoever reaches 0.0.0.0 may use this server" in line for line in lines) == warned
+
+
+def test_references_of_the_description_lead_somewhere(server: Served) -> None:
+    document = server.raw("GET", "/openapi.json")[2]
+
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from (value["$ref"],) if isinstance(value.get("$ref"), str) else ()
+            for inner in value.values():
+                yield from references(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from references(inner)
+
+    found = set(references(document))
+    assert found
+    for reference in found:
+        place = document
+        for name in reference.removeprefix("#/").split("/"):
+            place = place[name]
