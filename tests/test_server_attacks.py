@@ -122,8 +122,8 @@ def test_many_requests_whose_answers_nobody_reads(server: Served) -> None:
 def test_pipelined_requests_are_answered_in_order(server: Served) -> None:
     paths = ("/health", "/ready", "/version", "/health")
     with connect(server) as connection:
-        for path in paths:
-            last = b"Connection: close\r\n" if path == paths[-1] else b""
+        for number, path in enumerate(paths, 1):
+            last = b"Connection: close\r\n" if number == len(paths) else b""
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + last + b"\r\n")
         said = received(connection)
     places = [said.index(text) for text in (b'"status"', b'"ready"', b'"version"')]
