@@ -180,10 +180,8 @@ def test_tls_and_a_prefix(tmp_path: Path) -> None:
             socket.create_connection((served.host, served.port)) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
         ):
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
-            connection.sendall(head.encode() + body)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 

@@ -356,8 +356,7 @@ DOUBLED = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set 
         BIG + "{% macro m() %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endmacro %}{{ m() | length }}",
         BIG + "{% set t %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endset %}",
         BIG + "{% set ns.y = [] %}{% for i in range(90000) %}{% set ns.y = ns.y + [ns.x ~ i] %}{% endfor %}",
-        "{% set count_round = joiner() %}"
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set count_round = joiner() %}" + 2 * "{% for a in range(99999) %}" + 2 * "{% endfor %}",
         "{{ lipsum(100000000) }}",
     ],
 )

@@ -37,7 +37,7 @@ from kvern.engine.wire import (
     NewRequest,
     UnloadAdapter,
 )
-from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, InvalidAdapter, RequestFailed
+from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, InvalidAdapter, InvalidRequest, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics, RequestTimes
@@ -244,8 +244,7 @@ class EngineClient:
         """The conversation as token ids, made outside the event loop. Raises InvalidRequest."""
 
         def work() -> list[int]:
-            prompt = self.tokenizer.chat_prompt(messages, tools, **(variables or {}))
-            return self.tokenizer.encode(prompt, add_special_tokens=False, most_tokens=self._most_counted)
+            return self._counted(self.tokenizer.chat_prompt(messages, tools, **(variables or {})), False)
 
         return await self._in_thread(_characters(messages), work)
 
@@ -256,8 +255,7 @@ class EngineClient:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text as token ids, made outside the event loop. Raises InvalidRequest."""
-        work = functools.partial(self.tokenizer.encode, text, add_special_tokens, self._most_counted)
-        return await self._in_thread(len(text), work)
+        return await self._in_thread(len(text), functools.partial(self._counted, text, add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included, made outside the event loop."""
@@ -269,9 +267,12 @@ class EngineClient:
         work = functools.partial(scored_prompts, self.tokenizer, pairs, add_special_tokens, self.inputs.max_model_len)
         return await self._in_thread(sum(len(side) for pair in pairs for side in pair), work)
 
-    @property
-    def _most_counted(self) -> int:
-        return max(self.inputs.max_model_len, MOST_COUNTED)
+    def _counted(self, text: str, add_special_tokens: bool) -> list[int]:
+        most = max(self.inputs.max_model_len, MOST_COUNTED)
+        token_ids = self.tokenizer.encode(text, add_special_tokens, most_tokens=most)
+        if len(token_ids) > most:
+            raise InvalidRequest(f"the prompt has {len(token_ids)} tokens: {most} at most are counted; shorten it")
+        return token_ids
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
         """Work on an input of so many characters or tokens; long ones wait for each other, and nobody for them."""

@@ -1,5 +1,6 @@
 """The HTTP application: which handler a route has, and what happens to errors."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from kvern.errors import (
 from kvern.server import messages, openai, openapi
 from kvern.server.adapters import Adapters
 from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
-from kvern.server.bodies import read_object
+from kvern.server.bodies import let_go, read_object
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
@@ -186,7 +187,8 @@ class Server:
             "max_model_len": service.client.inputs.max_model_len,
         }
         if typed(body, "return_token_strs", bool, False):
-            answer["token_strs"] = [service.client.tokenizer.id_to_token(token) for token in token_ids]
+            name = service.client.tokenizer.id_to_token
+            answer["token_strs"] = await asyncio.to_thread(lambda: [name(token) for token in token_ids])
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
@@ -209,6 +211,7 @@ class Server:
             openai.log_body(body, request.state.request_id)
         call = await openai.read_call(body, path_of(request.scope), service, request.state.key)
         headers = ignored_header(body, call.known)
+        let_go(request, body)
         if call.stream:
             running = await service.start(call.ask)
             return EventStream(openai.events(call, running, service), running.close, headers)

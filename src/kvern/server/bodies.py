@@ -84,7 +84,7 @@ def trim_memory() -> None:
 async def read_object(request: Request) -> dict[str, Any]:
     """The body as a JSON object, which has `body_seconds` of the request's state to arrive. Raises HttpError.
 
-    A large one is of the `lane` of the request's state until its answer begins.
+    A large one is of the `lane` of the request's state until its answer begins, or it is let go before.
     """
     seconds, lane = request.state.body_seconds, request.state.lane
     stream = request.stream()
@@ -110,6 +110,12 @@ async def read_object(request: Request) -> dict[str, Any]:
     if not is_large:
         return decode_object(b"".join(parts))
     return await asyncio.get_running_loop().run_in_executor(lane.threads, _decode_parts, parts)
+
+
+def let_go(request: Request, body: dict[str, Any]) -> None:
+    """A body that has been read is not needed while its answer is generated."""
+    body.clear()
+    request.state.held.close()
 
 
 async def _take(request: Request, patience: asyncio.Timeout, seconds: float) -> None:
