@@ -1,6 +1,8 @@
 """What hostile clients send to a server: each is refused or closed, and a small request beside it is answered soon."""
 
+import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -10,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from kvern.server.connection import Connection
 from tests.test_server import SMALL, Served, eventually, serving
 
 MEGABYTE = 1 << 20
@@ -125,6 +131,33 @@ def test_pipelined_requests_are_answered_in_order(server: Served) -> None:
         said = received(connection)
     places = [said.index(text) for text in (b'"status"', b'"ready"', b'"version"')]
     assert places == sorted(places) and said.count(b"HTTP/1.1 200") == 4
+
+
+def test_blank_lines_do_not_keep_a_connection() -> None:
+    """Nor do they end one: it has the time that idle connections have."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("said")(scope, receive, send)
+
+    async def talk() -> None:
+        http = functools.partial(Connection, 30.0)
+        config = uvicorn.Config(answer, http=http, timeout_keep_alive=1, lifespan="off", log_config=None)  # type: ignore[arg-type]
+        server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+        serving_it = asyncio.create_task(server.serve([listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readuntil(b"said")).startswith(b"HTTP/1.1 200")
+        ended, blanks = asyncio.create_task(reader.read()), 0
+        while not ended.done() and blanks < 100:
+            writer.write(b"\r\n")
+            blanks += 1
+            await asyncio.wait([ended], timeout=0.2)
+        assert ended.done() and blanks > 2
+        writer.close()
+        server.should_exit = True
+        await serving_it
+
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize("route", ["GET /v1/models", "POST /nothing", "DELETE /v1/models"])
