@@ -63,7 +63,7 @@ class Served:
 
     def raw(self, method: str, path: str, body: bytes = b"", key: str | None = KEY) -> tuple[int, dict[str, str], Any]:
         """One request over a socket of its own: status, headers, JSON."""
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
         if key is not None:
             head += f"Authorization: Bearer {key}\r\n"
         with socket.create_connection((self.host, self.port), timeout=60) as connection:
@@ -78,7 +78,7 @@ class Served:
 
     def figure(self, name: str, key: str = KEY, **labels: str) -> float:
         """One of the metrics: the sum of those with these labels; 0 if there is none."""
-        head = f"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n\r\n"
+        head = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n\r\n"
         with socket.create_connection((self.host, self.port), timeout=60) as connection:
             connection.sendall(head.encode())
             data = b""
@@ -283,7 +283,7 @@ def test_clients_that_leave_make_room(server: Served, stream: bool) -> None:
     """More requests than the cache holds, all abandoned: the next one is served at once."""
     body = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "n": 16, "stream": stream}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
     connections = [socket.create_connection((server.host, server.port)) for _ in range(40)]
     for connection in connections:

@@ -50,7 +50,7 @@ def connect(server: Served) -> socket.socket:
 
 def request(body: object, path: str = "/v1/completions") -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 STREAM = {"prompt": "Once", "max_tokens": 450, "ignore_eos": True, "stream": True}
@@ -212,7 +212,7 @@ async def _watch_the_loop() -> None:
 async def _ask(port: int, data: bytes) -> None:
     """On the loop that is watched, of which it takes little."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+    writer.write(data.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
     while await reader.read(1 << 16):
         pass
     writer.close()

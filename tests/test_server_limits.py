@@ -173,17 +173,15 @@ def test_tls_and_a_prefix(tmp_path: Path) -> None:
                 socket.create_connection((served.host, served.port)) as plain,
                 context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
             ):
-                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
                 assert int(connection.recv(4096).split()[1]) == status
         body = json.dumps({"model": "kvern-1m", "prompt": "Once", "max_tokens": 1}).encode()
         with (
             socket.create_connection((served.host, served.port)) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
         ):
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
-            connection.sendall(head.encode() + body)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
@@ -191,7 +189,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with serving(*SMALL, "--uds", str(path)) as served, socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
     assert served.process.returncode == 0
     assert not path.exists()

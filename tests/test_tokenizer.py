@@ -1,6 +1,7 @@
 """Encoding, decoding, streaming and chat templates, held against tokenizers' and transformers' own results."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,83 @@ def test_failing_templates_are_bad_requests(tmp_path: Path, template: str, reaso
     tokenizer = Tokenizer(save(tmp_path, byte_level(), template=template))
     with pytest.raises(InvalidRequest, match=reason):
         tokenizer.chat_prompt(CONVERSATIONS["short"])
+
+
+BIG = "{% set ns = namespace(x='a' * 1000000, y=['a' * 1000000] * 1000000) %}"
+DOUBLED = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(
+            DOUBLED.replace("EXPRESSION", expression)
+            for expression in (
+                "ns.x ~ ns.x",
+                "ns.x + ns.x",
+                "'%s%s' % (ns.x, ns.x)",
+                "'{}{}'.format(ns.x, ns.x)",
+                "'{0}{0}'.format_map({'0': ns.x}) ~ ns.x ~ ns.x",
+                "[ns.x, ns.x] | join",
+                "ns.x.join([ns.x, ns.x])",
+                "ns.x | replace('a', 'aa')",
+                "ns.x.replace('a', 'aa')",
+                "[ns.x, ns.x] | string",
+                "[ns.x, ns.x] | tojson",
+                "'%s%s' | format(ns.x, ns.x)",
+                "ns.x.encode() + ns.x.encode()",
+            )
+        ),
+        "{{ 'a'.center(10 ** 5 * 10 ** 5) }}",
+        "{% set n = 100000000000 %}{{ 'a'.ljust(n) }}",
+        "{% set n = 100000000000 %}{{ 'a'.zfill(n) }}",
+        "{% set n = 100000000000 %}{{ 'a' | center(n) }}",
+        "{% set n = 100000000000 %}{{ 'a' | indent(n, true) }}",
+        "{% set n = 100000000000 %}{{ [[]] | tojson(indent=n) }}",
+        "{% set n = 100000000000 %}{{ '\t'.expandtabs(n) }}",
+        "{% set n = 100000000000 %}{{ (1).to_bytes(n, 'big') }}",
+        "{% set n = 100000000000 %}{{ 1 | round(n, 'ceil') }}",
+        "{{ '%100000000000d' % 1 }}",
+        "{% set n = 100000000000 %}{{ '%*d' % (n, 1) }}",
+        "{{ '{:100000000000}'.format(1) }}",
+        "{% set n = 100000000000 %}{{ '{:{}}'.format(1, n) }}",
+        BIG + "{{ ns.y }}",
+        BIG + "{{ ns.y ~ '' }}",
+        BIG + "{{ ns.y | join }}",
+        BIG + "{{ ns.y | map('trim') | join }}",
+        BIG + "{{ ('\\n' * 1000) | indent(ns.x, blank=true) }}",
+        BIG + "{{ ns.x.translate({97: ns.x}) }}",
+        BIG + "{% for i in range(90000) %}{{ ns.x }}{% endfor %}",
+        BIG + "{% macro m() %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endmacro %}{{ m() | length }}",
+        BIG + "{% set t %}{% for i in range(90000) %}{{ ns.x }}{% endfor %}{% endset %}",
+        BIG + "{% set ns.y = [] %}{% for i in range(90000) %}{% set ns.y = ns.y + [ns.x ~ i] %}{% endfor %}",
+        "{% set count_round = joiner() %}" + 2 * "{% for a in range(99999) %}" + 2 * "{% endfor %}",
+        "{{ lipsum(100000000) }}",
+    ],
+)
+def test_templates_that_would_fill_the_memory(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), template=template))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidRequest, match="refused the messages"):
+        tokenizer.chat_prompt(CONVERSATIONS["short"])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ 'a' ~ 1 ~ none ~ [2] }}", "a1None[2]"),
+        ("{{ 'ab' | center(6) }}|{{ 'ab'.ljust(4) }}|{{ '%5.1f|%s' % (2.25, 'x') }}", "  ab  |ab  |  2.2|x"),
+        ("{{ '{:>4}{a}'.format(1700000000, a='b') }}", "1700000000b"),
+        ("{{ 'a\nb' | indent(2, true) }}{{ {'a': [1]} | tojson(indent=2) }}", '  a\n  b{\n  "a": [\n    1\n  ]\n}'),
+        ("{{ [1, 2] | map('string') | join(', ') }}{{ 'a-b'.replace('-', '+') }}", "1, 2a+b"),
+        ("{% macro m(x) %}{{ x + '!' }}{% endmacro %}{% for x in 'ab' %}{{ m(x) }}{% endfor %}", "a!b!"),
+    ],
+)
+def test_templates_that_make_little(tmp_path: Path, template: str, expected: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), template=template))
+    for _ in range(2):
+        assert tokenizer.chat_prompt(CONVERSATIONS["short"]) == expected
 
 
 def test_model_without_template_says_so(byte: Tokenizer) -> None:

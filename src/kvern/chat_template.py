@@ -8,9 +8,8 @@ nothing can be changed, ``trim_blocks`` and ``lstrip_blocks``, ``break``/``conti
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +18,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvern.errors import InvalidRequest
-
-MOST_ROUNDS = 1_000_000
-"""Of all loops and macros while one prompt is made."""
-COUNTER = "count_round"
+from kvern.template_sandbox import BoundedEnvironment
 
 
 class GenerationBlock(jinja2.ext.Extension):
@@ -58,46 +53,11 @@ def strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox in which a template cannot run for ever or fill the memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Let each round of each loop, and each macro, begin with a call of `COUNTER`, which `render` provides."""
-        template = super()._parse(source, name, filename)
-        nodes: list[Any] = [*template.find_all(jinja2.nodes.For), *template.find_all(jinja2.nodes.Macro)]
-        for node in nodes:
-            call = jinja2.nodes.Call(jinja2.nodes.Name(COUNTER, "load"), [], [], None, None)
-            node.body.insert(0, jinja2.nodes.ExprStmt(call).set_lineno(node.lineno))
-        return template
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse products that are huge."""
-        sizes = [len(side) if isinstance(side, str | list | tuple) else side for side in (left, right)]
-        if all(isinstance(size, int) for size in sizes):
-            product = sizes[0] * sizes[1] if operator == "*" else sizes[1] * int(sizes[0]).bit_length()
-            if abs(product) > MOST_ROUNDS:
-                raise jinja2.TemplateError(f"{operator} would make a value of size {product}: at most {MOST_ROUNDS}")
-        return super().call_binop(context, operator, left, right)
-
-
-def make_counter() -> Callable[[], None]:
-    """Counts the rounds of all loops and macros of one rendering, and ends it when they are too many."""
-    rounds = itertools.count(1)
-
-    def count() -> None:
-        if next(rounds) > MOST_ROUNDS:
-            raise jinja2.TemplateError(f"its loops and macros run more than {MOST_ROUNDS} times")
-
-    return count
-
-
-def environment() -> ImmutableSandboxedEnvironment:
+def environment() -> BoundedEnvironment:
     result = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
     )
-    result.filters["tojson"] = to_json
+    result.set_filter("tojson", to_json)
     result.globals["raise_exception"] = raise_exception
     result.globals["strftime_now"] = strftime_now
     return result
@@ -156,9 +116,9 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
-            COUNTER: make_counter(),
         }
         try:
+            template.environment.begin()  # type: ignore[attr-defined]
             return template.render(names)
         except Exception as error:  # a template is a program from outside: whatever it raises is a bad request
             raise InvalidRequest(f"the model's chat template refused the messages: {one_line(error)}") from error

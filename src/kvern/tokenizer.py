@@ -31,6 +31,8 @@ class Tokenizer:
         bos_token_id, eos_token_id, pad_token_id: their ids, ``None`` likewise.
         eos_token_ids: every id that ends an answer: the tokenizer's own and those of ``generation_config.json``.
 
+        longest_token: characters of a text that one token stands for at most, ``None`` where that has no bound.
+
     Raises:
         CorruptCheckpoint: one of the files is there but cannot be read.
     """
@@ -51,6 +53,7 @@ class Tokenizer:
         self._special_ids = self._find_special_ids()
         self._bytes: dict[int, bytes] = {}
         self.is_byte_level = self._backend is not None and is_byte_level(self._backend)
+        self.longest_token = longest_token(self._backend) if self._backend is not None else None
 
     @property
     def available(self) -> bool:
@@ -62,15 +65,23 @@ class Tokenizer:
         """Number of entries, added tokens included; 0 without a tokenizer. The model's own table may be larger."""
         return self._backend.get_vocab_size(with_added_tokens=True) if self._backend is not None else 0
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Return the token ids of ``text``; special tokens written out in it are recognised.
 
         Raises:
-            InvalidRequest: the text is not valid Unicode, or there is no tokenizer.
+            InvalidRequest: the text is not valid Unicode, or too long for ``most_tokens`` whatever it says, or there is
+                no tokenizer.
         """
         backend = self._require()
+        if most_tokens is not None and self.longest_token is not None:
+            most = most_tokens * self.longest_token
+            if len(text) > most:
+                raise InvalidRequest(
+                    f"the prompt has {len(text)} characters, and {most_tokens} tokens have {most} at most: shorten it"
+                )
         try:
-            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # of the library's ways to encode, this one lets other threads run meanwhile
+            return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
             raise InvalidRequest(f"the prompt is not valid Unicode text: {text!r:.80}") from error
 
@@ -270,6 +281,15 @@ BYTE_OF_CHARACTER = byte_characters()
 
 def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+
+
+def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+    """Every character of a text becomes bytes, and every byte a part of a token, if the vocabulary holds all bytes."""
+    covers_bytes = is_byte_level(backend) or getattr(backend.model, "byte_fallback", False)
+    if not covers_bytes or not isinstance(backend.model, tokenizers.models.BPE):
+        return None
+    longest = max((len(token.encode()) for token in backend.get_vocab(with_added_tokens=True)), default=1)
+    return longest if backend.normalizer is None else 2 * longest  # composing characters makes texts shorter
 
 
 def load_backend(path: Path) -> tokenizers.Tokenizer | None:

@@ -7,12 +7,14 @@ new engine gets all of it and computes the next token; a seeded draw depends on 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from kvern.adapters.names import AdapterNames, NamedAdapter
 from kvern.config import EngineConfig
@@ -22,10 +24,11 @@ from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.link import EngineLink
 from kvern.engine.output import OutputProcessor
 from kvern.engine.probation import Probation
+from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
 from kvern.engine.supervisor import Death, Supervisor
 from kvern.engine.turns import Turns
 from kvern.engine.wire import AdapterRead, AddRequests, Events, FinishRequests, LoadAdapter, UnloadAdapter
-from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidAdapter, RequestFailed
+from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidAdapter, InvalidRequest, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics
@@ -37,8 +40,20 @@ from kvern.tools.definitions import ToolUse
 
 logger = logging.getLogger("kvern")
 
+T = TypeVar("T")
+
 LOOK_SECONDS = 0.5
 """How often those that wait for an engine look whether it is worth while."""
+LONG_INPUT = 1 << 16
+"""Characters or tokens beyond which an input waits for one of `LONG_THREADS`."""
+LONG_THREADS = 2
+MOST_COUNTED = 1 << 17
+"""Tokens of a text or conversation that is only counted, where the model's context is shorter."""
+
+
+def _characters(messages: Messages) -> int:
+    """Of all contents, about."""
+    return sum(len(str(message.get("content", ""))) for message in messages)
 
 
 class EngineClient:
@@ -65,6 +80,7 @@ class EngineClient:
         self._reading: dict[int, asyncio.Future[None]] = {}
         self._unloaded: list[NamedAdapter] = []
         """What no new request may use, but some that run do."""
+        self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long-input")
         self._ids = itertools.count()
         self._outputs = OutputProcessor(self.tokenizer)
         self._turns = Turns()
@@ -134,24 +150,48 @@ class EngineClient:
         self._generations.clear()
         self._interrupt_reading(closed)
         await self._supervisor.stop()
+        self._long.shutdown(wait=False, cancel_futures=True)
 
     async def chat_prompt(
         self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
         """The conversation as token ids, made outside the event loop. Raises InvalidRequest."""
-        return await asyncio.to_thread(self.tokenizer.chat_prompt_ids, messages, tools, **(variables or {}))
+
+        def work() -> list[int]:
+            return self._counted(self.tokenizer.chat_prompt(messages, tools, **(variables or {})), False)
+
+        return await self._in_thread(_characters(messages), work)
 
     async def chat(self, messages: Messages, params: SamplingParams, use: ToolUse, **options: Any) -> ChatRequest:
         """`Chat.request`, outside the event loop. Raises InvalidRequest or InvalidParameter."""
-        return await asyncio.to_thread(self.inputs.chat.request, messages, params, use, **options)
+        work = functools.partial(self.inputs.chat.request, messages, params, use, **options)
+        return await self._in_thread(_characters(messages), work)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text as token ids, made outside the event loop. Raises InvalidRequest."""
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self._in_thread(len(text), functools.partial(self._counted, text, add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included, made outside the event loop."""
-        return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+        work = functools.partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._in_thread(len(token_ids), work)
+
+    async def scored_prompts(self, pairs: Sequence[Pair], add_special_tokens: bool) -> list[ScoredPrompt]:
+        """`scored_prompts`, outside the event loop. Raises InvalidRequest."""
+        work = functools.partial(scored_prompts, self.tokenizer, pairs, add_special_tokens, self.inputs.max_model_len)
+        return await self._in_thread(sum(len(side) for pair in pairs for side in pair), work)
+
+    def _counted(self, text: str, add_special_tokens: bool) -> list[int]:
+        most = max(self.inputs.max_model_len, MOST_COUNTED)
+        token_ids = self.tokenizer.encode(text, add_special_tokens, most_tokens=most)
+        if len(token_ids) > most:
+            raise InvalidRequest(f"the prompt has {len(token_ids)} tokens: {most} at most are counted; shorten it")
+        return token_ids
+
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        """Work on an input of so many characters or tokens; long ones wait for each other, and nobody for them."""
+        pool = self._long if size > LONG_INPUT else None
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def submit(
         self,
@@ -176,9 +216,8 @@ class EngineClient:
         """
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
-        requests, resolved = await asyncio.to_thread(
-            self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed
-        )
+        work = functools.partial(self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed)
+        requests, resolved = await self._in_thread(len(prompt) if isinstance(prompt, Sized) else 0, work)
         await self._engine()
         key = self.adapters.key(adapter)
         turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))

@@ -50,7 +50,7 @@ class InputProcessor:
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
         self._grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
         self._defaults = _generation_defaults(folder)
-        self.chat = Chat(tokenizer, self._grammars, config.tool_parser, config.reasoning_parser)
+        self.chat = Chat(tokenizer, self._grammars, config.tool_parser, config.reasoning_parser, max_model_len)
         self._seed = config.seed
         self._max_batch_requests = max_batch_requests
         self._count = 0
@@ -105,7 +105,10 @@ class InputProcessor:
         return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_list(prompt)
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt, most_tokens=self.max_model_len)
+        else:
+            token_ids = as_list(prompt)
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:

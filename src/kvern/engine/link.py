@@ -52,6 +52,7 @@ class EngineLink:
             sent.cancel()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()  # a model that loads hears nothing
+            await process.wait()
             await link.stop()
             if isinstance(error, EngineDied):
                 raise ConfigError(str(error)) from error

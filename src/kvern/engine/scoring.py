@@ -6,7 +6,7 @@ cache, and pairs of one context compute it once.
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
 from kvern.engine.inputs import Prompt, as_list
@@ -20,6 +20,10 @@ Pair = tuple[Prompt, Prompt]
 
 MOST_CHARACTERS = 1 << 24
 """Of all pairs together: each is tokenized as a whole."""
+
+
+MOST_TOKENS = 1 << 22
+"""Of all pairs together, if they are token ids: a prompt is made of each."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +55,32 @@ class ScoredPrompt:
         return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=self.context_tokens)
 
 
-def scored_prompts(tokenizer: Tokenizer, pairs: Iterable[Pair], add_special_tokens: bool = True) -> list[ScoredPrompt]:
+def scored_prompts(
+    tokenizer: Tokenizer, pairs: Iterable[Pair], add_special_tokens: bool = True, max_model_len: int | None = None
+) -> list[ScoredPrompt]:
     """Tokenize pairs. Raises InvalidRequest, which names the pair.
 
     The tokens of a continuation are those that a text of context and continuation has behind those of the context;
     blanks at the context's end count as the continuation's beginning. A context without tokens is the token that
     begins texts, or else the one that ends them.
     """
-    encoder, characters = PairEncoder(tokenizer, add_special_tokens), 0
+    encoder, characters, tokens = PairEncoder(tokenizer, add_special_tokens, max_model_len), 0, 0
     pairs = list(pairs)
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise InvalidRequest(f"pair {index} is {pair!r:.60}: it must be (context, continuation)")
         characters += sum(len(text) for text in pair if isinstance(text, str))
+        ids = sum(len(side) for side in pair if not isinstance(side, str) and isinstance(side, Sized))
+        if max_model_len is not None and ids >= max_model_len:
+            raise InvalidRequest(
+                f"continuation {index} has {ids} tokens with its context, and at most {max_model_len - 1} leave room "
+                f"in the context of {max_model_len}: shorten it, or raise max_model_len if the model allows"
+            )
+        tokens += ids
+    if tokens > MOST_TOKENS:
+        raise InvalidRequest(
+            f"the pairs have {tokens} tokens, contexts counted for each: at most {MOST_TOKENS}; send fewer at once"
+        )
     if characters > MOST_CHARACTERS:
         raise InvalidRequest(
             f"the pairs have {characters} characters, contexts counted for each: at most {MOST_CHARACTERS}; send fewer "
@@ -81,8 +98,9 @@ def scored_prompts(tokenizer: Tokenizer, pairs: Iterable[Pair], add_special_toke
 class PairEncoder:
     """Tokenizes pairs, each context that comes several times in succession once."""
 
-    def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int | None) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._special = add_special_tokens
         self._context: tuple[str, list[int]] | None = None
 
@@ -121,7 +139,7 @@ class PairEncoder:
         return self._tokenizer.leading_special_tokens() if self._special else []
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False, most_tokens=self._max_model_len)
 
     def _first(self) -> list[int]:
         """What stands for an empty context."""

@@ -6,7 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.errors import InvalidRequest
-from kvern.server.http import HttpError, json_response, read_object
+from kvern.server.bodies import read_object
+from kvern.server.http import HttpError, json_response
 from kvern.server.service import Service, typed
 
 

@@ -1,5 +1,6 @@
 """The HTTP application: which handler a route has, and what happens to errors."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from kvern.errors import (
 from kvern.server import messages, openai, openapi
 from kvern.server.adapters import Adapters
 from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
+from kvern.server.bodies import let_go, read_object
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
@@ -38,7 +40,6 @@ from kvern.server.http import (
     ignored_header,
     json_response,
     path_of,
-    read_object,
     until_gone,
 )
 from kvern.server.keys import ApiKey
@@ -50,6 +51,8 @@ from kvern.server.store import Store, default_folder
 
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
+MOST_DECODED = 1 << 17
+"""Token ids to turn into text at once, where the model's context is shorter."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -122,7 +125,7 @@ class Server:
         app = Starlette(routes=routes, exception_handlers=handled)
         config = self.service.config
         default = ApiKey(ANYONE.name, b"", config.concurrent_per_key, config.per_minute_per_key)
-        return Gate(app, keys, default, config.request_timeout, config.log_requests != "none")
+        return Gate(app, keys, default, config)
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -186,7 +189,8 @@ class Server:
             "max_model_len": service.client.inputs.max_model_len,
         }
         if typed(body, "return_token_strs", bool, False):
-            answer["token_strs"] = [service.client.tokenizer.id_to_token(token) for token in token_ids]
+            name = service.client.tokenizer.id_to_token
+            answer["token_strs"] = await asyncio.to_thread(lambda: [name(token) for token in token_ids])
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
@@ -194,6 +198,9 @@ class Server:
         body = await read_object(request)
         self.service.model(body)
         tokens = typed(body, "tokens", list, [])
+        most = max(self.service.client.inputs.max_model_len, MOST_DECODED)
+        if len(tokens) > most:
+            raise HttpError(400, f"tokens holds {len(tokens)}: this server takes {most} at most", param="tokens")
         if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise HttpError(400, "tokens must be a list of token ids", param="tokens")
         return json_response({"prompt": await self.service.client.decode(tokens)})
@@ -206,6 +213,7 @@ class Server:
             openai.log_body(body, request.state.request_id)
         call = await openai.read_call(body, path_of(request.scope), service, request.state.key)
         headers = ignored_header(body, call.known)
+        let_go(request, body)
         if call.stream:
             running = await service.start(call.ask)
             return EventStream(openai.events(call, running, service), running.close, headers)

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from starlette.requests import Request
@@ -22,8 +22,9 @@ from starlette.responses import Response
 
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.errors import EngineDied, KvernError
-from kvern.server.files import OUTPUT, file_object, page_of
-from kvern.server.http import HttpError, error_body, json_response, read_object, status_of
+from kvern.server.bodies import MAX_BODY_BYTES, check_counts, decode_object, read_object
+from kvern.server.files import OUTPUT, PART_BYTES, file_object, page_of
+from kvern.server.http import HttpError, error_body, json_response, status_of
 from kvern.server.keys import ApiKey
 from kvern.server.service import typed
 from kvern.server.store import Object, Store
@@ -79,7 +80,7 @@ class Batches:
         body = await read_object(request)
         owner = request.state.key.name
         endpoint, window = body.get("endpoint"), body.get("completion_window", "24h")
-        if endpoint not in self._answerers:
+        if not isinstance(endpoint, str) or endpoint not in self._answerers:
             message = f"endpoint is {endpoint!r:.60}: it must be one of {', '.join(self._answerers)}"
             raise HttpError(400, message, param="endpoint")
         if window != "24h":
@@ -285,7 +286,7 @@ def check_rows(path: Path, endpoint: str) -> tuple[int, list[Object]]:
     errors: list[Object] = []
     number = 0
     with path.open("rb") as file:
-        for number, line in enumerate((line for line in file if line.strip()), 1):
+        for number, line in enumerate(lines_of(file), 1):
             message = row_error(line, endpoint, seen)
             if number > MOST_ROWS:
                 message = f"the file has more than {MOST_ROWS} rows: split it"
@@ -298,15 +299,26 @@ def check_rows(path: Path, endpoint: str) -> tuple[int, list[Object]]:
     return number, errors
 
 
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines that hold something, of which no more is read than a row may have and one byte."""
+    while line := file.readline(MAX_BODY_BYTES + 1):
+        end = line
+        while not end.endswith(b"\n") and (end := file.readline(PART_BYTES)):
+            pass
+        if line.strip():
+            yield line
+
+
 def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
     """What is wrong with a row; None if nothing. Its custom_id is added to `seen`."""
+    if len(line) > MAX_BODY_BYTES:
+        return f"the row has more than {MAX_BODY_BYTES} bytes: send less"
     try:
-        row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return f"the row is not valid JSON: {error}"
-    except RecursionError:
-        return "the row is nested too deeply: a few hundred levels are enough for any use"
-    if not isinstance(row, dict) or not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
+        row = decode_object(line)
+        check_counts(row.get("body"))
+    except HttpError as error:
+        return str(error).replace("the body", "the row", 1)
+    if not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
         return "the row must be an object with custom_id, a text, and body, an object"
     if row.get("method", "POST") != "POST" or row.get("url") != endpoint:
         return (
@@ -323,11 +335,10 @@ def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
 def iter_rows(path: Path, done: set[str]) -> Iterator[Object]:
     """The rows that have no answer yet."""
     with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                row = msgspec.json.decode(line)
-                if row["custom_id"] not in done:
-                    yield row
+        for line in lines_of(file):
+            row = msgspec.json.decode(line)
+            if row["custom_id"] not in done:
+                yield row
 
 
 def answered(path: Path) -> list[str]:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from kvern.errors import ConfigError
 
+LONGEST_SECONDS = 10_000_000
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -27,6 +29,10 @@ class ServerConfig:
     """Keys, one of which every request but /health must then carry."""
     api_key_file: Path | None = None
     """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N, per_minute=N and admin=1."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins, such as https://chat.example.org, of sites whose pages may use this server in a browser; * is all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header that a server without keys answers to beside its own address, such as a proxy's."""
     adapter_folder: Path | None = None
     """Keys with admin=1 may load adapters from folders below this one while the server runs. None: nobody may."""
     served_model_name: tuple[str, ...] = ()
@@ -44,7 +50,8 @@ class ServerConfig:
     engine_timeout: float = 60.0
     """Seconds without a sign of life after which the engine is replaced; a step takes less."""
     request_timeout: float = 30.0
-    """Seconds in which the head of a request must have arrived, and then again its body."""
+    """Seconds in which the head of a request must have arrived, then again its body, and in which a client reads some
+    of an answer that waits for it."""
     grace_seconds: float = 30.0
     """How long running requests may go on after a signal to end; a second signal ends them at once."""
     data_dir: Path | None = None
@@ -59,6 +66,10 @@ class ServerConfig:
             raise ConfigError(f"tls_key is {self.tls_key} and there is no tls_cert: give both")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path is {self.root_path!r}: it must begin with / and not end with it")
+        for name in ("engine_timeout", "request_timeout", "grace_seconds"):
+            value = getattr(self, name)
+            if not value <= LONGEST_SECONDS:
+                raise ConfigError(f"{name} is {value}: it must be a number of seconds, {LONGEST_SECONDS} at most")
         for name in (
             "max_queue",
             "stream_interval",

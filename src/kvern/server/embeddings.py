@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.sampling_params import SamplingParams
-from kvern.server.http import HttpError, json_response, read_object, until_gone
+from kvern.server.bodies import read_object
+from kvern.server.http import HttpError, json_response, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.openai import read_prompts
 from kvern.server.service import Service, typed

@@ -1,9 +1,12 @@
 """OpenAI's /v1/files."""
 
+import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,6 +21,8 @@ PURPOSES = ("batch", "user_data")
 OUTPUT = "batch_output"
 """The purpose of files that batches write."""
 PART_BYTES = 1 << 20
+SLOWEST_UPLOAD = 1 << 14
+"""Bytes of an upload in a second, on average, beside the time that every body has."""
 MOST_ON_PAGE = 10_000
 
 
@@ -29,6 +34,7 @@ class Files:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/files."""
+        check_form(request.headers.get("content-type", ""))
         request = Request(request.scope, limited(request))
         try:
             await request.form(max_files=1, max_fields=10)
@@ -43,10 +49,14 @@ class Files:
             if purpose not in PURPOSES:
                 message = f"purpose is {purpose!r:.40}: it must be one of {', '.join(PURPOSES)}"
                 raise HttpError(400, message, param="purpose")
-            file_id, size = await self._store.write(parts_of(upload))
             name = (upload.filename or "file")[:255]
+            file_id, size = await self._store.write(parts_of(upload))
         body = file_object(file_id, size, name, purpose)
-        await self._store.save("file", request.state.key.name, body)
+        try:
+            await self._store.save("file", request.state.key.name, body)
+        except BaseException:
+            await self._store.remove(file_id)
+            raise
         return json_response(body)
 
     async def list(self, request: Request) -> Response:
@@ -83,7 +93,7 @@ class Files:
 def page_of(found: list[Object], request: Request) -> Object:
     """`limit` of the objects behind the one named `after`. Raises HttpError."""
     limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_ON_PAGE:
+    if re.fullmatch("[0-9]{1,5}", limit) is None or not 1 <= int(limit) <= MOST_ON_PAGE:
         raise HttpError(400, f"limit is {limit!r:.20}: it must be 1 to {MOST_ON_PAGE}", param="limit")
     if after is not None:
         places = [index for index, body in enumerate(found) if body["id"] == after]
@@ -108,13 +118,28 @@ def file_object(file_id: str, size: int, name: str, purpose: str) -> Object:
     }
 
 
+def check_form(content_type: str) -> None:
+    """Refuse what is not a multipart form in UTF-8. Raises HttpError."""
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise HttpError(400, f"content-type is {content_type!r:.80}: send a multipart form with file and purpose")
+    charset = options.get(b"charset", b"utf-8").lower()
+    if charset not in (b"utf-8", b"utf8"):
+        raise HttpError(400, f"the form's charset is {charset.decode('latin-1')!r:.40}: it must be utf-8")
+
+
 def limited(request: Request) -> Any:
-    """The request's `receive`, which refuses more bytes than a file may have. Raises HttpError."""
-    size = 0
+    """The request's `receive`, which refuses more bytes than a file may have, or too slow ones. Raises HttpError."""
+    size, began, seconds = 0, time.monotonic(), request.state.body_seconds
 
     async def receive() -> Message:
         nonlocal size
-        message = await request.receive()
+        left = began + seconds + size / SLOWEST_UPLOAD - time.monotonic()
+        try:
+            message = await asyncio.wait_for(request.receive(), left)
+        except TimeoutError as error:
+            slow = f"{size} bytes of the file arrived in {time.monotonic() - began:.0f} s: send it faster"
+            raise HttpError(408, slow, headers={"connection": "close"}) from error
         size += len(message.get("body", b""))
         if size > MOST_FILE_BYTES:
             raise HttpError(413, f"the file has more than {MOST_FILE_BYTES} bytes: split it")

@@ -1,18 +1,23 @@
-"""Before and after the handlers: keys, request ids, and a line in the log if one is wanted."""
+"""Before and after the handlers: keys, pages of other origins, request ids, and a line in the log if one is wanted."""
 
 import base64
 import binascii
+import contextlib
 import logging
 import re
 import time
 import uuid
 from collections.abc import Sequence
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvern.server.bodies import Lane
+from kvern.server.config import ServerConfig
 from kvern.server.http import HttpError, error_body, json_response, path_of
 from kvern.server.keys import ApiKey, find_key
 from kvern.server.messages import error_for
+from kvern.server.origins import Origins, is_preflight
 
 logger = logging.getLogger("kvern.requests")
 
@@ -24,23 +29,17 @@ REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 class Gate:
     """Lets requests pass that carry one of the keys; without keys, all. Each answer has a header `x-request-id`.
 
-    Handlers find an `ApiKey` as `key` in the request's state, the id as `request_id`, and `body_seconds`. `default` is
-    for requests when there are no keys.
+    Handlers find an `ApiKey` as `key` in the request's state, the id as `request_id`, `body_seconds`, the `lane` of
+    large bodies, and what is `held` until the answer begins. `default` is for requests when there are no keys.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[ApiKey],
-        default: ApiKey = ANYONE,
-        body_seconds: float = 30.0,
-        log: bool = False,
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], default: ApiKey, config: ServerConfig) -> None:
         self._app = app
         self._keys = keys
         self._default = default
-        self._body_seconds = body_seconds
-        self._log = log
+        self._config = config
+        self._origins = Origins(config, bool(keys))
+        self._lane = Lane()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,36 +47,56 @@ class Gate:
             return
         began = time.monotonic()
         headers = dict(scope["headers"])
-        request_id: bytes = headers.get(b"x-request-id", b"") or uuid.uuid4().hex.encode()
+        request_id: bytes = headers.get(b"x-request-id", b"")
+        is_bad_id = bool(request_id) and REQUEST_ID.fullmatch(request_id) is None
+        if is_bad_id or not request_id:
+            request_id = uuid.uuid4().hex.encode()
+        added = [(b"x-request-id", request_id), *self._origins.answer_headers(scope["method"], headers)]
         status = 0
+        held = contextlib.ExitStack()
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *added]
+                held.close()
             await send(message)
 
-        app, key = self._app, self._default
-        if not REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex.encode()
-            message = "x-request-id may have 128 letters, digits and . : / + = - _ at most"
-            app = json_response(error_body(400, message), 400)
-        elif self._keys and path_of(scope) not in OPEN_ROUTES:
-            found = find_key(self._keys, secret_of(scope["method"], headers))
-            if found is None:
-                app = _no_key(path_of(scope))
-            else:
-                key = found
-        scope.setdefault("state", {}).update(key=key, request_id=request_id.decode(), body_seconds=self._body_seconds)
+        app, key = self._find(scope, headers, is_bad_id)
+        scope.setdefault("state", {}).update(
+            key=key,
+            request_id=request_id.decode(),
+            body_seconds=self._config.request_timeout,
+            lane=self._lane,
+            held=held,
+        )
         try:
             await app(scope, receive, answer)
         finally:
-            if self._log:
+            held.close()
+            if self._config.log_requests != "none":
+                path = scope["raw_path"].decode("ascii", "backslashreplace")
                 logger.info(
                     "%s %s %s %d key=%s %.3f s",
-                    *(request_id.decode(), scope["method"], scope["path"], status, key.name, time.monotonic() - began),
+                    *(request_id.decode(), scope["method"], path, status, key.name, time.monotonic() - began),
                 )
+
+    def _find(self, scope: Scope, headers: dict[bytes, bytes], is_bad_id: bool) -> tuple[ASGIApp, ApiKey]:
+        """Who answers, and whose request it is."""
+        path, method = path_of(scope), scope["method"]
+        if is_bad_id:
+            message = "x-request-id may have 128 letters, digits and . : / + = - _ at most"
+            return json_response(error_body(400, message), 400), self._default
+        refusal = self._origins.refusal(method, path, headers)
+        if refusal is not None:
+            return error_for(path, HttpError(403, refusal, code="permission_denied")), self._default
+        if self._origins.allows(headers.get(b"origin")) and is_preflight(method, headers):
+            return Response(status_code=204), self._default
+        if not self._keys or path in OPEN_ROUTES:
+            return self._app, self._default
+        found = find_key(self._keys, secret_of(method, headers))
+        return (_no_key(path), self._default) if found is None else (self._app, found)
 
 
 def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,11 +22,6 @@ from kvern.errors import (
     RequestFailed,
 )
 from kvern.sampling_params import SamplingParams
-
-MAX_BODY_BYTES = 16 << 20
-"""Of a request: beyond, it is refused."""
-DRAINED_BYTES = 8 * MAX_BODY_BYTES
-"""So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
 
 IGNORED_HEADER = "x-kvern-ignored-fields"
 
@@ -95,36 +89,6 @@ def status_of(error: Exception) -> int:
     if isinstance(error, EngineUnavailable):
         return 503
     return 500 if isinstance(error, EngineDied | RequestFailed) else 408 if isinstance(error, DeadlineExceeded) else 400
-
-
-async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object, which has `body_seconds` of the request's state to arrive. Raises HttpError."""
-    seconds = request.state.body_seconds
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                size += len(part)
-                if size <= MAX_BODY_BYTES:
-                    parts.append(part)
-                elif size > DRAINED_BYTES:
-                    break
-    except TimeoutError as error:
-        headers = {"connection": "close"}
-        raise HttpError(
-            408, f"the body did not arrive within {seconds:g} s: send it faster", headers=headers
-        ) from error
-    if size > MAX_BODY_BYTES:
-        raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
-    try:
-        body = msgspec.json.decode(b"".join(parts))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpError(400, f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise HttpError(400, "the body is nested too deeply: a few hundred levels are enough for any use") from error
-    if not isinstance(body, dict):
-        raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")
-    return body
 
 
 async def gone(receive: Receive) -> None:

@@ -11,13 +11,13 @@ from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
+from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
     EventStream,
     HttpError,
     error_response,
     ignored_header,
     json_response,
-    read_object,
     status_of,
     until_gone,
 )
@@ -40,6 +40,7 @@ KNOWN = frozenset({
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
@@ -67,7 +68,9 @@ class MessagesApi:
         chat = await chat_request(self._chat(body), sampling_params(SamplingParams(), values), service)
         headers = ignored_header(body, KNOWN)
         ask = service.ask(body, [chat.prompt], chat.params, request.state.key)
-        if typed(body, "stream", bool, False):
+        stream = typed(body, "stream", bool, False)
+        let_go(request, body)
+        if stream:
             running = await service.start(ask)
             return EventStream(_events(running, chat, model), running.close, headers, last=b"", failed=_failed_event)
         outputs = await until_gone(service.run(ask), request.receive)

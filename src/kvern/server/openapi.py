@@ -47,9 +47,14 @@ def one_of(*values: str) -> Schema:
 
 def sampling() -> dict[str, Schema]:
     """The fields of SamplingParams, with what is said of them."""
-    described = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
+    described = _components()["SamplingParams"]["properties"]
     documents = field_documents(SamplingParams)
     return {name: _nullable(schema) | {"description": documents[name]} for name, schema in described.items()}
+
+
+def _components() -> dict[str, Schema]:
+    """SamplingParams, and the types that its fields are of."""
+    return msgspec.json.schema_components([SamplingParams], ref_template="#/components/schemas/{name}")[1]
 
 
 def _nullable(schema: Schema) -> Schema:
@@ -327,7 +332,10 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
             "post": get("End it, and keep what it has.", identified, 400, 404, 503, 507, path=("batch_id",))
         },
     }
-    secured = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if keys else {}
+    components: dict[str, Any] = {"schemas": _components()}
+    del components["schemas"]["SamplingParams"]  # its fields stand in each API's body
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     about = (
         "Beside the parameters of each API, bodies may hold kvern's own; fields that are not known are ignored and "
         "named in the header x-kvern-ignored-fields."
@@ -336,7 +344,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "kvern", "version": kvern.__version__, "description": about},
         "paths": paths,
-        "components": secured,
+        "components": components,
         "security": [{"key": []}] if keys else [],
     }
 

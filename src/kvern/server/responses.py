@@ -18,7 +18,8 @@ from kvern.batch.requests import sampling_params
 from kvern.engine.output import RequestOutput
 from kvern.errors import KvernError
 from kvern.sampling_params import SamplingParams
-from kvern.server.http import EventStream, HttpError, ignored_header, json_response, read_object, until_gone
+from kvern.server.bodies import let_go, read_object
+from kvern.server.http import EventStream, HttpError, ignored_header, json_response, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.openai import chat_request, merge_extra
 from kvern.server.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages
@@ -75,6 +76,7 @@ class Responses:
         stored = await self._read(body, request.state.key)
         headers = ignored_header(body, KNOWN)
         stream, background = typed(body, "stream", bool, False), typed(body, "background", bool, False)
+        let_go(request, body)
         if stream and background:
             raise HttpError(400, "stream and background are both set: choose one", param="background")
         if stream:

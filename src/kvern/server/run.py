@@ -9,19 +9,18 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.errors import ConfigError
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
+from kvern.server.connection import Connection
 from kvern.server.keys import read_keys
+from kvern.server.origins import is_loopback
 
-HEADER_BYTES = 1 << 16
 KEEP_ALIVE_SECONDS = 75
 """An idle connection stays open so long, longer than proxies in front keep theirs."""
 
@@ -72,6 +71,8 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
             gc.freeze()  # what is there now stays: collections need not look at it
             say(f"started in {client.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
+            if not keys and server.uds is None and not is_loopback(server.host):
+                say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
             say(f"serving {models[0]} on {shown_address(listener, server)}")
             await http.serve(sockets=[listener])
             await application.batches.stop()
@@ -83,55 +84,6 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class Connection(HttpToolsProtocol):
-    """Cuts off clients whose request takes more than `seconds`, or too many bytes, to begin."""
-
-    def __init__(self, seconds: float, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._seconds = seconds
-        self._patience: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_no_more()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        self._wait()
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(url)
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(name + value)
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._wait_no_more()
-        super().on_headers_complete()
-
-    def _wait(self) -> None:
-        if self._patience is None:
-            self._patience = self.loop.call_later(self._seconds, self.transport.close)
-
-    def _wait_no_more(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-
-    def _count(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        if self._head_bytes > HEADER_BYTES:
-            self.transport.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -147,15 +99,25 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A Unix socket at the path. Raises ConfigError."""
+    """A Unix socket at the path, where a server that was killed may have left one. Raises ConfigError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if path.is_socket() and not _is_answered(path):
+            path.unlink()
         listener.bind(str(path))
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {path}: {error.strerror or error}; remove it if no server uses it"
-        ) from error
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
     return listener
+
+
+def _is_answered(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@
 -> {"data": [{"index": 0, "logprob": -0.1, "tokens": 1, "is_greedy": true}, ...], "usage": {...}}
 """
 
-import asyncio
 import time
 import uuid
 from typing import Any
@@ -13,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.batch.openai_format import WITHOUT_EFFECT, finite
-from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
-from kvern.server.http import HttpError, ignored_header, json_response, read_object, until_gone
+from kvern.engine.scoring import Pair, Score, score_of
+from kvern.server.bodies import read_object
+from kvern.server.http import HttpError, ignored_header, json_response, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.openai import log_body, merge_extra, usage
 from kvern.server.service import MOST_SEQUENCES, OWN_FIELDS, Service, typed
@@ -43,8 +43,7 @@ class Scores:
         model = service.model(body)
         with_logprobs = typed(body, "logprobs", bool, False)
         special = typed(body, "add_special_tokens", bool, True)
-        tokenizer = service.client.tokenizer
-        prompts = await asyncio.to_thread(scored_prompts, tokenizer, read_pairs(body), special)
+        prompts = await service.client.scored_prompts(read_pairs(body), special)
         params = [prompt.params for prompt in prompts]
         outputs = await service.run(service.ask(body, [prompt.token_ids for prompt in prompts], params, key))
         scores = [score_of(output, prompt) for output, prompt in zip(outputs, prompts, strict=True)]

@@ -95,7 +95,7 @@ class Store:
         file_id = f"file-{uuid.uuid4().hex}"
         path, size = self.path(file_id), 0
         try:
-            with _storage_errors(), path.open("wb") as file:
+            with _storage_errors(), open(path, "wb", opener=_private) as file:
                 async for part in parts:
                     await asyncio.to_thread(file.write, part)
                     size += len(part)
@@ -125,7 +125,9 @@ class Store:
                 return work(self._database)
 
     def _open(self) -> sqlite3.Connection:
-        (self.folder / "files").mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (self.folder, self.folder / "files"):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.folder / "files").chmod(0o700)
         guard = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,10 +136,16 @@ class Store:
             message = f"files and batches in {self.folder} are in use by another server: give this one a data_dir"
             raise HttpError(503, message) from error
         self._guard = guard
+        os.close(os.open(self.folder / "kvern.db", os.O_CREAT | os.O_RDWR, 0o600))
+        (self.folder / "kvern.db").chmod(0o600)  # what SQLite puts beside it is as private
         database = sqlite3.connect(self.folder / "kvern.db", check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL")
         database.executescript(SCHEMA)
         return database
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _flush(descriptor: int, flush: Callable[[], object]) -> None:

@@ -82,8 +82,11 @@ class Chat:
     `tool_parser` and `reasoning_parser`: auto finds out, none leaves everything in the text, a name decides.
     """
 
-    def __init__(self, tokenizer: Tokenizer, grammars: Grammars, tool_parser: str, reasoning_parser: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, grammars: Grammars, tool_parser: str, reasoning_parser: str, max_model_len: int
+    ) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._grammars = grammars
         self._writer = GrammarWriter(tokenizer, grammars)
         self._tool_parser = tool_parser
@@ -104,7 +107,8 @@ class Chat:
         `variables` are names that the template can see. Raises InvalidRequest or InvalidParameter.
         """
         definitions = list(use.definitions) or None
-        prompt = self._tokenizer.chat_prompt_ids(messages, definitions, add_generation_prompt, **(variables or {}))
+        text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
+        prompt = self._tokenizer.encode(text, add_special_tokens=False, most_tokens=self._max_model_len)
         form = self._format(use) if use.choice != "none" else None
         thought = self._thought(prompt, thinking_budget, definitions is not None)
         if form is None and thought is None:

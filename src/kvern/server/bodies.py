@@ -1,0 +1,194 @@
+"""Bodies of requests: JSON objects with bounds, and a lane of their own for large ones.
+
+Decoding holds the interpreter's lock, in a thread as well, so what takes long is refused before it is decoded.
+"""
+
+import asyncio
+import concurrent.futures
+import ctypes
+from collections import deque
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from kvern.server.http import HttpError
+
+MAX_BODY_BYTES = 16 << 20
+"""Of a request: beyond, it is refused."""
+DRAINED_BYTES = 8 * MAX_BODY_BYTES
+"""So much is read and dropped, so that a client that sends first hears why; beyond, the connection is closed."""
+SMALL_BODY_BYTES = 1 << 18
+"""Up to here nobody waits."""
+LARGE_BODIES_BYTES = 4 * MAX_BODY_BYTES
+"""Of all large bodies that are read, decoded or answered at the same time; the others wait."""
+MOST_WORK = 1_200_000
+"""Of decoding: a value counts 1, a field of an object 4 more, a list or an object 16. Takes some 50 ms."""
+WORK = ((b",", 1), (b":", 4), (b"{", 16), (b"[", 16))
+LONGEST_LISTS = {"messages": 8192, "input": 8192, "tools": 512}
+"""Of objects."""
+MOST_PARTS = 8192
+"""Of the contents of all messages together."""
+
+
+class Lane:
+    """Bytes of large bodies that are there at the same time, taken in the order of asking."""
+
+    def __init__(self) -> None:
+        self.threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="large-body")
+        self._free = LARGE_BODIES_BYTES
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int) -> None:
+        """Wait until so many bytes are free."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._free += size
+            self._next()
+            raise
+
+    def give(self, size: int) -> None:
+        """They are free again."""
+        self._free += size
+        self._next()
+        if self._free == LARGE_BODIES_BYTES:
+            self.threads.submit(trim_memory)
+
+    def _next(self) -> None:
+        while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= self._free):
+            size, turn = self._waiting.popleft()
+            if not turn.done():
+                self._free -= size
+                turn.set_result(None)
+
+
+def _find_trim() -> Any:
+    """glibc's function that gives free memory back; None with another library."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+MALLOC_TRIM = _find_trim()
+
+
+def trim_memory() -> None:
+    """Give what large bodies took back to the system. Takes milliseconds, without the interpreter's lock."""
+    if MALLOC_TRIM is not None:
+        MALLOC_TRIM(0)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object, which has `body_seconds` of the request's state to arrive. Raises HttpError.
+
+    A large one is of the `lane` of the request's state until its answer begins, or it is let go before.
+    """
+    seconds, lane = request.state.body_seconds, request.state.lane
+    stream = request.stream()
+    parts: list[bytes] = []
+    size, is_large = 0, False
+    try:
+        async with asyncio.timeout(seconds) as patience:
+            async for part in stream:
+                size += len(part)
+                if size > DRAINED_BYTES:
+                    break
+                if size > MAX_BODY_BYTES:
+                    parts.clear()
+                    continue
+                parts.append(part)
+                if size > SMALL_BODY_BYTES and not is_large:
+                    is_large = True
+                    await _take(request, patience, seconds)
+    except TimeoutError as error:
+        raise _too_slow(seconds) from error
+    if size > MAX_BODY_BYTES:
+        raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
+    if not is_large:
+        return decode_object(b"".join(parts))
+    return await asyncio.get_running_loop().run_in_executor(lane.threads, _decode_parts, parts)
+
+
+def let_go(request: Request, body: dict[str, Any]) -> None:
+    """A body that has been read is not needed while its answer is generated."""
+    body.clear()
+    request.state.held.close()
+
+
+async def _take(request: Request, patience: asyncio.Timeout, seconds: float) -> None:
+    """Take the body's bytes of the lane, as often as the body is waited for; the time does not count as the body's."""
+    length = request.headers.get("content-length", "")
+    size = min(int(length), MAX_BODY_BYTES) if len(length) < 20 and length.isdecimal() else MAX_BODY_BYTES
+    patience.reschedule(None)
+    lane: Lane = request.state.lane
+    try:
+        async with asyncio.timeout(seconds):
+            await lane.take(size)
+    except TimeoutError as error:
+        message = "the server is busy with other large bodies: try again, or send less than 256 KiB"
+        raise HttpError(503, message, headers={"retry-after": "1", "connection": "close"}) from error
+    request.state.held.callback(lane.give, size)
+    patience.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+def _too_slow(seconds: float) -> HttpError:
+    headers = {"connection": "close"}
+    return HttpError(408, f"the body did not arrive within {seconds:g} s: send it faster", headers=headers)
+
+
+def _decode_parts(parts: list[bytes]) -> dict[str, Any]:
+    data = b"".join(parts)
+    parts.clear()
+    return decode_object(data)
+
+
+def decode_object(data: bytes) -> dict[str, Any]:
+    """JSON as an object that handlers can work on at once. Raises HttpError."""
+    if len(data) > SMALL_BODY_BYTES:
+        _check_work(data)
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply: a few hundred levels are enough for any use") from error
+    if not isinstance(body, dict):
+        raise HttpError(400, f"the body is a JSON {type(body).__name__}: it must be an object")
+    check_counts(body)
+    check_counts(body.get("extra_body"))
+    return body
+
+
+def _check_work(data: bytes) -> None:
+    if _work(data) <= MOST_WORK:
+        return
+    # much of it may stand in texts, which cost nothing
+    pieces = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if pieces.count(b'"') <= MOST_WORK // 2 and _work(b"".join(pieces.split(b'"')[::2])) <= MOST_WORK:
+        return
+    raise HttpError(413, "the body holds more values than fit in one request, about a million: send fewer at once")
+
+
+def _work(data: bytes) -> int:
+    return sum(cost * data.count(character) for character, cost in WORK)
+
+
+def check_counts(body: object) -> None:
+    """Refuse an object with more messages, tools or parts than any use needs. Raises HttpError."""
+    if not isinstance(body, dict):
+        return
+    for name, most in LONGEST_LISTS.items():
+        value = body.get(name)
+        if isinstance(value, list) and len(value) > most and isinstance(value[0], dict):
+            raise HttpError(400, f"{name} holds {len(value)}: this server takes {most} at most", param=name)
+    for name in ("messages", "input"):
+        value = body.get(name)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            contents = (item.get("content") for item in value if isinstance(item, dict))
+            parts = sum(len(content) for content in contents if isinstance(content, list))
+            if parts > MOST_PARTS:
+                message = f"{name} has contents of {parts} parts in all: this server takes {MOST_PARTS} at most"
+                raise HttpError(400, message, param=name)

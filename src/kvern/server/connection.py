@@ -1,0 +1,149 @@
+"""One client's connection: how long and how much it may take of the server without a request to show for it.
+
+    connected, or idle  --head begins-->  head  --complete-->  body  --complete-->  the answer  -->  idle
+    `seconds` or keep-alive               `seconds`            the handler's limits  `seconds` without reading any
+
+Whoever is over a limit is closed. What comes after an answer that did not wait for the body has `seconds` as well.
+"""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httptools
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+HEADER_BYTES = 1 << 16
+"""Of a request's head; as many after the last byte of a body."""
+MOST_HEADERS = 256
+MOST_PIPELINED = 16
+"""Requests sent before the answers to those before them."""
+SLICE_BYTES = 1 << 14
+"""The parser is given so many at once, so that it never holds much more than is allowed."""
+
+
+class Connection(HttpToolsProtocol):
+    """Closes connections of clients that take more than `seconds`, or too many bytes or requests."""
+
+    def __init__(self, seconds: float, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._seconds = seconds
+        self._patience: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._bytes = 0
+        """That came since the parser last had something to tell of a message."""
+        self._in_message = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        self._unset_keepalive_if_required()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Unlike uvicorn's, bytes alone do not end the time of an idle connection."""
+        try:
+            for start in range(0, len(data), SLICE_BYTES):
+                part = data[start : start + SLICE_BYTES]
+                self._bytes += len(part)
+                self.parser.feed_data(part)
+                if self._bytes > HEADER_BYTES or len(self.pipeline) > MOST_PIPELINED:
+                    self._close()
+                if self.transport.is_closing():
+                    return
+        except httptools.HttpParserUpgrade:
+            pass  # what was asked before is answered, without another protocol
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            self._close()
+
+    def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
+        self._in_message, self._bytes = True, 0
+        self._wait()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._close()
+
+    def on_headers_complete(self) -> None:
+        self._wait_no_more()
+        self._bytes = 0
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            cycle = self.cycle
+            cycle.send = functools.partial(send_until_closed, cycle, cycle.send)  # type: ignore[method-assign]
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message, self._bytes = False, 0
+        self._wait_no_more()
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._idle()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+        elif self._in_message and not self.pipeline:
+            self._unset_keepalive_if_required()
+            self._wait()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._unread = self.loop.call_later(self._seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _idle(self) -> None:
+        if not self.pipeline and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _wait(self) -> None:
+        if self._patience is None:
+            self._patience = self.loop.call_later(self._seconds, self._close)
+
+    def _wait_no_more(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _close(self) -> None:
+        """Close; the client has some time to read what it was sent."""
+        self._wait_no_more()
+        self.transport.close()
+        self._patience = self.loop.call_later(self._seconds, self.transport.abort)
+
+
+async def send_until_closed(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Message
+) -> None:
+    """Let an answer without a length end with its connection: HTTP/1.0 knows no chunks."""
+    if message["type"] == "http.response.start":
+        if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+            cycle.chunked_encoding = False
+    elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)

@@ -1,0 +1,391 @@
+"""What hostile clients send to a server: each is refused or closed, and a small request beside it is answered soon."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvern.server.connection import Connection
+from tests.test_server import SMALL, Served, eventually, serving
+
+MEGABYTE = 1 << 20
+SOON = 4.0
+"""Seconds in which a small request is answered on a machine that does other things as well."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def server(data: Path) -> Iterator[Served]:
+    with serving(*SMALL, "--request-timeout", "2", "--data-dir", str(data)) as served:
+        yield served
+
+
+def connect(server: Served) -> socket.socket:
+    return socket.create_connection((server.host, server.port), timeout=30)
+
+
+def resident(server: Served) -> int:
+    """Megabytes of memory that the server's process has."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) // 1024
+
+
+def most_resident(server: Served) -> int:
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) // 1024
+
+
+@contextlib.contextmanager
+def small_requests_are_answered(server: Served) -> Iterator[None]:
+    """While the block runs, and at least once."""
+    slowest, ended = [0.0], threading.Event()
+
+    def ask() -> None:
+        body = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
+        while True:
+            began = time.monotonic()
+            assert server.raw("GET", "/health")[0] == server.raw("POST", "/v1/completions", body)[0] == 200
+            slowest[0] = max(slowest[0], time.monotonic() - began)
+            if ended.wait(0.05):
+                return
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    assert 0 < slowest[0] < SOON
+
+
+def send_until_closed(connection: socket.socket, part: bytes, most: int) -> int:
+    """Send a part again and again until the server closes; how many bytes it took."""
+    sent = 0
+    with contextlib.suppress(OSError):
+        while sent < most:
+            connection.sendall(part)
+            sent += len(part)
+    return sent
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(65536):
+            data += part
+    return data
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (POST + b"X-A: ", b"a" * 65536),
+        (b"GET /", b"a" * 65536),
+        (POST, b"a: b\r\n" * 64),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-A: ", b"a" * 65536),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 64),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1;", b"a" * 65536),
+    ],
+    ids=["header", "url", "headers", "trailer", "trailers", "extension"],
+)
+def test_what_has_no_end(server: Served, head: bytes, part: bytes) -> None:
+    with small_requests_are_answered(server), connect(server) as connection:
+        connection.sendall(head)
+        assert send_until_closed(connection, part, 64 * MEGABYTE) < 32 * MEGABYTE
+
+
+def test_many_requests_whose_answers_nobody_reads(server: Served) -> None:
+    before = resident(server)
+    with connect(server) as connection:
+        requests = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
+        assert send_until_closed(connection, requests, 512 * MEGABYTE) < 32 * MEGABYTE
+    assert resident(server) < before + 60
+
+
+def test_pipelined_requests_are_answered_in_order(server: Served) -> None:
+    paths = ("/health", "/ready", "/version", "/health")
+    with connect(server) as connection:
+        for number, path in enumerate(paths, 1):
+            last = b"Connection: close\r\n" if number == len(paths) else b""
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + last + b"\r\n")
+        said = received(connection)
+    places = [said.index(text) for text in (b'"status"', b'"ready"', b'"version"')]
+    assert places == sorted(places) and said.count(b"HTTP/1.1 200") == 4
+
+
+def test_blank_lines_do_not_keep_a_connection() -> None:
+    """Nor do they end one: it has the time that idle connections have."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("said")(scope, receive, send)
+
+    async def talk() -> None:
+        http = functools.partial(Connection, 30.0)
+        config = uvicorn.Config(answer, http=http, timeout_keep_alive=1, lifespan="off", log_config=None)  # type: ignore[arg-type]
+        server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+        serving_it = asyncio.create_task(server.serve([listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readuntil(b"said")).startswith(b"HTTP/1.1 200")
+        ended, blanks = asyncio.create_task(reader.read()), 0
+        while not ended.done() and blanks < 100:
+            writer.write(b"\r\n")
+            blanks += 1
+            await asyncio.wait([ended], timeout=0.2)
+        assert ended.done() and blanks > 2
+        writer.close()
+        server.should_exit = True
+        await serving_it
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("route", ["GET /v1/models", "POST /nothing", "DELETE /v1/models"])
+def test_bodies_that_nobody_wants_and_that_do_not_end(server: Served, route: str) -> None:
+    with connect(server) as connection:
+        connection.sendall(f"{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n".encode())
+        assert drip(connection, b"a")
+
+
+def test_a_client_that_reads_nothing(server: Served) -> None:
+    """Its answer waits in memory, until it has had its time."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((server.host, server.port))
+        body = json.dumps({"prompt": ["Once"] * 64, "max_tokens": 400, "ignore_eos": True, "logprobs": 20}).encode()
+        connection.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        eventually(lambda: connections(server) > 0)
+        eventually(lambda: connections(server) == 0, 60)
+
+
+def connections(server: Served) -> int:
+    """Sockets that the server has with clients."""
+    lines = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()[1:]
+    local, established = f"0100007F:{server.port:04X}", "01"
+    return sum(line.split()[1] == local and line.split()[3] == established for line in lines)
+
+
+def drip(connection: socket.socket, part: bytes, seconds: float = 15.0) -> bool:
+    """Send a little now and then; whether the server closes meanwhile."""
+    connection.settimeout(0.2)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            connection.sendall(part)
+            if connection.recv(65536) == b"":
+                return True
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
+    return False
+
+
+def form(name: bytes = b"a.jsonl", charset: str = "", content: bytes = b"{}\n") -> tuple[bytes, bytes]:
+    """Content type and body of an upload."""
+    fields = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    fields += b'--x\r\nContent-Disposition: form-data; name="file"; filename="' + name + b'"\r\n\r\n'
+    return f"multipart/form-data; boundary=x{charset}".encode(), fields + content + b"\r\n--x--\r\n"
+
+
+def upload(server: Served, kind: bytes, body: bytes) -> bytes:
+    with connect(server) as connection:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: " + kind
+        connection.sendall(head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        with contextlib.suppress(OSError):
+            connection.sendall(body)
+        return received(connection)
+
+
+def test_an_upload_that_drips(server: Served) -> None:
+    kind, body = form()
+    with connect(server) as connection:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: " + kind
+        connection.sendall(head + b"\r\nContent-Length: 1000000\r\n\r\n" + body[:-10])
+        assert drip(connection, b"a")
+
+
+@pytest.mark.parametrize("charset", ["punycode", "unicode_escape", "utf-7", "idna"])
+def test_forms_in_other_encodings(server: Served, data: Path, charset: str) -> None:
+    before = len(list(data.glob("files/*")))
+    with small_requests_are_answered(server):
+        kind, body = form(b"\\ud800" + b"a" * 900_000, f"; charset={charset}")
+        assert b"charset is" in upload(server, kind, body)
+    kind, body = form(b"\\ud800.jsonl", f"; charset={charset}")
+    assert upload(server, kind, body).startswith(b"HTTP/1.1 400")
+    assert len(list(data.glob("files/*"))) == before
+
+
+@pytest.mark.parametrize("kind", [b"application/x-www-form-urlencoded", b"text/plain", b"nothing", b";;;"])
+def test_uploads_that_are_no_forms(server: Served, kind: bytes) -> None:
+    assert b"send a multipart form" in upload(server, kind, b"a" * (4 * MEGABYTE))
+
+
+def test_a_file_whose_name_is_kept(server: Served, data: Path) -> None:
+    kind, body = form("fuchs \u00e4\u4e2d.jsonl".encode())
+    assert "fuchs \u00e4\u4e2d.jsonl".encode() in upload(server, kind, body)
+    [path] = data.glob("files/file-*")
+    private = (path, path.parent, data / "kvern.db")
+    assert [oct(path.stat().st_mode & 0o077) for path in private] == ["0o0"] * 3
+
+
+CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/score"
+MESSAGE = b'{"role":"user","content":"a"}'
+
+
+def many(before: bytes, item: bytes, after: bytes, size: int = 15 * MEGABYTE) -> bytes:
+    return before + b",".join([item] * (size // (len(item) + 1))) + after
+
+
+LARGE: list[tuple[str, str, Callable[[], bytes], str]] = [
+    ("messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}"), "more values than fit"),
+    ("few messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}", 400_000), "messages holds"),
+    (
+        "parts",
+        CHAT,
+        lambda: many(b'{"messages":[{"role":"user","content":[', b'{"text":"a"}', b"]}]}", 400_000),
+        "parts",
+    ),
+    ("tools", CHAT, lambda: many(b'{"tools":[', b"{}", b"]}", 6000), "tools holds"),
+    ("extra", CHAT, lambda: many(b'{"extra_body":{"messages":[', MESSAGE, b"]}}", 400_000), "messages holds"),
+    ("items", "/v1/responses", lambda: many(b'{"input":[', MESSAGE, b"]}", 400_000), "input holds"),
+    ("ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}"), "more values than fit"),
+    ("a million ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}", 2_000_000), "the prompt has 1000000 tokens"),
+    ("dicts", TEXT, lambda: many(b'{"x":[', b"{}", b"]}"), "more values than fit"),
+    ("a word", TEXT, lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
+    ("a word said", CHAT, lambda: many(b'{"messages":[{"role":"user","content":"', b"a", b'"}]}'), "characters"),
+    ("a word counted", "/tokenize", lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
+    ("detokenize", "/detokenize", lambda: many(b'{"tokens":[', b"7", b"]}", 2_000_000), "tokens holds 1000000"),
+    ("braces in a text", TEXT, lambda: b'{"prompt":"' + b'{[:,\\"' * (2 * MEGABYTE) + b'"}', "characters"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
+def test_large_bodies(server: Served, path: str, body: Callable[[], bytes], said: str) -> None:
+    with small_requests_are_answered(server):
+        status, _, content = server.raw("POST", path, body())
+    assert status in (400, 413)
+    assert said in content["error"]["message"]
+
+
+def test_memory_goes_back_after_large_bodies() -> None:
+    """Of several at once, which wait for each other."""
+    with serving(*SMALL) as server:
+        server.raw("POST", TEXT, b'{"prompt": "Once", "max_tokens": 1}')
+        before = resident(server)
+        bodies = [case[2]() for case in LARGE] * 2
+        paths = [case[1] for case in LARGE] * 2
+        threads = [
+            threading.Thread(target=server.raw, args=("POST", path, body))
+            for path, body in zip(paths, bodies, strict=True)
+        ]
+        with small_requests_are_answered(server):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert most_resident(server) < before + 500
+        eventually(lambda: resident(server) < before + 100)
+
+
+def test_large_bodies_do_not_wait_for_answers(server: Served) -> None:
+    """More than are worked on at the same time, whose answers take long: another one is read meanwhile."""
+    field = b'","user":"' + b"a" * (15 * MEGABYTE) + b'"}'
+    body = b'{"max_tokens":500,"n":16,"ignore_eos":true,"prompt":"Once' + field
+    with contextlib.ExitStack() as connections:
+        for _ in range(8):
+            connection = connections.enter_context(connect(server))
+            connection.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert server.raw("POST", "/tokenize", b'{"prompt":"Once' + field)[2]["count"] == 2
+        assert server.figure("num_requests_running") + server.figure("num_requests_waiting") > 0
+
+
+def test_scores_of_a_long_context_many_times(server: Served) -> None:
+    before = most_resident(server)
+    context, continuations = b"[" + b"7," * 999_999 + b"7]", b"[" + b"[7]," * 999 + b"[7]]"
+    with small_requests_are_answered(server):
+        body = b'{"context":' + context + b',"continuations":' + continuations + b"}"
+        status, _, content = server.raw("POST", SCORE, body)
+    assert status == 400 and "1000001 tokens with its context" in content["error"]["message"]
+    assert most_resident(server) < before + 300
+
+
+def test_a_row_of_a_hundred_megabytes(server: Served) -> None:
+    row = (
+        b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"'
+        + b"a" * (100 * MEGABYTE)
+        + b'"}}'
+    )
+    many_ids = (
+        b'{"custom_id":"b","method":"POST","url":"/v1/completions","body":{"prompt":[' + b"7," * 4_000_000 + b"7]}}"
+    )
+    kind, body = form(content=row + b"\n" + many_ids + b"\n")
+    before = most_resident(server)
+    with small_requests_are_answered(server):
+        file_id = json.loads(upload(server, kind, body).partition(b"\r\n\r\n")[2])["id"]
+        wanted = json.dumps({"input_file_id": file_id, "endpoint": TEXT, "completion_window": "24h"}).encode()
+        batch = server.raw("POST", "/v1/batches", wanted)[2]
+        eventually(lambda: server.raw("GET", f"/v1/batches/{batch['id']}")[2]["status"] == "failed", 60)
+    errors = server.raw("GET", f"/v1/batches/{batch['id']}")[2]["errors"]["data"]
+    assert "more than 16777216 bytes" in errors[0]["message"]
+    assert "more values than fit" in errors[1]["message"]
+    assert most_resident(server) < before + 400
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_http_of_1996(server: Served, stream: bool) -> None:
+    body = json.dumps({"prompt": "Once", "max_tokens": 4, "stream": stream}).encode()
+    with connect(server) as connection:
+        head = f"POST {TEXT} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        top, _, content = received(connection).partition(b"\r\n\r\n")
+    assert top.startswith(b"HTTP/1.1 200") and b"chunked" not in top
+    assert content.startswith(b"data: {") == stream
+    assert content.endswith(b"data: [DONE]\n\n") if stream else json.loads(content)["choices"]
+
+
+@pytest.mark.parametrize("limit", ["9" * 5000, "0", "-1", "\u0665", "1.0", "10001", ""])
+def test_pages_of_impossible_lengths(server: Served, limit: str) -> None:
+    for path in ("/v1/files", "/v1/batches"):
+        status, _, content = server.raw("GET", f"{path}?limit={''.join(f'%{byte:02x}' for byte in limit.encode())}")
+        assert status == 400 and "limit is" in content["error"]["message"]
+
+
+def test_references_of_the_description_lead_somewhere(server: Served) -> None:
+    document = server.raw("GET", "/openapi.json")[2]
+
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from (value["$ref"],) if isinstance(value.get("$ref"), str) else ()
+            for inner in value.values():
+                yield from references(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from references(inner)
+
+    found = set(references(document))
+    assert found
+    for reference in found:
+        place = document
+        for name in reference.removeprefix("#/").split("/"):
+            place = place[name]
