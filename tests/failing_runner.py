@@ -20,7 +20,7 @@ class FailingRunner:
     """Runs steps through the engine's own runner; `where` they fail: "before", "behind" or in the "result"."""
 
     def __init__(self, llm: LLM | AsyncLLM, where: str = "behind") -> None:
-        executor: Any = llm._engine.core._executor
+        executor: Any = llm._engine.core.executor
         self._runner, executor._runner = executor._runner, self
         self._where = where
         self._limits: dict[int, int] = {}

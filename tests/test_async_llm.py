@@ -108,7 +108,7 @@ def test_a_failing_engine_tells_everybody(tiny_model: Path, monkeypatch: pytest.
         def broken(output: Any) -> Any:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(engine._engine.core._executor, "submit", broken)
+        monkeypatch.setattr(engine._engine.core.executor, "submit", broken)
         waiting = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
         for task in waiting:
             with pytest.raises(RuntimeError, match="the device is gone"):

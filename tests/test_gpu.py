@@ -215,7 +215,7 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     expected = tokens(LLM(device="cpu", **config).generate(prompts, params))
     llm = LLM(device="cuda", **(config | options))
     assert tokens(llm.generate(prompts, params)) == expected
-    graphs = llm._engine.core._executor._runner._graphs._graphs
+    graphs = llm._engine.core.executor._runner._graphs._graphs
     assert any(with_prefix for _, _, with_prefix, _ in graphs) == llm.config.shared_prefix_attention
 
 

@@ -222,7 +222,7 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, **OPTIONS)
-    decoder = llm._engine.core._executor._runner._decoder
+    decoder = llm._engine.core.executor._runner._decoder
     forward = decoder.forward
 
     def small_card(token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
