@@ -9,11 +9,8 @@ MARKS = {250: 0, 251: 1, 252: 3}
 """By token id that marks a prompt: beyond so many generated tokens, its steps fail."""
 
 
-class Broken:
-    """A step's result that nobody can read."""
-
-    def result(self) -> ModelRunnerOutput:
-        raise RuntimeError("as\nplanned")
+def unreadable() -> ModelRunnerOutput:
+    raise RuntimeError("as\nplanned")
 
 
 class FailingRunner:
@@ -42,7 +39,9 @@ class FailingRunner:
         result = self._runner.execute(output)
         if fails and self._where == "behind":
             raise RuntimeError("as\nplanned")
-        return Broken() if fails else result
+        for part in getattr(result, "_parts", [result]) if fails else ():
+            part.result = unreadable
+        return result
 
     def abandon(self) -> None:
         self._runner.abandon()

@@ -4,8 +4,9 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -26,7 +27,9 @@ from kvern.engine.wire import (
 )
 from kvern.errors import RequestFailed
 from kvern.llm import FailedRequest
+from kvern.step import ModelRunnerOutput, SchedulerOutput
 from kvern.structured.output import StructuredOutput
+from kvern.worker.executor import InProcessExecutor
 from tests.failing_runner import MARKS, FailingRunner
 from tests.idle import is_idle
 from tests.peft_adapters import make_adapter
@@ -171,6 +174,31 @@ def test_a_device_that_is_broken_for_good(tiny_model: Path, monkeypatch: pytest.
         with pytest.raises(RuntimeError, match="an illegal memory access"):
             llm.generate([[5, 6, 7], [5, 250, 7]], GREEDY)
         assert is_idle(llm)
+
+
+def test_nothing_runs_behind_a_step_that_could_not_be_started() -> None:
+    """Its rows would lack what that step was to bring."""
+
+    class Runner:
+        steps: ClassVar[list[int]] = []
+
+        def execute(self, output: SchedulerOutput) -> Any:
+            self.steps.append(output.step)
+            if output.step == 2:
+                raise RuntimeError("as planned")
+            return Future[ModelRunnerOutput]()
+
+        def abandon(self) -> None:
+            self.steps.append(-1)
+
+    executor = InProcessExecutor(Runner())
+    steps = [executor.submit(SchedulerOutput(step)) for step in (1, 2, 3)]
+    for lost in steps[1:]:
+        with pytest.raises(RuntimeError, match="as planned"):
+            lost.result()
+    executor.abandon()
+    executor.submit(SchedulerOutput(4))
+    assert Runner.steps == [1, 2, -1, 4]
 
 
 # In the engine's process
