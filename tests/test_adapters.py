@@ -259,7 +259,10 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 BAD: dict[str, tuple[Spoil, str]] = {
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
-    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safetensors does not exist"),
+    "no weights": (
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        "safetensors cannot be read: No such file",
+    ),
     "config cut": (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not JSON"),
     "config a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "not an object"),
     "weights cut": (

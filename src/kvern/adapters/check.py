@@ -2,8 +2,8 @@
 
     check_files --two open files--> python -m kvern.adapters.check --> Checked | Refused
 
-It has no torch and starts in a tenth of a second. It alone parses what the files say and evaluates the regular expressions
-in them; the engine gets names, numbers and places.
+It has no torch and starts in a tenth of a second. It alone parses what the files say and evaluates the regular
+expressions in them; the engine gets names, numbers and places.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Matrix(msgspec.Struct, frozen=True):
 
 
 class Module(msgspec.Struct, frozen=True):
-    """What the files say of one adapted module: its matrices by side, "A" and "B", and what multiplies their product."""
+    """What the files say of one adapted module: its matrices by side, "A" and "B", their product times `scale`."""
 
     rank: int
     scale: float
@@ -74,7 +74,7 @@ def check_files(folder: Path, config: BinaryIO, weights: BinaryIO) -> Checked:
     files = (config.fileno(), weights.fileno())
     command = [sys.executable, "-m", "kvern.adapters.check", *map(str, files)]
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 (this module, and two numbers)
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -89,8 +89,8 @@ def check_files(folder: Path, config: BinaryIO, weights: BinaryIO) -> Checked:
         raise InvalidAdapter(f"{folder}: no process could be started to check its files: {reason(error)}") from None
     if done.returncode == -signal.SIGXCPU:
         raise InvalidAdapter(
-            f"{folder}: checking its files takes more than {MOST_CPU_SECONDS} seconds of computing: simplify the regular "
-            f"expressions of {CONFIG_NAME}, or list the names"
+            f"{folder}: checking its files takes more than {MOST_CPU_SECONDS} seconds of computing: simplify the "
+            f"regular expressions of {CONFIG_NAME}, or list the names"
         )
     if done.returncode:
         raise InvalidAdapter(f"{folder}: the process that checked its files ended with {done.returncode}")
@@ -140,7 +140,7 @@ def main(config: int, weights: int) -> None:
     answer: Checked | Refused
     try:
         with open(config, "rb", buffering=0) as config_file, open(weights, "rb", buffering=0) as weights_file:
-            answer = check(config_file, weights_file)  # type: ignore[arg-type]  # unbuffered: a FileIO
+            answer = check(config_file, weights_file)
     except InvalidAdapter as error:
         answer = Refused(str(error))
     except Exception as error:  # whatever a stranger's files make a library raise

@@ -99,7 +99,7 @@ def _open(folder: Path, name: str, most_bytes: int | None = None) -> Iterator[Bi
     below = folder.parent.parent if folder.parent.name == "snapshots" else folder
     try:
         stream = open_regular(folder / name, most_bytes, below)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, ValueError) as error:
         raise InvalidAdapter(f"{folder / name} cannot be read: {reason(error)}") from None
     with stream:
         yield stream
@@ -171,9 +171,7 @@ def _why_not(module: str) -> str:
     return "is no linear layer of this model: is it of another base model?"
 
 
-def _check_complete(
-    file: Path, checked: Checked, taken: set[str], targets: Mapping[str, tuple[Target, ...]]
-) -> None:
+def _check_complete(file: Path, checked: Checked, taken: set[str], targets: Mapping[str, tuple[Target, ...]]) -> None:
     """A listed module that the decoder knows by this name must be there in every layer."""
     if checked.names is None:
         return

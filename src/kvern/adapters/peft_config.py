@@ -96,7 +96,8 @@ def read_config(text: bytes) -> PeftConfig:
     start = values.get("init_lora_weights", True)
     if start not in PLAIN_STARTS:
         raise InvalidAdapter(
-            f"{CONFIG_NAME}: init_lora_weights is {start!r:.60}, which changes the base model too: convert it when saving"
+            f"{CONFIG_NAME}: init_lora_weights is {start!r:.60}, which changes the base model too: "
+            "convert it when saving"
         )
     try:
         config = msgspec.convert(values, PeftConfig)

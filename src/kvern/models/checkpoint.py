@@ -6,6 +6,7 @@ keeps resident memory at the size of the weights.
 
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def read_headers(folder: Path) -> list[StoredTensor]:
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those of its index, the single one, or else all of them."""
     index = folder / INDEX_NAME
-    if index.exists():
+    if os.path.lexists(index):
         named = read_object(index).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
             raise CorruptCheckpoint(f"{index} is not a safetensors index (no weight_map of names); download it again")

@@ -1,6 +1,7 @@
-"""The header of a safetensors file, without torch: `8 bytes: n`, then `n bytes: JSON {name: {dtype, shape, data_offsets}}`.
+"""The header of a safetensors file, without torch.
 
-The offsets count from the header's end (https://huggingface.co/docs/safetensors).
+It is `8 bytes: n`, then `n bytes: JSON {name: {dtype, shape, data_offsets}}`, then the data. The offsets count from the
+header's end (https://huggingface.co/docs/safetensors).
 """
 
 import math
