@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvern.errors import InvalidAdapter, InvalidRequest
 
 NAME = re.compile(r"[\w./:@+-]{1,128}")
-MOST_LOADING = 16
+MOST_LOADING = 4
 """At the same time: one is read, the others wait."""
 
 
