@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
 from kvern.adapters.bank import AdapterBank
+from kvern.adapters.check import check_files
+from kvern.adapters.names import MOST_LOADING, AdapterNames
 from kvern.adapters.peft import read_adapter
 from kvern.adapters.slots import AdapterSlots
 from kvern.errors import ConfigError, InvalidAdapter, InvalidRequest
@@ -259,7 +261,10 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 BAD: dict[str, tuple[Spoil, str]] = {
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
-    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "safetensors does not exist"),
+    "no weights": (
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        "safetensors cannot be read: No such file",
+    ),
     "config cut": (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not JSON"),
     "config a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), "not an object"),
     "weights cut": (
@@ -383,3 +388,32 @@ def test_names_ranks_and_places_are_checked(make: Callable[..., LLM], files: dic
         make(adapters={"gone": "/nowhere"})
     with pytest.raises(ConfigError, match="max_adapters is 0"):
         make(max_adapters=0)
+
+
+def test_few_adapters_are_loaded_at_the_same_time() -> None:
+    names = AdapterNames()
+    first, *_ = [names.reserve(f"adapter-{number}", "folder") for number in range(MOST_LOADING)]
+    with pytest.raises(InvalidAdapter, match="are being loaded"):
+        names.reserve("more", "folder")
+    names.add(first)
+    names.remove(first.name)
+    names.reserve(first.name, "folder")
+
+
+def test_weights_that_change_while_they_are_read_are_refused(
+    files: dict[str, Path], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_model(tiny_model)
+    bank = AdapterBank(decoder, 1, 8, kernels=False)
+    folder = tmp_path / "adapter"
+    shutil.copytree(files["all"], folder)
+
+    def cut(*arguments: Any) -> Any:
+        checked = check_files(*arguments)
+        with (folder / "adapter_model.safetensors").open("r+b") as file:
+            file.truncate(5000)
+        return checked
+
+    monkeypatch.setattr("kvern.adapters.peft.check_files", cut)
+    with pytest.raises(InvalidAdapter, match="it ends at byte 5000"):
+        read_adapter(folder, decoder.spec, bank.targets, 8, torch.float32)

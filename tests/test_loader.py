@@ -1,8 +1,12 @@
 """Weights arrive in place from any layout of files, in little memory, and every fault is named before data is read."""
 
 import json
+import os
+import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from kvern.errors import ConfigError, CorruptCheckpoint, KvernError, ModelNotFound, UnsupportedModel
 from kvern.models.decoder import Build, Decoder
 from kvern.models.loader import load_model, load_weights, read_config
 from kvern.models.registry import spec_from_config
+from kvern.tokenizer import Tokenizer
 from tests.families import make_checkpoint, make_model
 
 
@@ -174,6 +179,8 @@ def test_an_index_that_names_missing_files_is_refused(folder: Path) -> None:
 
 def test_an_unreadable_index_is_refused(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
+    assert "holds a JSON list, not an object" in fault(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
     assert "is not a safetensors index" in fault(folder)
 
 
@@ -253,3 +260,133 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, dtype
     peak = 1024 * int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     held = end * (2 if dtype == "fp32" else 1)
     assert held < peak < 1.15 * held + 300e6
+
+
+ABSURD: list[Any] = [10**9, 10**30, -1, 0, 1.5, float("nan"), True, "x" * 10_000, [], {}, [[1]], {"a": {"b": 1}}, None]
+"""In place of any value."""
+
+
+def damaged(value: Any) -> Iterator[Any]:
+    """The value with each part of it replaced by each of `ABSURD`, and each part of an object left out."""
+    yield from ABSURD
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield {other: kept for other, kept in value.items() if other != key}
+            yield from (value | {key: spoilt} for spoilt in damaged(part))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from ([*value[:index], spoilt, *value[index + 1 :]] for spoilt in damaged(part))
+
+
+def loads_or_says_why(folder: Path) -> bool:
+    message = ""
+    try:
+        Tokenizer(folder)
+        load_model(folder, max_model_len=64)
+    except KvernError as error:
+        message = str(error)
+    assert "\n" not in message and len(message) < 2000
+    return not message
+
+
+def test_no_damage_to_the_configuration_is_more_than_one_line(folder: Path) -> None:
+    config = read_config(folder) | {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "rope_parameters": None,
+        "quantization_config": None,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    assert loads_or_says_why(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for spoilt in damaged(config):
+        (folder / "config.json").write_text(json.dumps(spoilt))
+        loads_or_says_why(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000, "kilobytes"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", "qwen3_moe", "phi3", "gpt_neox"])
+def test_no_damage_to_a_familys_own_settings_is_more_than_one_line(family: str, tmp_path: Path) -> None:
+    config = read_config(make_checkpoint(family, tmp_path))
+    for spoilt in damaged(config):
+        message = ""
+        try:
+            spec_from_config(spoilt if isinstance(spoilt, dict) else {})
+        except KvernError as error:
+            message = str(error)
+        assert "\n" not in message and len(message) < 2000
+
+
+def test_no_damage_to_the_header_is_more_than_one_line(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    count = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + count])
+    some = dict(list(header.items())[:3])
+    for spoilt in damaged(some):
+        text = json.dumps(header | spoilt if isinstance(spoilt, dict) else spoilt).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + count :])
+        loads_or_says_why(folder)
+    for begin in range(0, len(content), 997):
+        file.write_bytes(content[:begin])
+        assert not loads_or_says_why(folder)
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+NAMES = ["config.json", "model.safetensors", "model.safetensors.index.json"]
+TEXTS = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *TEXTS, "chat_template.jinja", "chat_template.json"])
+def test_what_is_no_file_of_text_is_refused(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").unlink()
+    file = folder / name
+
+    def pipe() -> None:
+        os.mkfifo(file)
+
+    def huge() -> None:
+        with file.open("wb") as stream:
+            stream.truncate(1 << 40)
+
+    kinds: list[Callable[[], object]] = [
+        *(pipe, file.mkdir, huge),
+        lambda: file.symlink_to("/dev/zero"),
+        lambda: file.symlink_to(file),
+        lambda: file.write_bytes(b"\xff\xfe"),
+    ]
+    if not name.endswith(("jinja", "safetensors")):
+        kinds.append(lambda: file.write_text('{"a": ' + NESTED + "}"))
+    for make in kinds:
+        file.unlink(missing_ok=True)
+        make()
+        if name in NAMES:
+            with pytest.raises(KvernError):
+                load_model(folder)
+        else:
+            with pytest.raises(CorruptCheckpoint) as caught:
+                Tokenizer(folder)
+            assert "\n" not in str(caught.value)
+        if file.is_dir():
+            file.rmdir()
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "x" * 300, "a\0b", 7])
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path, name: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    assert "model.safetensors.index.json" in fault(folder)
+
+
+def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_built(folder: Path) -> None:
+    sizes = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 500, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | sizes))
+    with pytest.raises(ConfigError, match=r"the weights take \d+\.\d GB"):
+        load_model(folder, load_format="dummy")
+    assert "tensors for 500 layers" in fault(folder)

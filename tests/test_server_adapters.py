@@ -1,11 +1,12 @@
 """Adapters of a running server: by the name of the model, loaded and unloaded by keys that may."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.test_server import KEY, Served
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 
 ADMIN = "admin-key"
+Spoil = Callable[[Path], object]
 PROMPT = [5, 9, 17, 33, 2, 81]
 TOKENS = 16
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "kv_cache_tokens": 2048, "threads": 1}
@@ -127,6 +129,106 @@ def test_what_is_refused_while_others_are_answered(
         stop.set()
         asking.join()
     assert answers == {expected["one"]}
+
+
+def pipe(name: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return spoil
+
+
+def link(name: str, target: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return spoil
+
+
+def settings(**changes: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        file = folder / CONFIG
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return spoil
+
+
+def header(change: Callable[[dict[str, Any]], str]) -> Spoil:
+    """Replace the header by the text that `change` makes of it."""
+
+    def spoil(folder: Path) -> None:
+        content = (folder / WEIGHTS).read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        text = change(json.loads(content[8:end])).encode()
+        (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+    return spoil
+
+
+def first_shape(shape: Any) -> Callable[[dict[str, Any]], str]:
+    def change(entries: dict[str, Any]) -> str:
+        entries[min(set(entries) - {"__metadata__"})]["shape"] = shape
+        return json.dumps(entries)
+
+    return change
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NESTED = "[" * 100_000 + "]" * 100_000
+SLOW = r"([a-z_.0-9]+)+!"
+"""Tries every way to cut a name into pieces."""
+HOSTILE: dict[str, tuple[Spoil, str]] = {
+    "slow-target": (settings(target_modules=SLOW), "seconds of computing"),
+    "slow-rank": (settings(rank_pattern={SLOW: 4}), "seconds of computing"),
+    "slow-alpha": (settings(alpha_pattern={SLOW: 4}), "seconds of computing"),
+    "config-pipe": (pipe(CONFIG), "not a regular file"),
+    "weights-pipe": (pipe(WEIGHTS), "not a regular file"),
+    "config-zero": (link(CONFIG, "/dev/zero"), "leads out"),
+    "weights-zero": (link(WEIGHTS, "/dev/zero"), "leads out"),
+    "weights-outside": (link(WEIGHTS, "../one/" + WEIGHTS), "leads out"),
+    "circle": (link(CONFIG, CONFIG), "cannot be read"),
+    "config-deep": (lambda folder: (folder / CONFIG).write_text('{"r": ' + NESTED + "}"), "nested too deeply"),
+    "config-large": (lambda folder: os.truncate(folder / CONFIG, 1 << 40), "at most 1048576"),
+    "header-deep": (header(lambda _: '{"x": ' + NESTED + "}"), "nested too deeply"),
+    "header-large": (lambda folder: (folder / WEIGHTS).write_bytes((1 << 62).to_bytes(8, "little")), "a header is exp"),
+    "shape-float": (header(first_shape([4.0, 64])), "Expected int"),
+    "shape-negative": (header(first_shape([-4, -64])), "Expected int"),
+    "shape-huge": (header(first_shape([1 << 62, 1 << 62])), "has offsets"),
+    "weights-cut": (lambda folder: os.truncate(folder / WEIGHTS, 2000), "cannot be read"),
+    "rank-huge": (settings(r=10**30), "adapter_config.json"),
+    "alpha-huge": (settings(lora_alpha=10**400), "adapter_config.json"),
+}
+
+
+def test_hostile_files_are_refused_while_a_stream_goes_on(
+    server: Served, folder: Path, expected: dict[str | None, str]
+) -> None:
+    for name, (spoil, _) in HOSTILE.items():
+        shutil.copytree(folder / "adapters" / "one", folder / "adapters" / name)
+        spoil(folder / "adapters" / name)
+    stop, answers = threading.Event(), set()
+
+    def keep_asking() -> None:
+        while not stop.is_set():
+            answers.add(ask(server, "one"))
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        for name, (_, message) in HOSTILE.items():
+            status, answer = change(server, "load", lora_name="new", lora_path=name)
+            assert (status, message in answer["error"]["message"]) == (400, True), (name, answer)
+            assert "\n" not in answer["error"]["message"]
+    finally:
+        stop.set()
+        asking.join()
+    assert answers == {expected["one"]}
+    assert server.figure("engine_restarts_total", ADMIN) == 0
+    assert change(server, "load", lora_name="new", lora_path="two")[0] == 200
+    assert change(server, "unload", lora_name="one")[0] == 200
+    assert change(server, "load", lora_name="one", lora_path="one")[0] == 200, "the command line's name is free again"
 
 
 def test_a_new_engine_has_the_adapters_of_the_one_that_died(server: Served, expected: dict[str | None, str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +20,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 
-from kvern.errors import InvalidRequest
+from kvern.errors import CorruptCheckpoint, InvalidRequest
+from kvern.files import read_object, read_whole, reason
 from kvern.template_sandbox import BoundedEnvironment
 
 
@@ -73,18 +75,23 @@ class ChatTemplate:
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
         """Read ``chat_template.jinja``, ``additional_chat_templates/`` and ``tokenizer_config.json``."""
-        sources: dict[str, str] = {}
+        sources: dict[str, Any] = {}
         inline = tokenizer_config.get("chat_template")
-        if isinstance(inline, str):
-            sources["default"] = inline
-        elif isinstance(inline, list):
-            sources.update({entry["name"]: entry["template"] for entry in inline})
-        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            sources[path.stem] = path.read_text(encoding="utf-8")
-        if (folder / "chat_template.jinja").is_file():
-            sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        elif "default" not in sources and (folder / "chat_template.json").is_file():
-            sources["default"] = json.loads((folder / "chat_template.json").read_bytes())["chat_template"]
+        try:
+            if isinstance(inline, str):
+                sources["default"] = inline
+            elif isinstance(inline, list):
+                sources.update({entry["name"]: entry["template"] for entry in inline})
+            for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+                sources[path.stem] = read_whole(path).decode()
+            if os.path.lexists(folder / "chat_template.jinja"):
+                sources["default"] = read_whole(folder / "chat_template.jinja").decode()
+            elif "default" not in sources and os.path.lexists(folder / "chat_template.json"):
+                sources["default"] = read_object(folder / "chat_template.json")["chat_template"]
+        except (LookupError, TypeError, ValueError, FileNotFoundError) as error:
+            raise CorruptCheckpoint(f"a chat template of {folder} cannot be read: {reason(error)}") from None
+        if not all(isinstance(source, str) for source in sources.values()):
+            raise CorruptCheckpoint(f"a chat template of {folder} is not text")
         return cls(sources)
 
     def __bool__(self) -> bool:

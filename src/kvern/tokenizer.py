@@ -8,7 +8,6 @@ tokens, ``generation_config.json`` and ``config.json`` the tokens that end an an
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ import tokenizers
 
 from kvern.chat_template import ChatTemplate
 from kvern.errors import CorruptCheckpoint, InvalidRequest
+from kvern.files import MEBIBYTE, read_object, read_whole, reason
 
+MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 PROMPT_CONTEXT = 8  # prompt tokens that decide how the first generated token is written
@@ -293,12 +294,14 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def load_backend(path: Path) -> tokenizers.Tokenizer | None:
-    if not path.is_file():
+    try:
+        text = read_whole(path, MOST_TOKENIZER_BYTES)
+    except FileNotFoundError:
         return None
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(text)
     except Exception as error:  # the library raises bare Exception for everything
-        raise CorruptCheckpoint(f"{path} cannot be read as a tokenizer: {error}; download it again") from error
+        raise CorruptCheckpoint(f"{path} cannot be read as a tokenizer: {reason(error)}; download it again") from error
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -306,15 +309,10 @@ def load_backend(path: Path) -> tokenizers.Tokenizer | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, ``{}`` where there is no such file."""
-    if not path.is_file():
-        return {}
     try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{path} is not valid JSON: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
 
 
 def special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from kvern.errors import InvalidAdapter, InvalidRequest
 
 NAME = re.compile(r"[\w./:@+-]{1,128}")
+MOST_LOADING = 4
+"""At the same time: one is read, the others wait."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,20 @@ class AdapterNames:
             )
         if name in self._adapters or name in self._reserved:
             raise InvalidAdapter(f"adapter {name} is loaded already: unload it first, or choose another name")
+        if len(self._reserved) >= MOST_LOADING:
+            raise InvalidAdapter(f"{MOST_LOADING} adapters are being loaded: try again when they are")
         if name in self.taken:
             raise InvalidAdapter(f"adapter name {name} is the model's own: choose another name")
         self._reserved.add(name)
         return NamedAdapter(name, path, next(self._keys))
 
     def add(self, adapter: NamedAdapter) -> None:
-        """Let requests use an adapter that was loaded."""
+        """Let requests use an adapter that was loaded; its reservation ends."""
+        self.release(adapter)
         self._adapters[adapter.name] = adapter
 
     def release(self, adapter: NamedAdapter) -> None:
-        """The end of a reservation."""
+        """The end of a reservation, also of one that has ended."""
         self._reserved.discard(adapter.name)
 
     def remove(self, name: str) -> NamedAdapter:

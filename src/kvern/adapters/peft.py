@@ -7,44 +7,30 @@ Modules are mapped to the decoder's layers as the tensors of a checkpoint are. W
 in part, is refused by its name.
 """
 
-import json
+import contextlib
+import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import BinaryIO
 
-import msgspec
 import torch
 from torch import Tensor
 
+from kvern.adapters.check import MOST_CONFIG_BYTES, WEIGHTS_NAME, Checked, Matrix, Module, check_files
+from kvern.adapters.peft_config import CONFIG_NAME, ends_with_any
 from kvern.adapters.targets import Target
-from kvern.config import LARGEST_RANK
-from kvern.errors import CorruptCheckpoint, InvalidAdapter
-from kvern.models.checkpoint import StoredTensor, open_map, read_header
+from kvern.errors import InvalidAdapter
+from kvern.files import open_regular, read_at, reason
+from kvern.models.checkpoint import DTYPES
 from kvern.models.loader import llama_name
 from kvern.models.spec import ModelSpec, Rename
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _EXPERTS = re.compile(r"\.(experts|block_sparse_moe|router)\b|\.mlp\.gate$")
 _ENDS = re.compile(r"(^|\.)(lm_head|embed_tokens|embed_in|embed_out|wte)$")
-REFUSED = (
-    "use_dora",
-    "lora_bias",
-    "modules_to_save",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-)
-"""Settings that mean more than two matrices beside a linear layer."""
-PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`: other ways to begin change the model's own weights as well."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -66,40 +52,14 @@ Adapter = Mapping[str, LowRank]
 """By the decoder's linear parts, such as "layers.3.self_attn.qkv_proj/q_proj"; see `Target`."""
 
 
-Rank = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_RANK)]
+@dataclass(frozen=True)
+class _Place:
+    """A module of the files, and the parts of the decoder that it stands for."""
 
-
-class _Config(msgspec.Struct, frozen=True):
-    """What of adapter_config.json decides what is computed."""
-
-    r: Rank
-    lora_alpha: float
-    target_modules: str | list[str]
-    rank_pattern: dict[str, Rank] | None = None
-    alpha_pattern: dict[str, float] | None = None
-    use_rslora: bool | None = None
-    layers_to_transform: int | list[int] | None = None
-
-    def rank(self, module: str) -> int:
-        return _by_pattern(self.rank_pattern, module, self.r)
-
-    def scale(self, module: str) -> float:
-        rank = self.rank(module)
-        alpha = _by_pattern(self.alpha_pattern, module, self.lora_alpha)
-        return alpha / (rank**0.5 if self.use_rslora else rank)
-
-    def transforms(self, module: str) -> bool:
-        """Whether the module's layer is among those that were chosen."""
-        layers, layer = self.layers_to_transform, re.search(r"\.layers\.(\d+)\.", module)
-        if layers is None or layer is None:
-            return True
-        return int(layer[1]) in ([layers] if isinstance(layers, int) else layers)
-
-    def targets(self, module: str) -> bool:
-        """Whether PEFT would have adapted this module."""
-        if isinstance(self.target_modules, str):
-            return self.target_modules == "all-linear" or re.fullmatch(self.target_modules, module) is not None
-        return any(module == name or module.endswith(f".{name}") for name in self.target_modules)
+    name: str
+    module: Module
+    parts: tuple[Target, ...]
+    rename: Rename | None
 
 
 def read_adapter(
@@ -109,80 +69,93 @@ def read_adapter(
 
     Raises InvalidAdapter, which names the file and what in it is wrong.
     """
-    config = _read_config(folder / CONFIG_NAME)
     file = folder / WEIGHTS_NAME
-    try:
-        if not file.is_file():
-            raise InvalidAdapter(f"{file} does not exist: an adapter's weights are read from that file alone")
-        pairs: dict[str, dict[str, Tensor]] = {}
-        data = open_map(file)
-        for stored in read_header(file):
-            match = _TENSOR.fullmatch(stored.name)
-            if match is None or not stored.dtype.is_floating_point or len(stored.shape) != 2:
-                shape = f"{list(stored.shape)} {str(stored.dtype).removeprefix('torch.')}"
-                raise InvalidAdapter(
-                    f"{file}: tensor {stored.name} {shape} is no lora_A or lora_B weight; kvern knows no others"
-                )
-            pairs.setdefault(match["module"], {})[match["side"]] = _read(stored, data)
-    except (CorruptCheckpoint, OSError, ValueError) as error:
-        raise InvalidAdapter(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not pairs:
-        raise InvalidAdapter(f"{file} holds no tensor")
-    adapter: dict[str, LowRank] = {}
-    for module, pair in pairs.items():
-        parts = _low_ranks(file, config, module, pair, spec, targets, max_rank, dtype)
-        if parts.keys() & adapter.keys():
-            raise InvalidAdapter(f"{file}: {module} is there twice, fused with others and alone")
-        adapter |= parts
-    _check_complete(file, config, adapter, targets)
+    with _open(folder, CONFIG_NAME, MOST_CONFIG_BYTES) as config, _open(folder, WEIGHTS_NAME) as weights:
+        before = _state(weights)
+        checked = check_files(folder, config, weights)
+        places = [_place(file, name, module, spec, targets, max_rank) for name, module in checked.modules.items()]
+        taken: set[str] = set()
+        for place in places:
+            keys = {part.key for part in place.parts}
+            if keys & taken:
+                raise InvalidAdapter(f"{file}: {place.name} is there twice, fused with others and alone")
+            taken |= keys
+        _check_complete(file, checked, taken, targets)
+        adapter: dict[str, LowRank] = {}
+        try:
+            for place in places:
+                adapter |= _low_ranks(file, weights, place, spec, dtype)
+            if _state(weights) != before:
+                raise ValueError("it was changed while it was read: load it again")
+        except (OSError, ValueError) as error:
+            raise InvalidAdapter(f"{file} cannot be read: {reason(error)}") from None
     return adapter
 
 
-def _read(stored: StoredTensor, data: Any) -> Tensor:
-    [(_, rows)] = stored.runs(data, whole=True)
-    return rows.to(torch.float32, copy=True)  # the file may change, or go
+@contextlib.contextmanager
+def _open(folder: Path, name: str, most_bytes: int | None = None) -> Iterator[BinaryIO]:
+    """One of the adapter's files, which the rest works with: whatever becomes of the name is of no interest."""
+    # In the hub's cache, snapshots/REVISION/NAME is a link to blobs/HASH.
+    below = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    try:
+        stream = open_regular(folder / name, most_bytes, below)
+    except (OSError, ValueError) as error:
+        raise InvalidAdapter(f"{folder / name} cannot be read: {reason(error)}") from None
+    with stream:
+        yield stream
 
 
-def _low_ranks(
-    file: Path,
-    config: _Config,
-    module: str,
-    pair: Mapping[str, Tensor],
-    spec: ModelSpec,
-    targets: Mapping[str, tuple[Target, ...]],
-    max_rank: int,
-    dtype: torch.dtype,
-) -> dict[str, LowRank]:
-    """The parts of the decoder that one adapted module of the checkpoint stands for."""
-    missing = {"A", "B"} - pair.keys()
+def _state(file: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _place(
+    file: Path, name: str, module: Module, spec: ModelSpec, targets: Mapping[str, tuple[Target, ...]], max_rank: int
+) -> _Place:
+    """Where a module goes, its matrices checked to have the shapes for it."""
+    missing = {"A", "B"} - module.matrices.keys()
     if missing:
-        raise InvalidAdapter(f"{file}: tensor {module}.lora_{missing.pop()}.weight is missing beside its counterpart")
-    name, rename = llama_name(f"{module}.weight", spec.renames)
-    parts = targets.get(name.removesuffix(".weight"))
+        raise InvalidAdapter(f"{file}: tensor {name}.lora_{missing.pop()}.weight is missing beside its counterpart")
+    llama, rename = llama_name(f"{name}.weight", spec.renames)
+    parts = targets.get(llama.removesuffix(".weight"))
     if parts is None:
-        raise InvalidAdapter(f"{file}: {module} {_why_not(module)}")
-    if not config.targets(module):
-        raise InvalidAdapter(f"{file}: {module} has tensors, but target_modules does not name it")
-    down, up, rank = pair["A"], pair["B"], config.rank(module)
-    inputs, outputs = parts[0].inputs, sum(part.outputs for part in parts)
-    for side, tensor, expected in (("A", down, (rank, inputs)), ("B", up, (outputs, rank))):
-        if tuple(tensor.shape) != expected:
+        raise InvalidAdapter(f"{file}: {name} {_why_not(name)}")
+    if not module.targeted:
+        raise InvalidAdapter(f"{file}: {name} has tensors, but target_modules does not name it")
+    rank, inputs, outputs = module.rank, parts[0].inputs, sum(part.outputs for part in parts)
+    for side, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        if module.matrices[side].shape != expected:
             raise InvalidAdapter(
-                f"{file}: tensor {module}.lora_{side}.weight is {list(tensor.shape)}, and rank {rank} of its "
-                f"configuration and the model's layer of {inputs} inputs and {outputs} outputs ask for "
+                f"{file}: tensor {name}.lora_{side}.weight is {list(module.matrices[side].shape)}, and rank {rank} of "
+                f"its configuration and the model's layer of {inputs} inputs and {outputs} outputs ask for "
                 f"{list(expected)}: is it of another base model?"
             )
     if rank > max_rank:
-        raise InvalidAdapter(f"{file}: {module} has rank {rank}, above max_adapter_rank {max_rank}: raise that")
-    down, up = down.to(dtype), (_reordered(up, rename, spec) * config.scale(module)).to(dtype)
+        raise InvalidAdapter(f"{file}: {name} has rank {rank}, above max_adapter_rank {max_rank}: raise that")
+    return _Place(name, module, parts, rename)
+
+
+def _low_ranks(file: Path, weights: BinaryIO, place: _Place, spec: ModelSpec, dtype: torch.dtype) -> dict[str, LowRank]:
+    """The parts of the decoder that a module stands for. Raises InvalidAdapter, or ValueError if the file is cut."""
+    scale, parts = place.module.scale, place.parts
+    down, up = (_read(weights, place.module.matrices[side]) for side in "AB")
+    down, up = down.to(dtype), (_reordered(up, place.rename, spec) * scale).to(dtype)
     for side, tensor in (("A", down), ("B", up)):
         if not tensor.isfinite().all():
             raise InvalidAdapter(
-                f"{file}: tensor {module}.lora_{side}.weight, scaled by {config.scale(module):g}, holds numbers that "
-                f"are not finite in {str(dtype).removeprefix('torch.')}"
+                f"{file}: tensor {place.name}.lora_{side}.weight, scaled by {scale:g}, holds numbers that are not "
+                f"finite in {str(dtype).removeprefix('torch.')}"
             )
     each = torch.split(up, [part.outputs for part in parts])
     return {part.key: LowRank(down, rows.contiguous()) for part, rows in zip(parts, each, strict=True)}
+
+
+def _read(weights: BinaryIO, matrix: Matrix) -> Tensor:
+    """Read, not mapped: a map of a file that is cut meanwhile would end the process."""
+    dtype = DTYPES[matrix.dtype]
+    data = read_at(weights, matrix.begin, math.prod(matrix.shape) * dtype.itemsize)
+    return torch.frombuffer(data, dtype=dtype).view(matrix.shape).to(torch.float32)
 
 
 def _reordered(up: Tensor, rename: Rename | None, spec: ModelSpec) -> Tensor:
@@ -198,58 +171,15 @@ def _why_not(module: str) -> str:
     return "is no linear layer of this model: is it of another base model?"
 
 
-def _check_complete(file: Path, config: _Config, adapter: Adapter, targets: Mapping[str, tuple[Target, ...]]) -> None:
+def _check_complete(file: Path, checked: Checked, taken: set[str], targets: Mapping[str, tuple[Target, ...]]) -> None:
     """A listed module that the decoder knows by this name must be there in every layer."""
-    if isinstance(config.target_modules, str):
+    if checked.names is None:
         return
-    known = {name.rpartition(".")[2] for name, parts in targets.items() if any(part.key in adapter for part in parts)}
+    listed, layers = frozenset(checked.names), None if checked.layers is None else frozenset(checked.layers)
+    known = {name.rpartition(".")[2] for name, parts in targets.items() if any(part.key in taken for part in parts)}
     for name, parts in targets.items():
-        absent = any(part.key not in adapter for part in parts)
-        if absent and config.transforms(name) and name.rpartition(".")[2] in known and config.targets(name):
+        layer = _LAYER.search(name)
+        chosen = layers is None or layer is None or int(layer[1]) in layers
+        absent = any(part.key not in taken for part in parts)
+        if absent and chosen and name.rpartition(".")[2] in known and ends_with_any(name, listed):
             raise InvalidAdapter(f"{file}: tensor {name}.lora_A.weight is missing, which target_modules asks for")
-
-
-def _read_config(file: Path) -> _Config:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidAdapter(f"{file} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InvalidAdapter(f"{file} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidAdapter(f"{file} holds a JSON {type(values).__name__}, not an object")
-    kind = values.get("peft_type")
-    if kind != "LORA":
-        raise InvalidAdapter(f"{file}: peft_type is {kind!r:.60}; kvern knows LORA alone")
-    if values.get("bias", "none") != "none":
-        raise InvalidAdapter(f"{file}: bias is {values['bias']!r:.60}; kvern adapts no biases: train with bias none")
-    for name in REFUSED:
-        if values.get(name):
-            raise InvalidAdapter(f"{file}: {name} is {values[name]!r:.60}; kvern does not do that")
-    start = values.get("init_lora_weights", True)
-    if start not in PLAIN_STARTS:
-        raise InvalidAdapter(
-            f"{file}: init_lora_weights is {start!r:.60}, which changes the base model too: convert it when saving"
-        )
-    try:
-        config = msgspec.convert(values, _Config)
-    except msgspec.ValidationError as error:
-        raise InvalidAdapter(f"{file}: {str(error).replace('`', '')}") from error
-    whole = [config.target_modules] if isinstance(config.target_modules, str) else []
-    for expression in (*(config.rank_pattern or ()), *(config.alpha_pattern or ()), *whole):
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise InvalidAdapter(f"{file}: {expression!r:.100} is not a regular expression: {error}") from error
-    return config
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _by_pattern(patterns: Mapping[str, Number] | None, module: str, default: Number) -> Number:
-    """The value of the first pattern that the end of the module's name matches, as PEFT looks it up."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default

@@ -38,6 +38,7 @@ from kvern.engine.wire import (
     encode,
 )
 from kvern.errors import KvernError, in_a_line
+from kvern.files import reason
 from kvern.request import Request
 
 if TYPE_CHECKING:
@@ -169,8 +170,11 @@ class AdapterReader:
 
     def unload(self, key: int) -> None:
         """Forget an adapter, also one that is being read."""
-        if self._reading.pop(key, None) is None:
+        reading = self._reading.pop(key, None)
+        if reading is None:
             self._core.unload_adapter(key)
+        else:
+            reading.cancel()
 
     def answers(self) -> list[AdapterRead]:
         """About what was read since the last call; it can be used now."""
@@ -181,6 +185,9 @@ class AdapterReader:
                 answers.append(AdapterRead(key))
             except KvernError as error:
                 answers.append(AdapterRead(key, str(error)))
+            except Exception as error:  # the fault of that adapter alone
+                logger.exception("an adapter cannot be read")
+                answers.append(AdapterRead(key, f"it cannot be read: {type(error).__name__}: {reason(error)}"))
         return answers
 
 

@@ -1,27 +1,26 @@
 """Reads safetensors files: headers first, then tensors through a memory map, in runs of rows.
 
-A file is `8 bytes: n`, `n bytes: JSON {name: {dtype, shape, data_offsets}}`, then the data that the offsets point into
-(https://huggingface.co/docs/safetensors). Reading the headers ourselves lets every fault be found before any data is
-touched, and dropping the pages of each run keeps resident memory at the size of the weights.
+Reading the headers ourselves lets every fault be found before any data is touched, and dropping the pages of each run
+keeps resident memory at the size of the weights.
 """
 
-import json
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvern.errors import CorruptCheckpoint, ModelNotFound
+from kvern.files import open_regular, read_object, reason
+from kvern.models.header import read_entries
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 RUN_BYTES = 32 << 20
-MAX_HEADER_BYTES = 100 << 20
 
 DTYPES = {
     "F64": torch.float64,
@@ -75,8 +74,12 @@ def _drop_pages(data: mmap.mmap, begin: int, nbytes: int) -> None:
 
 
 def open_map(file: Path) -> mmap.mmap:
-    with file.open("rb") as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    """The whole file, mapped. Raises CorruptCheckpoint."""
+    try:
+        with open_regular(file) as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{file} cannot be read: {reason(error)}") from None
 
 
 def read_headers(folder: Path) -> list[StoredTensor]:
@@ -95,16 +98,18 @@ def read_headers(folder: Path) -> list[StoredTensor]:
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those of its index, the single one, or else all of them."""
     index = folder / INDEX_NAME
-    if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-            raise CorruptCheckpoint(f"{index} is not a safetensors index ({error}); download it again") from None
+    if os.path.lexists(index):
+        named = read_object(index).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise CorruptCheckpoint(f"{index} is not a safetensors index (no weight_map of names); download it again")
+        files = sorted(set(named.values()))
+        outside = [name for name in files if Path(name).name != name or "\0" in name or len(name) > 255]
+        if outside:
+            raise CorruptCheckpoint(f"{index} names {outside[0]!r:.80}: weights are read from the folder itself alone")
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
-            raise CorruptCheckpoint(
-                f"{index} names {len(files)} files, {len(missing)} of them missing: {', '.join(missing[:5])}"
-            )
+            shown = ", ".join(name[:80] for name in missing[:5])
+            raise CorruptCheckpoint(f"{index} names {len(files)} files, {len(missing)} of them missing: {shown}")
         return [folder / name for name in files]
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
@@ -116,31 +121,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def read_header(file: Path) -> list[StoredTensor]:
     """The tensors of one file, which is checked to be complete. Raises CorruptCheckpoint."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if size < 8 or header_bytes > size - 8 or header_bytes > MAX_HEADER_BYTES:
-            expected = f"at least {8 + header_bytes}" if size >= 8 and header_bytes <= MAX_HEADER_BYTES else "a header"
-            raise CorruptCheckpoint(f"{file} has {size} bytes where {expected} is expected; download it again")
-        raw = stream.read(header_bytes)
     try:
-        entries = json.loads(raw)
-        entries.pop("__metadata__", None)
-        tensors = [_stored(file, name, entry, 8 + header_bytes) for name, entry in entries.items()]
-        ends = [8 + header_bytes + entry["data_offsets"][1] for entry in entries.values()]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError) as error:
-        raise CorruptCheckpoint(f"{file} has an unreadable safetensors header ({error}); download it again") from None
-    expected_size = max(ends, default=8 + header_bytes)
-    if size != expected_size:
-        raise CorruptCheckpoint(f"{file} has {size} bytes, its header describes {expected_size}; download it again")
+        with open_regular(file) as stream:
+            data_begin, entries = read_entries(stream)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{file} cannot be read: {reason(error)}") from None
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{file} {error}; download it again") from None
+    tensors = [
+        StoredTensor(name, file, DTYPES[entry.dtype], entry.shape, data_begin + entry.data_offsets[0])
+        for name, entry in entries.items()
+    ]
     return sorted(tensors, key=lambda tensor: tensor.begin)
-
-
-def _stored(file: Path, name: str, entry: dict[str, Any], data_begin: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"tensor {name} has the dtype {entry['dtype']}")
-    tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), data_begin + begin)
-    if begin < 0 or end - begin != tensor.nbytes:
-        raise ValueError(f"tensor {name} of {tensor.nbytes} bytes has offsets {begin} to {end}")
-    return tensor

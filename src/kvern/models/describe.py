@@ -26,7 +26,7 @@ def read_activation(config: Config, default: str = "silu") -> Activation:
     """The activation of the feed-forward half; UnsupportedModel if kvern has none of that name."""
     name = config.get("hidden_activation") or config.get("hidden_act") or default
     if name not in _ACTIVATIONS:
-        raise UnsupportedModel(f"activation {name!r} is unknown; known: {', '.join(_ACTIVATIONS)}")
+        raise UnsupportedModel(f"activation {name!r:.60} is unknown; known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
@@ -68,7 +68,7 @@ def read_rope(
     rope = {key: value for key, value in given.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _SCALINGS:
-        raise UnsupportedModel(f"rope scaling {kind!r} is unknown; known: {', '.join(_SCALINGS)}")
+        raise UnsupportedModel(f"rope scaling {kind!r:.60} is unknown; known: {', '.join(_SCALINGS)}")
     theta = float(_first_given(rope, config, ("rope_theta", "rotary_emb_base"), theta))
     partial = float(_first_given(rope, config, ("partial_rotary_factor", "rotary_pct"), partial))
     dim = read_head_dim(config) if kind == "proportional" else int(read_head_dim(config) * partial)
@@ -209,7 +209,7 @@ def layers_by_type(
     }
     unknown = set(kinds) - set(layers)
     if unknown:
-        raise UnsupportedModel(f"layer type {sorted(unknown)[0]!r} is unknown; known: {', '.join(layers)}")
+        raise UnsupportedModel(f"layer type {sorted(unknown)[0]!r:.60} is unknown; known: {', '.join(layers)}")
     return tuple(LayerSpec(layers[kind], ropes[kind], mlp) for kind in kinds)
 
 

@@ -1,9 +1,9 @@
 """Fills a `Decoder` from a folder: configuration, checks on names and shapes, then each tensor streamed into place."""
 
-import json
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from kvern.files import read_object
 from kvern.layers.linear import Multiply
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.packed_linear import pack_linears
@@ -40,16 +41,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises ModelNotFound if there is none, CorruptCheckpoint if it is not a JSON object.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ModelNotFound(f"{file} does not exist; a model folder has config.json beside its *.safetensors files")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CorruptCheckpoint(f"{file} holds a JSON {type(config).__name__}, not an object")
-    return config
+        return read_object(folder / "config.json")
+    except FileNotFoundError:
+        raise ModelNotFound(
+            f"{folder / 'config.json'} does not exist; a model folder has config.json beside its *.safetensors files"
+        ) from None
 
 
 def load_model(
@@ -72,8 +69,8 @@ def load_model(
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
     config = read_config(folder)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if quantization := config.get("quantization_config"):
+        method = str(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)[:60]
         raise UnsupportedModel(
             f"{folder} is quantized by {method!r}; kvern loads float32, float16 and bfloat16 weights"
         )
@@ -88,6 +85,7 @@ def load_model(
         multiply,
         deterministic,
     )
+    _check_sizes(spec, build, folder, None if load_format == "dummy" else stored)
     decoder = Decoder(spec, build)
     if load_format == "dummy":
         fill_random(decoder)
@@ -96,6 +94,30 @@ def load_model(
     if multiply is None:
         pack_linears(decoder.layers)
     return decoder.eval()
+
+
+def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[StoredTensor] | None) -> None:
+    """Before memory is taken: the files hold all of the model's tensors, and the host its weights.
+
+    Raises CorruptCheckpoint or ConfigError.
+    """
+    if stored is not None and len(stored) < len(spec.layers):
+        raise CorruptCheckpoint(
+            f"weights in {folder} do not fit config.json: {len(stored)} tensors for {len(spec.layers)} layers"
+        )
+    layers = tuple(replace(layer, rope=None) for layer in spec.layers)
+    outline = Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1))
+    if stored is not None:
+        _assign(outline, folder, stored)
+    if build.device.type == "cpu":
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
+        rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if weights + 2 * rotations > memory:
+            raise ConfigError(
+                f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
+                f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
+            )
 
 
 def load_weights(decoder: Decoder, folder: Path) -> None:
@@ -109,7 +131,7 @@ def load_weights(decoder: Decoder, folder: Path) -> None:
 def parse_dtype(name: str) -> torch.dtype:
     """A torch dtype from bfloat16/bf16, float16/fp16/half or float32/fp32/float; ConfigError for others."""
     if name.removeprefix("torch.") not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is unknown; choose auto, bfloat16, float16 or float32")
+        raise ConfigError(f"dtype {name!r:.60} is unknown; choose auto, bfloat16, float16 or float32")
     return DTYPES[name.removeprefix("torch.")]
 
 
@@ -173,9 +195,14 @@ def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[
             extra += [] if harmless.search(tensor.name) else [f"{tensor.name} {list(tensor.shape)}"]
             continue
         missing.pop(name, None)
-        shape = _shape(tensor, rename, spec)
+        try:
+            shape = _shape(tensor, rename, spec)
+        except (RuntimeError, LookupError, ValueError):  # no shape that can be reordered
+            shape = None
         if shape != slot.shape:
-            misshapen.append(f"{tensor.name} has {list(shape)}, the configuration asks for {list(slot.shape)}")
+            misshapen.append(
+                f"{tensor.name} has {list(shape or tensor.shape)}, the configuration asks for {list(slot.shape)}"
+            )
         result.append(_Assignment(tensor, slot, rename))
     _report(
         folder,

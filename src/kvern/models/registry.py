@@ -13,6 +13,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvern.errors import ConfigError, KvernError, UnsupportedModel
+from kvern.files import reason
+from kvern.models.limits import check_config, check_spec
 from kvern.models.spec import ModelSpec
 
 ENTRY_POINT_GROUP = "kvern.model_families"
@@ -72,25 +74,34 @@ def spec_from_config(config: Config) -> ModelSpec:
 
     Raises UnsupportedModel if no family is registered for it, or if the family cannot describe one of its settings.
     """
-    names = [*(config.get("architectures") or ()), *filter(None, [config.get("model_type")])]
+    architectures = config.get("architectures") or []
+    names = [*(architectures if isinstance(architectures, list) else [architectures]), config.get("model_type") or ""]
+    if not all(isinstance(name, str) for name in names):
+        raise UnsupportedModel(f"config.json: architectures and model_type are {names!r:.100}: they must be names")
+    names = [name[:100] for name in names if name]
     families = (find_family(name) for name in names)
     family = next((family for family in families if family is not None), None)
     if family is None:
         raise UnsupportedModel(_unknown(names))
     try:
-        return family(config)
+        check_config(config)
+        spec = family(config)
+        check_spec(spec)
     except KvernError:
         raise
     except KeyError as error:
         raise UnsupportedModel(
-            f"{names[0]}: config.json lacks {error.args[0]!r}; add it or re-download the model"
+            f"{names[0]}: config.json lacks {error.args[0]!r:.60}; add it or re-download the model"
         ) from None
-    except (TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{names[0]}: config.json cannot be read as this architecture: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+        raise UnsupportedModel(
+            f"{names[0]}: config.json cannot be read as this architecture: {reason(error)}"
+        ) from error
+    return spec
 
 
 def _unknown(names: list[str]) -> str:
-    what = f"architecture {' / '.join(names)} is unknown" if names else "config.json names no architecture"
+    what = f"architecture {' / '.join(names)[:200]} is unknown" if names else "config.json names no architecture"
     model_types = ", ".join(name for name in known_families() if name.islower())
     return (
         f"{what}; known model types: {model_types}; to add one, decorate a function config -> ModelSpec with "

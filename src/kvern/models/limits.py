@@ -1,0 +1,126 @@
+"""Bounds of a model's sizes: what `config.json` may say before anything is built from it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvern.models.spec import LayerSpec, ModelSpec, MoeSpec, Rename
+
+MOST_LAYERS = 1024
+SIZES: Mapping[str, int] = {
+    "num_hidden_layers": MOST_LAYERS,
+    "max_window_layers": MOST_LAYERS,
+    "first_k_dense_replace": MOST_LAYERS,
+    "decoder_sparse_step": MOST_LAYERS,
+    "sliding_window_pattern": MOST_LAYERS,
+    "no_rope_layer_interval": MOST_LAYERS,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "moe_intermediate_size": 1 << 20,
+    "shared_expert_intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "n_routed_experts": 1 << 12,
+    "num_experts": 1 << 12,
+    "num_experts_per_tok": 1 << 12,
+    "n_shared_experts": 1 << 12,
+    "max_position_embeddings": 1 << 24,
+    "original_max_position_embeddings": 1 << 24,
+}
+"""The largest that each may be; several times those of any model that there is."""
+POSITIVE = frozenset(
+    {"vocab_size", "hidden_size", "max_position_embeddings", "heads", "kv_heads", "head_dim", "width", "experts"}
+    | {"top_k", "theta", "dim", "window"}
+)
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a size that no model has."""
+    for name, most in SIZES.items():
+        value = config.get(name)
+        if value is not None and not (type(value) is int and 0 <= value <= most):
+            raise ValueError(f"{name} is {value!r:.60}: it must be a whole number of at most {most}")
+    if isinstance(text := config.get("text_config"), dict):
+        check_config(text)
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raise ValueError for what a family read and no model can be built of."""
+    if not 1 <= len(spec.layers) <= MOST_LAYERS:
+        raise ValueError(f"there are {len(spec.layers)} layers: there must be from 1 to {MOST_LAYERS}")
+    for name, hint in _hints(ModelSpec).items():
+        if name != "layers":
+            _check(name, getattr(spec, name), hint)
+    if spec.norm.epsilon < 0:
+        raise ValueError(f"the norms' epsilon is {spec.norm.epsilon}: it must not be below 0")
+    for layer in {id(layer): layer for layer in spec.layers}.values():
+        _check("layer", layer, LayerSpec)
+        _check_layer(layer, spec.max_position_embeddings)
+
+
+def _check_layer(layer: LayerSpec, length: int) -> None:
+    attention, rope, mlp = layer.attention, layer.rope, layer.mlp
+    if attention.heads % attention.kv_heads:
+        raise ValueError(f"{attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly")
+    if isinstance(mlp, MoeSpec) and mlp.top_k > mlp.experts:
+        raise ValueError(f"a token takes {mlp.top_k} experts of {mlp.experts}")
+    if rope is None:
+        return
+    if rope.dim % 2 or rope.dim > attention.head_dim:
+        raise ValueError(f"{rope.dim} entries of a head of {attention.head_dim} are rotated: it must be an even part")
+    frequencies, factor = rope.scaling.frequencies(rope.theta, rope.dim, length)
+    if len(frequencies) != rope.dim // 2 or not all(
+        isinstance(number, int | float) and math.isfinite(number) for number in (*frequencies, factor)
+    ):
+        raise ValueError(f"the rotary embedding's scaling does not give {rope.dim // 2} finite frequencies")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in get_args(hint):
+            return
+        options = [option for option in get_args(hint) if option is not NoneType]
+        hint = type(value) if type(value) in options else options[0]
+    if is_dataclass(value) and not isinstance(value, Rename):
+        if isinstance(hint, type) and is_dataclass(hint) and not isinstance(value, hint):
+            raise ValueError(f"{name} is a {type(value).__name__}")
+        for field, kind in _hints(type(value)).items():  # type: ignore[arg-type]
+            _check(field, getattr(value, field), kind)
+    elif origin is tuple and isinstance(value, tuple):
+        for item in value:
+            _check(name, item, get_args(hint)[0])
+    elif not _fits(value, hint, origin):
+        raise ValueError(f"{name} is {value!r:.60}: it must be {_wanted(hint)}")
+    elif name in POSITIVE and value <= 0:
+        raise ValueError(f"{name} is {value!r:.60}: it must be above 0")
+
+
+def _fits(value: Any, hint: Any, origin: Any) -> bool:
+    if origin is Literal:
+        return value in get_args(hint)
+    if hint is bool:
+        return value is None or isinstance(value, bool)
+    if hint is int:
+        return type(value) is int and -1 <= value < 1 << 31
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if hint is str:
+        return isinstance(value, str) and len(value) <= 100
+    return origin is not tuple
+
+
+def _wanted(hint: Any) -> str:
+    names = {bool: "true or false", int: "a whole number below 2^31", float: "a finite number", str: "a short text"}
+    return names.get(hint, "of another kind")
