@@ -169,7 +169,7 @@ def _check_work(data: bytes) -> None:
     pieces = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     if pieces.count(b'"') <= MOST_WORK // 2 and _work(b"".join(pieces.split(b'"')[::2])) <= MOST_WORK:
         return
-    raise HttpError(413, "the body holds more values than fit in one request, about a million: send fewer at once")
+    raise HttpError(400, "the body holds more values than fit in one request, about a million: send fewer at once")
 
 
 def _work(data: bytes) -> int:
