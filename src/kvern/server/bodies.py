@@ -22,6 +22,8 @@ SMALL_BODY_BYTES = 1 << 18
 """Up to here nobody waits."""
 LARGE_BODIES_BYTES = 4 * MAX_BODY_BYTES
 """Of all large bodies that are read, decoded or answered at the same time; the others wait."""
+QUIET_SECONDS = 1.0
+"""After the last large body, when nothing refers to it any more, its memory goes back to the system."""
 MOST_WORK = 1_200_000
 """Of decoding: a value counts 1, a field of an object 4 more, a list or an object 16. Takes some 50 ms."""
 WORK = ((b",", 1), (b":", 4), (b"{", 16), (b"[", 16))
@@ -37,6 +39,7 @@ class Lane:
     def __init__(self) -> None:
         self.threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="large-body")
         self._free = LARGE_BODIES_BYTES
+        self._trimming: asyncio.TimerHandle | None = None
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> None:
@@ -56,8 +59,10 @@ class Lane:
         """They are free again."""
         self._free += size
         self._next()
-        if self._free == LARGE_BODIES_BYTES:
-            self.threads.submit(trim_memory)
+        if self._trimming is not None:
+            self._trimming.cancel()
+        loop = asyncio.get_running_loop()
+        self._trimming = loop.call_later(QUIET_SECONDS, self.threads.submit, trim_memory)
 
     def _next(self) -> None:
         while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= self._free):
@@ -169,7 +174,7 @@ def _check_work(data: bytes) -> None:
     pieces = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     if pieces.count(b'"') <= MOST_WORK // 2 and _work(b"".join(pieces.split(b'"')[::2])) <= MOST_WORK:
         return
-    raise HttpError(413, "the body holds more values than fit in one request, about a million: send fewer at once")
+    raise HttpError(400, "the body holds more values than fit in one request, about a million: send fewer at once")
 
 
 def _work(data: bytes) -> int:

@@ -78,8 +78,9 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     }
     streamed = {"stream": optional(SWITCH), "stream_options": optional(record({"include_usage": optional(SWITCH)}))}
     tag = record({"begin": TEXT, "schema": OBJECT, "end": TEXT}, "begin", "schema")
-    shapes = {"json_schema": OBJECT, "structures": listed(tag), "triggers": listed(TEXT)}
-    shaped = {"response_format": optional(record({"type": one_of(*RESPONSE_FORMATS), **shapes}, "type"))}
+    shapes = {"json_schema": {"json_schema": OBJECT}, "structural_tag": {"structures": listed(tag)}}
+    forms = [record({"type": one_of(name), **shapes.get(name, {})}, "type") for name in RESPONSE_FORMATS]
+    shaped = {"response_format": optional({"anyOf": forms})}
     searched = {"use_beam_search": optional(SWITCH), "best_of": optional(WHOLE)}
     part = record({"type": one_of("text"), "text": TEXT}, "type", "text")
     message = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(part)]})}, "role")
@@ -364,6 +365,7 @@ ERROR = record(
 CLAUDE_ERROR = record(
     {"type": one_of("error"), "error": record({"type": TEXT, "message": TEXT}, "type", "message")}, "type", "error"
 )
+EVENT = record({"event": TEXT, "data": TEXT}, "data") | {"description": "One of the stream's events; data is JSON."}
 SCORED = record(
     {
         "index": WHOLE,
@@ -423,7 +425,7 @@ def post(
     refusals = (400, 401, 404, 408, 413, 429, 500, 503, 507, *((403,) if guarded else ()))
     responses = _responses(answer, "application/json", refusals, error)
     if streams:
-        responses["200"]["content"]["text/event-stream"] = {"schema": TEXT}
+        responses["200"]["content"]["text/event-stream"] = {"schema": EVENT}
     content = {kind: {"schema": body}}
     return {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}
 
