@@ -17,6 +17,8 @@ A message is one line: what was wrong, its value, the limit, and what to do. The
 code 2; nothing else about a bad input is ever shown.
 """
 
+import reprlib
+
 
 class KvernError(Exception):
     """The root: catch this to catch everything that kvern reports about its inputs."""
@@ -64,3 +66,28 @@ class RequestFailed(KvernError):
 
 class EngineDied(KvernError):
     """The engine's process has ended; what ran there is lost."""
+
+
+class _Shown(reprlib.Repr):
+    """Looks at the first few things only: a list of a million costs as much as one of ten."""
+
+    maxlist = maxtuple = maxset = maxdict = 8
+    maxlevel = 4
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x[:SHOWN_CHARACTERS])
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x[:SHOWN_CHARACTERS])
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 192 else f"a whole number of {x.bit_length()} bits"
+
+
+SHOWN_CHARACTERS = 60
+_shown = _Shown()
+
+
+def shown(value: object) -> str:
+    """A value in a message: the beginning of its representation, of whatever size or depth it is."""
+    return _shown.repr(value)[:SHOWN_CHARACTERS]
