@@ -1,5 +1,6 @@
 """OpenAI's /v1/files."""
 
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -83,7 +84,7 @@ class Files:
 def page_of(found: list[Object], request: Request) -> Object:
     """`limit` of the objects behind the one named `after`. Raises HttpError."""
     limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_ON_PAGE:
+    if not re.fullmatch("[0-9]{1,6}", limit) or not 1 <= int(limit) <= MOST_ON_PAGE:
         raise HttpError(400, f"limit is {limit!r:.20}: it must be 1 to {MOST_ON_PAGE}", param="limit")
     if after is not None:
         places = [index for index, body in enumerate(found) if body["id"] == after]
