@@ -16,8 +16,11 @@ from queue import Empty, Queue
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
+
 from kvern.batch.chat_body import CHAT_FIELDS
 from kvern.batch.openai_format import CHAT, COMPLETIONS, ONLY_VALUES, OWN_FIELDS, WITHOUT_EFFECT
+from kvern.sampling_params import SamplingParams
 from kvern.server import messages, responses
 
 Schema = dict[str, Any]
@@ -27,8 +30,9 @@ RAW = {"@digits": "9" * 5000, "@huge": "1e400", "@deep": "[" * 900 + "]" * 900}
 """Values that Python's JSON does not write, by the text that stands for them."""
 # fmt: off
 NUMBERS: list[Any] = [
-    0, 1, -1, -0.0, 0.5, 1.5, 5e-324, 1e-300, 1e-46, 1e-38, 1e-37, 1e-6, 1e-5, -1e-46, 2, 1e6, 1e9, 1e39, 1e308, -1e308, 2**31 - 1, 2**31, 2**32,
-    2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -2**31, -2**63, -2**63 - 1, -2**64, 10**300, 10**4000, "@digits",
+    0, 1, -1, -0.0, 0.5, 1.5, 5e-324, 1e-300, 1e-46, 1e-38, 1e-37, 1e-6, 1e-5, -1e-46, 2, 1e6, 1e9, 1e39, 1e308, -1e308,
+    2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -2**31,
+    -2**63, -2**63 - 1, -2**64, 10**300, 10**4000, "@digits",
     "@huge", float("nan"), float("inf"),
 ]
 TEXTS: list[Any] = [
@@ -40,6 +44,15 @@ OTHERS: list[Any] = [
     {"a": 2**64}, {"\0": "\0"}, {"5": 1e-46}, {"5": 1e9}, {"5": -1e9}, {"99999999999999999999": 1}, {"-1": 1}, "@deep",
 ]
 # fmt: on
+GENTLE: dict[str, list[Any]] = {
+    "integer": [0, 1, 2, 3, 5, 64, 2**31 - 1],
+    "number": [0, 0.5, 1, -2, 2, 1e-37, 5e-324, 1e-5, 1e6],
+    "string": ["a", "\0", "fox"],
+    "array": [["a"], [5], [5, 5, 6]],
+    "object": [{"5": 1e9, "6": -1e9}, {"5": 5e-324}, {}],
+    "boolean": [True, False],
+}
+"""What is mostly accepted, for several fields at once."""
 FEW = [-1, 2**64, 1e308, "\0", [], {}, [[]], True]
 """What a field of another kind is given."""
 EXAMPLES: dict[str, Any] = {
@@ -109,9 +122,18 @@ def minimal(schema: Schema, name: str = "", full: bool = False) -> Any:
     return "Once"
 
 
+REFERRED = msgspec.json.schema(SamplingParams)["$defs"]
+
+
+def choices_of(schema: Schema) -> list[Schema]:
+    """What a value may be, references followed."""
+    choices = [schema, *schema.get("anyOf", ())]
+    return [REFERRED[choice["$ref"].rpartition("/")[2]] if "$ref" in choice else choice for choice in choices]
+
+
 def places(schema: Schema, path: Path = ()) -> Iterator[tuple[Path, set[str]]]:
     """Every place in a body below its root, and the kinds of value that it takes."""
-    choices = [schema, *schema.get("anyOf", ())]
+    choices = choices_of(schema)
     if path:
         yield path, {choice["type"] for choice in choices if isinstance(choice.get("type"), str)}
     if len(path) >= 6:
@@ -137,7 +159,7 @@ def put(body: Any, schema: Schema, path: Path, value: object) -> bool:
     """Set a place, making what is above it; whether that was possible."""
     for depth, step in enumerate(path):
         last = depth + 1 == len(path)
-        choices = [schema, *schema.get("anyOf", ())]
+        choices = choices_of(schema)
         if isinstance(step, int):
             schema = next((choice["items"] for choice in choices if "items" in choice), {})
             if not isinstance(body, list) or not body:
@@ -229,10 +251,14 @@ class Requests:
             body = self.plain(route)
             for _ in range(chance.choice((2, 2, 3))):
                 path, kinds = chance.choice(found[route])
-                put(
-                    body, self.bodies[route], path, chance.choice(values_for(kinds, thorough and chance.random() < 0.3))
-                )
+                put(body, self.bodies[route], path, self._value(chance, kinds, thorough))
             yield Probe("POST", route, encoded(body), route)
+
+    def _value(self, chance: random.Random, kinds: set[str], thorough: bool) -> Any:
+        gentle = [value for kind in sorted(kinds) for value in GENTLE.get(kind, ())]
+        if gentle and chance.random() < 0.7:
+            return chance.choice(gentle)
+        return chance.choice(values_for(kinds, thorough and chance.random() < 0.3))
 
 
 @dataclass

@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,7 +41,7 @@ def requests(server: Served) -> Requests:
 
 
 def plain_answer(server: Served) -> str:
-    body = {"prompt": "Once upon a time", "max_tokens": 20, "seed": 4, "logprobs": 2}
+    body = {"prompt": "Once upon a time", "max_tokens": 20, "seed": 4}
     status, _, answer = server.raw("POST", "/v1/completions", json.dumps(body).encode())
     assert status == 200
     return json.dumps(answer["choices"])
@@ -66,7 +65,7 @@ def test_every_field_alone(server: Served, requests: Requests) -> None:
 
 def test_fields_together(server: Served, requests: Requests) -> None:
     findings = check(server, itertools.islice(requests.several(random.Random(5)), PAIRS))
-    assert sum(count for (_, status), count in findings.statuses.items() if status == 200) > PAIRS / 20
+    assert sum(count for (_, status), count in findings.statuses.items() if status == 200) > PAIRS / 10
 
 
 def test_new_fields_are_fuzzed_without_being_named(requests: Requests) -> None:

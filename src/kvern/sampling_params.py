@@ -1,6 +1,5 @@
 """What the user asks of the sampler, checked when it is made."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -169,8 +168,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for name, nothing in {"length_penalty": 1, "early_stopping": False}.items():
                 if getattr(self, name) != nothing:
                     raise InvalidParameter(
-                        f"{name} is {shown(getattr(self, name))} without beam_width: it orders beams; give beam_width or "
-                        "leave it out"
+                        f"{name} is {shown(getattr(self, name))} without beam_width: it orders beams; give beam_width "
+                        "or leave it out"
                     )
             return
         if self.n > self.beam_width:
