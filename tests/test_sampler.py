@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern import SamplingParams
+from kvern.errors import InvalidParameter
 from kvern.sample import sampler
 from kvern.sample.constraints import constrain
 from kvern.sample.random import uniform
@@ -135,6 +136,41 @@ def test_greedy_takes_the_most_probable_also_beside_others() -> None:
         rows = make_rows(*((item, [0], 1) for item in params))
         tokens = sampler.sample(logits.clone(), rows, [0, 1, 2], torch.tensor([1, 1, 1]))
         assert [tokens[0], tokens[2]] == [logits[0].argmax(), logits[2].argmax()]
+
+
+EXTREMES = [
+    {"temperature": temperature, "top_k": top_k, "top_p": top_p, "typical_p": typical_p, "min_p": min_p}
+    for temperature in (5e-324, 1e-5, 1.0, 1e6)
+    for top_k in (0, 1, 2**31 - 1)
+    for top_p in (1e-37, 0.5, 1.0)
+    for typical_p in (1e-37, 1.0)
+    for min_p in (0.0, 5e-324, 1.0)
+]
+
+
+@pytest.mark.parametrize("share", ["top_p", "typical_p"])
+def test_a_tiny_share_keeps_the_best_token_or_is_refused(share: str) -> None:
+    logits = random_logits(4)
+    assert shares(logits, SamplingParams(temperature=1.0, top_p=1e-37))[logits.argmax()] == 1
+    for value in (0, 5e-324, 1e-300, 1e-46, 1e-40, -1e-30):
+        with pytest.raises(InvalidParameter, match=f"{share} is {value}: it must be a finite number at least 1e-37"):
+            SamplingParams(**{share: value})
+
+
+@pytest.mark.parametrize("value", [0.0, 1e9, -1e9, 3e38, math.nan, math.inf, -math.inf])
+def test_whatever_the_numbers_are_the_token_exists(value: float) -> None:
+    """All filters at their extremes, over rows of which all, some or one of the logits are extreme."""
+    rows = make_rows(*((SamplingParams(**fields), [0], 1) for fields in EXTREMES))
+    slots = list(range(len(EXTREMES)))
+    for places in (slice(None), slice(3, 9), slice(VOCABULARY - 1, None)):
+        logits = random_logits(2, len(slots))
+        logits[:, places] = value
+        tokens = sampler.sample(logits, rows, slots, torch.arange(len(slots)))
+        assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
+        alone = [sampler.sample(logits[[row]], rows, [row], torch.tensor([row])).item() for row in slots]
+        assert math.isnan(value) or alone == tokens.tolist()
+        if value == -math.inf and places != slice(None):
+            assert not set(tokens.tolist()) & set(range(VOCABULARY)[places]), "what is banned is never drawn"
 
 
 # Random numbers

@@ -19,6 +19,8 @@ A message is one line: what was wrong, its value, the limit, and what to do. The
 code 2; nothing else about a bad input is ever shown.
 """
 
+import reprlib
+
 
 def in_a_line(error: BaseException) -> str:
     """What an error of any kind says, and its type, without line breaks and of bounded length."""
@@ -86,3 +88,28 @@ class EngineUnavailable(EngineDied):
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
+
+
+class _Shown(reprlib.Repr):
+    """Looks at the first few things only: a list of a million costs as much as one of ten."""
+
+    maxlist = maxtuple = maxset = maxdict = 8
+    maxlevel = 4
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x[:SHOWN_CHARACTERS])
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x[:SHOWN_CHARACTERS])
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 192 else f"a whole number of {x.bit_length()} bits"
+
+
+SHOWN_CHARACTERS = 60
+_shown = _Shown()
+
+
+def shown(value: object) -> str:
+    """A value in a message: the beginning of its representation, of whatever size or depth it is."""
+    return _shown.repr(value)[:SHOWN_CHARACTERS]

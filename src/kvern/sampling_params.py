@@ -1,20 +1,25 @@
 """What the user asks of the sampler, checked when it is made."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from kvern.errors import InvalidParameter
+from kvern.errors import InvalidParameter, shown
 from kvern.structured.output import StructuredOutput
 
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 1024
-MAX_TOP_K = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
+"""Of token ids, and of numbers of tokens: no vocabulary and no context is larger."""
+MAX_WIDE_INTEGER = 2**63 - 1
+"""Of a seed and of a priority, which 64 bits hold; the smallest is -2**63."""
+MIN_SHARE = 1e-37
+"""Of top_p and typical_p: float32 has 0 for much less, and nothing would be kept. It keeps the best token only."""
 MAX_BEAMS = 64
 MAX_LENGTH_PENALTY = 10
 """Powers of a length stay finite."""
+MAX_BIAS = 1e9
 MAX_FACTOR = 1_000_000
 """Of temperature and repetition_penalty (there also its inverse): products with logits stay finite in float32."""
 
@@ -100,21 +105,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0, MAX_FACTOR)
-        _check_integer("top_k", self.top_k, -1, MAX_TOP_K)
-        _check_range("top_p", self.top_p, 0, 1, exclusive_low=True)
+        _check_integer("top_k", self.top_k, -1, MAX_INTEGER)
+        _check_range("top_p", self.top_p, MIN_SHARE, 1)
         _check_range("min_p", self.min_p, 0, 1)
-        _check_range("typical_p", self.typical_p, 0, 1, exclusive_low=True)
+        _check_range("typical_p", self.typical_p, MIN_SHARE, 1)
         _check_range("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_integer("min_tokens", self.min_tokens, 0, None)
-        _check_integer("max_tokens", self.max_tokens, 1, None)
-        _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
+        _check_integer("max_tokens", self.max_tokens, 1, MAX_INTEGER)
+        check_wide_integer("seed", self.seed)
         _check_integer("n", self.n, 1, MAX_SAMPLES)
         self._check_beams()
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _check_integer("prompt_logprobs_from", self.prompt_logprobs_from, 1, None)
+        _check_integer("prompt_logprobs_from", self.prompt_logprobs_from, 1, MAX_INTEGER)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}: lower it or raise max_tokens"
@@ -123,36 +128,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
         if self.structured is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos is true with structured, whose answers end by that: leave one out")
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise InvalidParameter(f"structured is {shown(self.structured)}: it must be a StructuredOutput")
         for name, values in _items("logits_processors", self.logits_processors):
             if not isinstance(values, dict):
                 raise InvalidParameter(
-                    f"logits_processors: {name} is {values!r:.60}: it must be an object of arguments"
+                    f"logits_processors: {shown(name)} is {shown(values)}: it must be an object of arguments"
                 )
+        for name in ("structured", "logits_processors"):
+            _check_integers_within(name, getattr(self, name))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(f"{name} is {shown(getattr(self, name))}: it must be true or false")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
         _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
-        for name in ("bad_words", "allowed_token_ids", "stop_token_ids", "visible_token_ids"):
+        for name in ("bad_words", *LISTS_OF_TOKENS):
             _check_list(name, getattr(self, name))
-        for name in ("allowed_token_ids", "stop_token_ids", "visible_token_ids", "logit_bias"):
+        biases = _items("logit_bias", self.logit_bias)
+        for name in (*LISTS_OF_TOKENS, "logit_bias"):
             for token in getattr(self, name) or ():
-                _check_integer(f"a token id of {name}", token, 0, None)
+                if type(token) is not int or not 0 <= token <= MAX_INTEGER:
+                    _check_integer(f"a token id of {name}", token, 0, MAX_INTEGER)
         for word in (*self.stop_strings, *(self.bad_words or ())):
             if not isinstance(word, str) or not word:
                 raise InvalidParameter(
-                    f"stop and bad_words hold {word!r}: entries must be texts of one character or more"
+                    f"stop and bad_words hold {shown(word)}: entries must be texts of one character or more"
                 )
-        for token, bias in (self.logit_bias or {}).items():
-            _check_range(f"logit_bias of token {token}", bias, -1e9, 1e9)
+        for token, bias in biases:
+            _check_range(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
 
     def _check_beams(self) -> None:
         _check_integer("beam_width", self.beam_width, 1, MAX_BEAMS)
         _check_range("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidParameter(f"early_stopping is {self.early_stopping!r:.40}: it must be true, false or 'never'")
+            raise InvalidParameter(f"early_stopping is {shown(self.early_stopping)}: it must be true, false or 'never'")
         if self.beam_width is None:
             for name, nothing in {"length_penalty": 1, "early_stopping": False}.items():
                 if getattr(self, name) != nothing:
                     raise InvalidParameter(
-                        f"{name} is {getattr(self, name)!r} without beam_width: it orders beams; give beam_width or "
-                        "leave it out"
+                        f"{name} is {shown(getattr(self, name))} without beam_width: it orders beams; give beam_width "
+                        "or leave it out"
                     )
             return
         if self.n > self.beam_width:
@@ -178,33 +195,46 @@ MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
 """Fields that say how tokens are drawn, and the values of each that ask for nothing."""
 
 
+LISTS_OF_TOKENS = ("allowed_token_ids", "stop_token_ids", "visible_token_ids")
+
+
+def check_wide_integer(name: str, value: float | None) -> None:
+    """Refuse what is no whole number of 64 bits. Raises InvalidParameter."""
+    _check_integer(name, value, -MAX_WIDE_INTEGER - 1, MAX_WIDE_INTEGER)
+
+
+def _check_integers_within(name: str, value: object) -> None:
+    """Refuse what cannot travel to the engine."""
+    if value is not None:
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError as error:
+            raise InvalidParameter(f"{name} holds a whole number of more than 64 bits: make it smaller") from error
+
+
 def _items(name: str, value: object) -> Iterable[tuple[Any, Any]]:
     if value is not None and not isinstance(value, dict):
-        raise InvalidParameter(f"{name} is {value!r:.60}: it must be an object")
+        raise InvalidParameter(f"{name} is {shown(value)}: it must be an object")
     return (value or {}).items()
 
 
 def _check_list(name: str, value: object) -> None:
     if value is not None and not isinstance(value, (list, tuple)):
-        raise InvalidParameter(f"{name} is {value!r}: it must be a list")
+        raise InvalidParameter(f"{name} is {shown(value)}: it must be a list")
 
 
-def _check_integer(name: str, value: float | None, low: int, high: int | None) -> None:
+def _check_integer(name: str, value: float | None, low: int, high: int) -> None:
     _check_range(name, value, low, high)
     if value is not None and not isinstance(value, int):
         raise InvalidParameter(f"{name} is {value}: it must be a whole number")
 
 
-def _check_range(
-    name: str, value: float | None, low: float | None, high: float | None, exclusive_low: bool = False
-) -> None:
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidParameter(f"{name} is {value!r}: it must be a number")
-    too_low = low is not None and (value <= low if exclusive_low else value < low)
-    if too_low or (high is not None and value > high) or (isinstance(value, float) and not math.isfinite(value)):
-        limit = f"above {low}" if exclusive_low else f"at least {low}"
-        if high is not None:
-            limit += f" and at most {high}"
-        raise InvalidParameter(f"{name} is {value}: it must be a finite number {limit}")
+        raise InvalidParameter(f"{name} is {shown(value)}: it must be a number")
+    if not low <= value <= high:
+        raise InvalidParameter(
+            f"{name} is {shown(value)}: it must be a finite number at least {low} and at most {high}"
+        )

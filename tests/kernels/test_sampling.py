@@ -120,3 +120,64 @@ def test_ties_of_the_last_are_kept(device: torch.device) -> None:
     chosen = choose(logits.to(device), rows, slots, torch.arange(40, device=device), filtered=True)
     assert set(chosen[::2]) == {2, 3, 4, 5}
     assert set(chosen[1::2]) == {2, 3, 4, 5}
+
+
+SMALL, HUGE = 1e-37, 1e6
+EXTREMES = [
+    {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for temperature in (0.0, 5e-324, 1e-5, 1.0, HUGE)
+    for top_k in (0, 1, 2**31 - 1)
+    for top_p in (SMALL, 0.5, 1.0)
+    for min_p in (0.0, 5e-324, 1.0)
+]
+
+
+def extreme_logits() -> dict[str, torch.Tensor]:
+    """Rows that biases, bans and broken models make, [1, vocabulary] of several chunks."""
+    plain = torch.randn(1, 5000, generator=torch.Generator().manual_seed(4))
+    biased, banned, alone = plain.clone(), plain.clone(), torch.full_like(plain, float("-inf"))
+    biased[0, [3, 4200, 4300]] += 1e9
+    banned[0] -= 1e9
+    alone[0, 4500] = -3.0
+    return {
+        "plain": plain,
+        "biased": biased,
+        "banned": banned,
+        "alone": alone,
+        "nothing": torch.full_like(plain, -torch.inf),
+    }
+
+
+def test_extreme_numbers_choose_what_the_sampler_chooses(device: torch.device) -> None:
+    params = [SamplingParams(**fields) for fields in EXTREMES]
+    rows, slots = make_rows(device, params), list(range(len(params)))
+    positions = torch.arange(len(slots))
+    for name, logits in extreme_logits().items():
+        logits = logits.repeat(len(slots), 1)
+        expected = sampler.sample(logits.clone(), rows_on_cpu(rows, params), slots, positions).tolist()
+        chosen = choose(logits.to(device), rows, slots, positions.to(device), filtered=True)
+        wrong = [fields for fields, one, other in zip(EXTREMES, chosen, expected, strict=True) if one != other]
+        assert not wrong, (name, wrong)
+
+
+def test_biased_tokens_are_drawn_from(device: torch.device) -> None:
+    """Two of equal bias, far above all others and in different chunks, come equally often."""
+    rows, logits = make_rows(device, [SamplingParams(temperature=1.0)]), torch.zeros(200, 5000)
+    logits[:, [3, 4200]] = 1e9
+    chosen = choose(logits.to(device), rows, [0] * 200, torch.arange(200, device=device), filtered=False)
+    assert set(chosen) == {3, 4200} and 70 < chosen.count(3) < 130
+
+
+def test_whatever_the_logits_are_the_token_exists(device: torch.device) -> None:
+    params = [SamplingParams(**fields) for fields in EXTREMES[::4]]
+    rows, slots = make_rows(device, params), list(range(len(params)))
+    positions = torch.arange(len(slots), device=device)
+    for value in (float("nan"), float("inf"), float("-inf"), 3.4e38):
+        for places in (slice(None), slice(7, 9), slice(4990, None)):
+            logits = torch.randn(len(slots), 5000, generator=torch.Generator().manual_seed(4))
+            logits[:, places] = value
+            for filtered in (False, True):
+                chosen = choose(logits.to(device), rows, slots, positions, filtered=filtered)
+                assert all(0 <= token < 5000 for token in chosen)
+                if value == float("inf") and places != slice(None):
+                    assert all(token in range(5000)[places] for token in chosen)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvern.config import EngineConfig
-from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.models.spec import ModelSpec
 from kvern.request import Request
 from kvern.sample.processors import Processors, check_arguments
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import SamplingParams, check_wide_integer
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import Chat
@@ -68,6 +68,7 @@ class InputProcessor:
 
         With `embed`, one for the prompt's last hidden state. Raises InvalidRequest or InvalidParameter.
         """
+        check_wide_integer("priority", priority)
         params = self._resolve(EMBEDDING if embed else params or SamplingParams())
         token_ids = self._token_ids(prompt)
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids))
@@ -78,13 +79,14 @@ class InputProcessor:
         _check_that_something_can_be_sampled(params, stop, bad_word_ids)
         grammar = None if params.structured is None else self._grammars.compile(params.structured)
         group = request_id if params.sequences > 1 else None
+        others = params.replace(prompt_logprobs=None) if params.n > 1 else params
         requests: list[Request] = []
         for index in range(params.n if params.beam_width is None else 1):
             requests.append(
                 Request(
                     request_id=f"{request_id}#{index}",
                     token_ids=list(token_ids),
-                    params=params if index == 0 else params.replace(prompt_logprobs=None),
+                    params=others if index else params,
                     max_tokens=max_tokens,
                     seed=(seed + index) % MAX_SEED,
                     stop_token_ids=stop,
@@ -118,10 +120,10 @@ class InputProcessor:
             )
         for position, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int):
-                raise InvalidRequest(f"the prompt holds {token!r} at position {position}: token ids are integers")
+                raise InvalidRequest(f"the prompt holds {shown(token)} at position {position}: token ids are integers")
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequest(
-                    f"the prompt holds token id {token} at position {position}: the model has ids 0 to "
+                    f"the prompt holds token id {shown(token)} at position {position}: the model has ids 0 to "
                     f"{self.vocab_size - 1}"
                 )
         return token_ids
@@ -164,7 +166,7 @@ def _check_that_something_can_be_sampled(
 def as_list(prompt: Any) -> list[int]:
     """Token ids as a list. Raises InvalidRequest if they are not several things."""
     if not isinstance(prompt, Iterable):
-        raise InvalidRequest(f"the prompt is {prompt!r}: it must be a text or a list of token ids")
+        raise InvalidRequest(f"the prompt is {shown(prompt)}: it must be a text or a list of token ids")
     return list(prompt)
 
 

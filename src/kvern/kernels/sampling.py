@@ -6,7 +6,11 @@
     each token left draws a time from the exponential distribution with its probability as the rate; the earliest wins
 
 The thresholds of top_k and top_p are found by bisection over the bits of the logits, so they are exact. The winner is
-the largest `scaled - log(time)`, one pass over the vocabulary; the random numbers are those of `sample.random`.
+the largest `scaled - log(time)`, one pass over the vocabulary; the random numbers are those of `sample.random`. Each
+chunk scales its distances from its largest logit, so that logits of 1e9 do not swallow the random numbers.
+
+Whatever the logits are, the token is one of the vocabulary: infinite ones are the largest numbers, and a row of which
+nothing can be sampled, or that is no numbers, gives token 0.
 """
 
 import torch
@@ -16,6 +20,7 @@ import triton.language as tl
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 GREEDY_BELOW = tl.constexpr(1e-5)
+LARGEST = tl.constexpr(3.4028234663852886e38)
 CHUNK = 4096
 """Entries of the vocabulary that one program of the draw takes."""
 
@@ -46,15 +51,15 @@ def _uniform(seed, position, token):
 
 
 @triton.jit
-def _score(logits, temperature, seed, position, token):
-    """What the winner has most of: the logit if greedy, else `scaled - log(time)`."""
+def _score(distances, temperature, seed, position, token):
+    """What the winner has most of: the distance from a logit if greedy, else `scaled - log(time)`."""
     if temperature < GREEDY_BELOW:
-        return logits
+        return distances
     number = _uniform(seed, position, token)
     rest = 1.0 - number
     # -log1p(-number) (Kahan): exact also where 1 - number rounds to 1
     time = tl.where(rest == 1.0, number, -tl.log(rest) * (number / tl.where(rest == 1.0, 1.0, 1.0 - rest)))
-    return logits / temperature - tl.log(time)
+    return distances / temperature - tl.log(time)
 
 
 @triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -65,6 +70,7 @@ def _sample_chunk_kernel(
     temperatures: tl.tensor,
     seeds: tl.tensor,
     thresholds: tl.tensor,
+    largests: tl.tensor,
     best_scores: tl.tensor,
     best_tokens: tl.tensor,
     vocabulary,
@@ -80,17 +86,24 @@ def _sample_chunk_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    scores = _score(values, tl.load(temperatures + slot), tl.load(seeds + slot), tl.load(positions + row), token)
+    values = tl.where(values == values, tl.minimum(values, LARGEST), float("-inf"))
     if FILTERED:
-        scores = tl.where(values >= tl.load(thresholds + row), scores, float("-inf"))
-    scores = tl.where(values == float("-inf"), float("-inf"), scores)
+        values = tl.where(values >= tl.minimum(tl.load(thresholds + row), LARGEST), values, float("-inf"))
+    largest = tl.maximum(tl.max(values, axis=0), -LARGEST)
+    scores = _score(
+        values - largest, tl.load(temperatures + slot), tl.load(seeds + slot), tl.load(positions + row), token
+    )
     best = tl.max(scores, axis=0)
+    tl.store(largests + row * chunks + chunk, largest)
     tl.store(best_scores + row * chunks + chunk, best)
     tl.store(best_tokens + row * chunks + chunk, tl.min(tl.where(scores == best, token, vocabulary), axis=0))
 
 
 @triton.jit
 def _sample_best_kernel(
+    slots: tl.tensor,
+    temperatures: tl.tensor,
+    largests: tl.tensor,
     best_scores: tl.tensor,
     best_tokens: tl.tensor,
     out: tl.tensor,
@@ -105,6 +118,10 @@ def _sample_best_kernel(
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < chunks
     scores = tl.load(best_scores + row * chunks + chunk, mask=inside, other=float("-inf"))
+    largests_of_chunks = tl.load(largests + row * chunks + chunk, mask=inside, other=-LARGEST)
+    distances = largests_of_chunks - tl.max(largests_of_chunks, axis=0)
+    temperature = tl.load(temperatures + tl.load(slots + row).to(tl.int64))
+    scores += tl.where(temperature < GREEDY_BELOW, distances, distances / temperature)
     tokens = tl.load(best_tokens + row * chunks + chunk, mask=inside, other=vocabulary)
     best = tl.max(scores, axis=0)
     tl.store(out + row, tl.min(tl.where(scores == best, tokens, vocabulary), axis=0).to(tl.int64))
@@ -219,7 +236,8 @@ def sample(
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     overlap = overlaps(logits.device)
-    thresholds = scores = torch.empty(rows, chunks + 1, dtype=torch.float32, device=logits.device)
+    thresholds = largests = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    scores = torch.empty_like(largests)
     tokens = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if filtered:
@@ -248,6 +266,7 @@ def sample(
         temperature,
         seeds,
         thresholds,
+        largests,
         scores,
         tokens,
         vocabulary,
@@ -259,6 +278,9 @@ def sample(
         launch_pdl=overlap,
     )
     _sample_best_kernel[(rows,)](
+        slots,
+        temperature,
+        largests,
         scores,
         tokens,
         out,

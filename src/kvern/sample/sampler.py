@@ -67,7 +67,7 @@ def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Ten
     best = scores.topk(int(top_k.max()), -1).values
     limit = best.gather(1, top_k[:, None] - 1)
     kept = scores >= limit
-    width = int(kept.sum(-1).max())
+    width = max(int(kept.sum(-1).max()), 1)  # of rows that are no numbers nothing is
     ids = scores.masked_fill(~kept, float("-inf")).topk(width, -1).indices.sort(-1).values
     values = scores.gather(1, ids).masked_fill(~kept.gather(1, ids), float("-inf"))
     values, order = values.sort(dim=-1, descending=True, stable=True)
@@ -79,7 +79,7 @@ def _filter(scores: torch.Tensor, rows: BatchRows, slot: torch.Tensor, ordered: 
     probabilities = scores.softmax(-1)
     if ordered:
         before = probabilities.cumsum(-1) - probabilities
-        last = (before < rows.top_p[slot, None]).sum(-1, keepdim=True) - 1
+        last = ((before < rows.top_p[slot, None]).sum(-1, keepdim=True) - 1).clamp_(min=0)  # the best always stays
         probabilities = probabilities.masked_fill(scores < scores.gather(1, last), 0)  # ties of the last are kept
     floor = rows.min_p[slot, None] * probabilities.amax(-1, keepdim=True)
     probabilities = probabilities.masked_fill(probabilities < floor, 0)
@@ -97,6 +97,7 @@ def _typical(probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     _, order = (surprise - entropy).abs().sort(dim=-1, stable=True)
     ordered = probabilities.gather(1, order)
     dropped = ordered.cumsum(-1) - ordered >= mass
+    dropped[:, 0] = False
     return probabilities.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), 0)
 
 

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.batch.openai_format import CHAT, COMPLETIONS
-from kvern.errors import EngineDied, KvernError
+from kvern.errors import EngineDied, KvernError, shown
 from kvern.server.bodies import MAX_BODY_BYTES, check_counts, decode_object, read_object
 from kvern.server.files import OUTPUT, PART_BYTES, file_object, page_of
 from kvern.server.http import HttpError, error_body, json_response, status_of
@@ -81,7 +81,7 @@ class Batches:
         owner = request.state.key.name
         endpoint, window = body.get("endpoint"), body.get("completion_window", "24h")
         if not isinstance(endpoint, str) or endpoint not in self._answerers:
-            message = f"endpoint is {endpoint!r:.60}: it must be one of {', '.join(self._answerers)}"
+            message = f"endpoint is {shown(endpoint)}: it must be one of {', '.join(self._answerers)}"
             raise HttpError(400, message, param="endpoint")
         if window != "24h":
             raise HttpError(400, f"completion_window is {window!r:.20}: it must be 24h", param="completion_window")

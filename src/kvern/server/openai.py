@@ -24,6 +24,7 @@ from kvern.batch.openai_format import (
 from kvern.batch.requests import sampling_params
 from kvern.engine.inputs import Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
+from kvern.errors import shown
 from kvern.sampling_params import SamplingParams
 from kvern.server.http import HttpError
 from kvern.server.keys import ApiKey
@@ -78,7 +79,7 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
         if searching and name == "best_of":
             continue  # the number of beams
         if name in body and body[name] not in values and (name not in STREAMING or (is_chat and name == "best_of")):
-            raise HttpError(400, f"{name} is {body[name]!r:.60}: this server does not do that", param=name)
+            raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
     echo = not is_chat and typed(body, "echo", bool, False)
     prompt_only = echo and body.get("max_tokens") == 0
     defaults = SamplingParams() if is_chat else SamplingParams(max_tokens=COMPLETION_TOKENS)
@@ -139,7 +140,7 @@ def read_prompts(body: Mapping[str, Any]) -> list[Prompt]:
             raise HttpError(400, f"prompt holds {len(prompt)} prompts: at most {MOST_PROMPTS}", param="prompt")
         return list(prompt)
     raise HttpError(
-        400, f"prompt is {prompt!r:.60}: it must be a text, a list of token ids, or a list of these", param="prompt"
+        400, f"prompt is {shown(prompt)}: it must be a text, a list of token ids, or a list of these", param="prompt"
     )
 
 

@@ -10,8 +10,8 @@ from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
 from kvern.engine.inputs import Prompt
 from kvern.engine.output import RequestOutput
-from kvern.errors import InvalidParameter
-from kvern.sampling_params import SamplingParams
+from kvern.errors import InvalidParameter, shown
+from kvern.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 from kvern.server.admission import Admission
 from kvern.server.config import ServerConfig
 from kvern.server.http import HttpError
@@ -99,7 +99,7 @@ class Service:
         """The model or adapter that a body names, or the only model. Raises HttpError."""
         model = self.models[0] if body.get("model") is None else body["model"]
         if model not in self.models and (not isinstance(model, str) or model not in self.client.adapters):
-            message = f"there is no model {model!r:.100}: this server has {', '.join(self.names)}"
+            message = f"there is no model {shown(model)}: this server has {', '.join(self.names)}"
             raise HttpError(404, message, param="model", code="model_not_found")
         return str(model)
 
@@ -121,7 +121,7 @@ class Service:
         timeout = typed(body, "timeout", (int, float), None)
         if timeout is not None and not 0 < timeout <= LONGEST_TIMEOUT:
             raise HttpError(
-                400, f"timeout is {timeout}: it must be above 0 and at most {LONGEST_TIMEOUT}", param="timeout"
+                400, f"timeout is {shown(timeout)}: it must be above 0 and at most {LONGEST_TIMEOUT}", param="timeout"
             )
         salt = typed(body, "cache_salt", str, "")
         if len(salt) > LONGEST_SALT:
@@ -197,14 +197,17 @@ def check_bounds(params: SamplingParams, prompts: int) -> None:
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """A field of this type, or the default if it is missing or null. Raises HttpError."""
+    """A field of this type, or the default if it is missing or null; integers have 64 bits. Raises HttpError."""
     value = body.get(name)
     if value is None:
         return default
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join(JSON_NAMES[kind] for kind in kinds)
-        raise HttpError(400, f"{name} is {value!r:.60}: it must be {expected}", param=name)
+        raise HttpError(400, f"{name} is {shown(value)}: it must be {expected}", param=name)
+    if isinstance(value, int) and not -MAX_WIDE_INTEGER - 1 <= value <= MAX_WIDE_INTEGER:
+        message = f"{name} is {shown(value)}: it must be at least -2**63 and below 2**63"
+        raise HttpError(400, message, param=name)
     return value
 
 
