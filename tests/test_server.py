@@ -25,6 +25,14 @@ KEY = "secret-key"
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 class Served:
     """A running `kvern serve`."""
 
@@ -92,9 +100,12 @@ class Served:
         os.kill(self.engine_pid(), signal.SIGKILL)
 
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (child,) = [int(pid) for pid in children]
-        return child
+        return self.child("kvern.engine.process")
+
+    def child(self, module: str) -> int:
+        """The process of the server that runs a module."""
+        (found,) = [pid for pid in children_of(self.process.pid) if module in command_of(pid)]
+        return found
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)

@@ -7,6 +7,7 @@ new engine gets all of it and computes the next token; a seeded draw depends on 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -41,6 +42,7 @@ from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request import Request
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
+from kvern.structured.apart import GrammarProcesses
 from kvern.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import ToolUse
@@ -205,7 +207,10 @@ class EngineClient:
             self.config,
             self._processors,
             max_batch_requests=self._link.ready.max_batch_requests,
+            grammars_apart=True,
         )
+        self._grammars = GrammarProcesses(self._inputs.grammars)
+        self._grammars.start()
         if self._link.ready.gpu is not None:
             self._watch_gpu(self._link.ready.gpu)
         self._supervisor = asyncio.create_task(self._supervise())
@@ -217,6 +222,7 @@ class EngineClient:
         self._supervisor.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._supervisor
+        await self._grammars.close()
         await self._link.stop()
         self._directory.cleanup()
 
@@ -226,9 +232,12 @@ class EngineClient:
         """The conversation as token ids, made outside the event loop. Raises InvalidRequest."""
         return await asyncio.to_thread(self.tokenizer.chat_prompt_ids, messages, tools, **(variables or {}))
 
-    async def chat(self, messages: Messages, params: SamplingParams, use: ToolUse, **options: Any) -> ChatRequest:
-        """`Chat.request`, outside the event loop. Raises InvalidRequest or InvalidParameter."""
-        return await asyncio.to_thread(self.inputs.chat.request, messages, params, use, **options)
+    async def chat(
+        self, messages: Messages, params: SamplingParams, use: ToolUse, *, owner: str = "", **options: Any
+    ) -> ChatRequest:
+        """`Chat.request`, outside the event loop. Raises InvalidRequest, InvalidParameter or ServerBusy."""
+        work = functools.partial(self.inputs.chat.request, messages, params, use, **options)
+        return await self._grammars.run(work, owner)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text as token ids, made outside the event loop. Raises InvalidRequest."""
@@ -257,13 +266,12 @@ class EngineClient:
         With `embed` the prompt's last hidden state is computed, and the only token means nothing. With `patient`,
         `news` is set only at the end. `adapter` is the name of one that is loaded.
 
-        Raises InvalidRequest, InvalidParameter or EngineDied.
+        Raises InvalidRequest, InvalidParameter, ServerBusy or EngineDied.
         """
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
-        requests, resolved = await asyncio.to_thread(
-            self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed
-        )
+        work = functools.partial(self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed)
+        requests, resolved = await self._grammars.run(work, owner)
         await self._available.wait()
         if self.failure is not None:
             raise self.failure

@@ -12,7 +12,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvern.batch.chat_body import CHAT_FIELDS
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidParameter, InvalidRequest, KvernError, RequestFailed
+from kvern.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    InvalidParameter,
+    InvalidRequest,
+    KvernError,
+    RequestFailed,
+    ServerBusy,
+)
 from kvern.sampling_params import SamplingParams
 
 MAX_BODY_BYTES = 16 << 20
@@ -82,7 +90,8 @@ def status_of(error: Exception) -> int:
     """The HTTP status of what went wrong."""
     if isinstance(error, HttpError):
         return error.status
-    return 500 if isinstance(error, EngineDied | RequestFailed) else 408 if isinstance(error, DeadlineExceeded) else 400
+    statuses = {EngineDied | RequestFailed: 500, DeadlineExceeded: 408, ServerBusy: 429}
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
 
 
 async def read_object(request: Request) -> dict[str, Any]:
