@@ -13,7 +13,7 @@ import msgspec
 
 from kvern.errors import InvalidParameter, ServerBusy
 from kvern.structured.grammar import Grammars, NotCompiled
-from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, Verdict
+from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, Verdict
 
 CHILDREN = 2
 """Owners whose grammars are compiled at the same time."""
@@ -157,8 +157,10 @@ class GrammarProcesses:
             try:
                 with theirs:
                     socket.send_fds(control, [b"\0"], [theirs.fileno()])
-                return Child(*await asyncio.open_connection(sock=ours))
-            except OSError:
+                reader, writer = await asyncio.open_connection(sock=ours)
+                await reader.readexactly(len(READY))
+                return Child(reader, writer)
+            except (asyncio.IncompleteReadError, OSError):
                 ours.close()
                 self._worker = None
                 await _end(process, control)

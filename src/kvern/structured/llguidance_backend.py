@@ -24,6 +24,7 @@ FIRST_STEPS = 32
 """So many tokens of some answer are followed when a grammar is compiled."""
 LONGEST_STEPS_SECONDS = 0.2
 """Of computing, for these; less than `kvern.structured.masks` then gives an answer."""
+REMEDY = "use fewer properties, patterns, alternatives or repetitions"
 MOST_ITEMS = 4000
 """Alternatives that are open at one place; with more, following them takes a time that grows as their square."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
@@ -87,9 +88,9 @@ def _follow_first(matcher: LLMatcher, ending: int) -> None:
         _check_time(f"to follow {place + 1} tokens", time.thread_time() - start, LONGEST_STEPS_SECONDS)
         problem = matcher.get_error()
         if problem.startswith("NoExtensionBias") and not place:
-            problem = "no text has this form: its rules exclude each other or lead nowhere"
+            raise ValueError("no text has this form: its rules exclude each other or lead nowhere")
         if problem:
-            raise ValueError(problem)
+            raise ValueError(f"after {place} tokens the form cannot be followed ({problem:.200}): {REMEDY}")
         if matcher.is_stopped():
             return
         matcher.consume_token(_some_token(mask, ending, place))
@@ -108,8 +109,7 @@ def _some_token(mask: bytes, ending: int, place: int) -> int:
 def _check_time(what: str, seconds: float, most: float) -> None:
     if seconds > most:
         raise InvalidParameter(
-            f"structured: it takes {seconds:.2f} s {what}, and all that run would wait: at most {most} s; use fewer "
-            "properties, patterns, alternatives or repetitions"
+            f"structured: it takes {seconds:.2f} s {what}, and all that run would wait: at most {most} s: {REMEDY}"
         )
 
 

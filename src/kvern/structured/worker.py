@@ -25,6 +25,8 @@ MOST_SECONDS = 2.0
 """Of computing, for one form."""
 MOST_MEMORY = 1 << 30
 """Bytes that a child may take beyond what it begins with."""
+READY = b"\1"
+"""The first that a child says."""
 LENGTH = 4
 """Bytes that say how long a message is."""
 
@@ -64,6 +66,7 @@ def serve(connection: socket.socket, grammars: Grammars) -> None:
     used = os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[5])
     resource.setrlimit(resource.RLIMIT_DATA, (used + MOST_MEMORY, used + MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection.sendall(READY)
     while (form := receive(connection)) is not None:
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # whose signal ends the process
         try:
