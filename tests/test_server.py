@@ -25,6 +25,20 @@ KEY = "secret-key"
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def child_of(pid: int, module: str) -> int:
+    """The child of a process that runs a module."""
+    (found,) = [child for child in children_of(pid) if module in command_of(child)]
+    return found
+
+
 class Served:
     """A running `kvern serve`."""
 
@@ -92,8 +106,11 @@ class Served:
         os.kill(self.engine_pid(), signal.SIGKILL)
 
     def engine_pid(self) -> int:
-        """Of the engine's process, also while it loads."""
-        return engine_of(self.process.pid)
+        return child_of(self.process.pid, "kvern.engine.process")
+
+    def child(self, module: str) -> int:
+        """The process of the server that runs a module."""
+        return child_of(self.process.pid, module)
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)
@@ -108,13 +125,6 @@ class Served:
             self._reader.join(30)
         self.process.stderr.close()
         return self.process.wait(30)
-
-
-def engine_of(server: int) -> int:
-    """The engine's process of a server's."""
-    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    (engine,) = (int(pid) for pid in children if "kvern.engine.process" in Path(f"/proc/{pid}/cmdline").read_text())
-    return engine
 
 
 @pytest.fixture(scope="module")

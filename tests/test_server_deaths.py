@@ -21,11 +21,12 @@ from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from tests.processors import install
-from tests.test_server import SMALL, STORY, Served, engine_of, eventually, serving
+from tests.test_server import SMALL, STORY, Served, child_of, eventually, serving
 from tests.tiny_model import make_tiny_model
 
 PROMPTS = [f"Once upon a time there were {number}" for number in range(30)]
 LENGTH = 150
+ENGINE = "kvern.engine.process"
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ async def _raise_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
             async for _ in client.follow([generation], news):
                 if disturb and generation.output.outputs[0].token_ids:
                     disturb = False
-                    os.kill(engine_of(os.getpid()), signal.SIGKILL)
+                    os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
             return generation.output.outputs[0].token_ids
 
         expected, whole, raised = await answer(), getattr(client, method), threading.Event()
@@ -191,7 +192,7 @@ def test_an_engine_ends_with_a_server_that_is_killed_while_it_loads() -> None:
 def engine_pid(served: Served | int) -> int | None:
     """None between two engines."""
     with contextlib.suppress(ValueError, OSError):
-        return engine_of(served if isinstance(served, int) else served.process.pid)
+        return child_of(served if isinstance(served, int) else served.process.pid, ENGINE)
     return None
 
 

@@ -10,6 +10,7 @@
     |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
     |-- BatchFileError     an input or output file of a batch job cannot be used
     |-- DeadlineExceeded   a request did not end within the time that it was given
+    |-- ServerBusy         what is asked has to wait for too long, because of others
     |-- RequestFailed      a request could not go on: its grammar became too expensive, its step failed
     `-- EngineDied         the process that computes has ended
         |-- EngineClosed       because it was told to
@@ -69,6 +70,10 @@ class DeadlineExceeded(KvernError):
 
 class RequestFailed(KvernError):
     """A request ended in the middle of its answer, through what it asked for; others go on."""
+
+
+class ServerBusy(KvernError):
+    """There is too much of one kind to do: the same request may be served later."""
 
 
 class EngineDied(KvernError):

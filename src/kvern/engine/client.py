@@ -34,6 +34,7 @@ from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
+from kvern.structured.apart import GrammarProcesses
 from kvern.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import ToolUse
@@ -137,7 +138,10 @@ class EngineClient:
             self.config,
             self._processors,
             max_batch_requests=ready.max_batch_requests,
+            grammars_apart=True,
         )
+        self._grammars = GrammarProcesses(self._inputs.grammars)
+        self._grammars.start()
         if ready.gpu is not None:
             self._watch_gpu(ready.gpu)
         return self
@@ -149,6 +153,7 @@ class EngineClient:
             generation.fail(closed)
         self._generations.clear()
         self._interrupt_reading(closed)
+        await self._grammars.close()
         await self._supervisor.stop()
         self._long.shutdown(wait=False, cancel_futures=True)
 
@@ -162,10 +167,12 @@ class EngineClient:
 
         return await self._in_thread(_characters(messages), work)
 
-    async def chat(self, messages: Messages, params: SamplingParams, use: ToolUse, **options: Any) -> ChatRequest:
-        """`Chat.request`, outside the event loop. Raises InvalidRequest or InvalidParameter."""
+    async def chat(
+        self, messages: Messages, params: SamplingParams, use: ToolUse, *, owner: str = "", **options: Any
+    ) -> ChatRequest:
+        """`Chat.request`, outside the event loop. Raises InvalidRequest, InvalidParameter or ServerBusy."""
         work = functools.partial(self.inputs.chat.request, messages, params, use, **options)
-        return await self._in_thread(_characters(messages), work)
+        return await self._grammars.run(lambda: self._in_thread(_characters(messages), work), owner)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text as token ids, made outside the event loop. Raises InvalidRequest."""
@@ -212,12 +219,13 @@ class EngineClient:
         With `embed` the prompt's last hidden state is computed, and the only token means nothing. With `patient`,
         `news` is set only at the end. `adapter` is the name of one that is loaded.
 
-        Raises InvalidRequest, InvalidParameter or EngineDied.
+        Raises InvalidRequest, InvalidParameter, ServerBusy or EngineDied.
         """
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
         work = functools.partial(self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed)
-        requests, resolved = await self._in_thread(len(prompt) if isinstance(prompt, Sized) else 0, work)
+        size = len(prompt) if isinstance(prompt, Sized) else 0
+        requests, resolved = await self._grammars.run(lambda: self._in_thread(size, work), owner)
         await self._engine()
         key = self.adapters.key(adapter)
         turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))

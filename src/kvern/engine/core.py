@@ -13,7 +13,8 @@ that raises stands alone and ends (`engine/trial.py`). The others lose nothing b
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from kvern.worker.executor import Executor, StepResult
 
 logger = logging.getLogger("kvern")
+PREPARING_SECONDS = 0.01
+"""How long an engine without other work waits for a grammar before it looks for messages."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -82,7 +85,8 @@ class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
     `decode` turns token ids into text, for beams that end at stop strings. `store` has the adapters that the executor's
-    runner loads from; None: there are none.
+    runner loads from; None: there are none. `prepare` begins to prepare for a grammar, and what it returns is done when
+    the grammar can be followed; None: it can.
     """
 
     def __init__(
@@ -92,8 +96,12 @@ class EngineCore:
         depth: int = 1,
         decode: Decode | None = None,
         store: "AdapterStore | None" = None,
+        prepare: "Callable[[str], Future[None] | None] | None" = None,
     ) -> None:
         self.scheduler = scheduler
+        self._prepare = prepare
+        self._held: dict[str, tuple[Request, Future[None]]] = {}
+        """Requests whose grammars are being prepared."""
         self._decode = decode
         self._store = store
         self._unloading: set[int] = set()
@@ -106,7 +114,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A call of `step` would do something."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self._held)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -115,7 +123,20 @@ class EngineCore:
         request.arrived_at = time.monotonic()
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
-        self.scheduler.add(request)
+        preparing = None if request.grammar is None or self._prepare is None else self._prepare(request.grammar)
+        if request.leader is not None and request.leader.request_id in self._held:
+            preparing = self._held[request.leader.request_id][1]  # they begin together
+        if preparing is None:
+            self.scheduler.add(request)
+        else:
+            self._held[request.request_id] = request, preparing
+
+    def _release(self) -> None:
+        """Queue the requests whose grammars are prepared; if nothing else is to be done, wait for one a little."""
+        if not self.scheduler.has_work and not self._in_flight:
+            wait([preparing for _, preparing in self._held.values()], PREPARING_SECONDS, FIRST_COMPLETED)
+        for request_id in [name for name, (_, preparing) in self._held.items() if preparing.done()]:
+            self.scheduler.add(self._held.pop(request_id)[0])
 
     def read_adapter(self, path: str) -> "Adapter":
         """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
@@ -145,6 +166,7 @@ class EngineCore:
     ) -> None:
         """End requests from outside: a client has gone, or a stop string was seen. Ended ones are ignored."""
         for request_id in request_ids:
+            self._held.pop(request_id, None)
             request = self.scheduler.get(request_id)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
@@ -157,6 +179,8 @@ class EngineCore:
         """
         if self._trial.settle():
             self.scheduler.restrict(self._trial.units)
+        if self._held:
+            self._release()
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
             output = self.scheduler.schedule()
             if output.scheduled:
@@ -210,6 +234,7 @@ class EngineCore:
         """End requests that cannot go on, whether they were queued or not; the events that say why."""
         events = []
         for request in requests:
+            self._held.pop(request.request_id, None)
             if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
                 if self.scheduler.get(request.request_id) is request:
                     self.scheduler.finish(request, "abort", reason)
@@ -225,6 +250,7 @@ class EngineCore:
         self._counted.queried_tokens = cache.queried_tokens
         self._counted.preemptions = self.scheduler.preemption_count
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        self._counted.waiting += len(self._held)
         self._counted.kv_cache_usage = self.scheduler.cache.usage
         return self._counted
 

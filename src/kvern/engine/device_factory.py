@@ -135,7 +135,11 @@ def build_device_core(
     )
     scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
     depth = 2 if config.overlap else 1
-    return EngineCore(scheduler, InProcessExecutor(runner), depth, text_decoder(folder), store), spec, plan
+    return (
+        EngineCore(scheduler, InProcessExecutor(runner), depth, text_decoder(folder), store, grammars.prepare),
+        spec,
+        plan,
+    )
 
 
 def without_broken(config: EngineConfig, spec: ModelSpec, kernels: frozenset[str]) -> EngineConfig:

@@ -96,7 +96,13 @@ def build_core(
     model = ProcessorModel(folder, spec.vocab_size, slots, plan.max_model_len, device)
     processors = ProcessorRows(load_processors(config.logits_processors), model)
     runner = ModelRunner(decoder, attention, rows, plan.block_size, grammars, processors, adapters)
-    return EngineCore(scheduler, InProcessExecutor(runner), decode=text_decoder(folder), store=store), spec, plan
+    return (
+        EngineCore(
+            scheduler, InProcessExecutor(runner), decode=text_decoder(folder), store=store, prepare=grammars.prepare
+        ),
+        spec,
+        plan,
+    )
 
 
 def make_adapters(

@@ -29,7 +29,7 @@ class InputProcessor:
     """Makes requests for one model.
 
     `max_model_len` bounds prompt and answer together, in tokens; `max_batch_requests` the beams of a search. `chat`
-    makes requests out of conversations.
+    makes requests out of conversations. `grammars_apart`: others compile the grammars that NotCompiled asks for.
     """
 
     def __init__(
@@ -42,15 +42,16 @@ class InputProcessor:
         processors: Processors,
         *,
         max_batch_requests: int,
+        grammars_apart: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self._processors = processors
         self.max_model_len = max_model_len
         self.vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
-        self._grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
+        self.grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend, grammars_apart)
         self._defaults = _generation_defaults(folder)
-        self.chat = Chat(tokenizer, self._grammars, config.tool_parser, config.reasoning_parser, max_model_len)
+        self.chat = Chat(tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, max_model_len)
         self._seed = config.seed
         self._max_batch_requests = max_batch_requests
         self._count = 0
@@ -66,10 +67,11 @@ class InputProcessor:
     ) -> tuple[list[Request], SamplingParams]:
         """`n` requests for one prompt, or one for all beams, and the parameters with all defaults filled in.
 
-        With `embed`, one for the prompt's last hidden state. Raises InvalidRequest or InvalidParameter.
+        With `embed`, one for the prompt's last hidden state. Raises InvalidRequest, InvalidParameter or NotCompiled.
         """
         check_wide_integer("priority", priority)
         params = self._resolve(EMBEDDING if embed else params or SamplingParams())
+        grammar = None if params.structured is None else self.grammars.compile(params.structured)
         token_ids = self._token_ids(prompt)
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids))
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
@@ -77,7 +79,6 @@ class InputProcessor:
         seed = params.seed if params.seed is not None else hash((self._seed, self._count))
         bad_word_ids = self._bad_word_ids(params)
         _check_that_something_can_be_sampled(params, stop, bad_word_ids)
-        grammar = None if params.structured is None else self._grammars.compile(params.structured)
         group = request_id if params.sequences > 1 else None
         others = params.replace(prompt_logprobs=None) if params.n > 1 else params
         requests: list[Request] = []

@@ -20,6 +20,7 @@ from kvern.errors import (
     InvalidRequest,
     KvernError,
     RequestFailed,
+    ServerBusy,
 )
 from kvern.sampling_params import SamplingParams
 
@@ -86,9 +87,8 @@ def status_of(error: Exception) -> int:
     """The HTTP status of what went wrong."""
     if isinstance(error, HttpError):
         return error.status
-    if isinstance(error, EngineUnavailable):
-        return 503
-    return 500 if isinstance(error, EngineDied | RequestFailed) else 408 if isinstance(error, DeadlineExceeded) else 400
+    statuses = {EngineUnavailable: 503, EngineDied | RequestFailed: 500, DeadlineExceeded: 408, ServerBusy: 429}
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
 
 
 async def gone(receive: Receive) -> None:

@@ -65,7 +65,9 @@ class MessagesApi:
         values = {name: body[name] for name in names if body.get(name) is not None}
         if body.get("stop_sequences") is not None:
             values["stop"] = body["stop_sequences"]
-        chat = await chat_request(self._chat(body), sampling_params(SamplingParams(), values), service)
+        chat = await chat_request(
+            self._chat(body), sampling_params(SamplingParams(), values), service, request.state.key
+        )
         headers = ignored_header(body, KNOWN)
         ask = service.ask(body, [chat.prompt], chat.params, request.state.key)
         stream = typed(body, "stream", bool, False)

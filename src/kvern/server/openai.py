@@ -102,7 +102,7 @@ async def read_call(body: dict[str, Any], url: str, service: Service, key: ApiKe
     chat, include_reasoning = None, True
     if is_chat:
         read = read_chat_body(body)
-        chat, include_reasoning = await chat_request(read, params, service), read.include_reasoning
+        chat, include_reasoning = await chat_request(read, params, service, key), read.include_reasoning
         params = chat.params
     prompts = read_prompts(body) if chat is None else [chat.prompt]
     return Call(
@@ -144,10 +144,10 @@ def read_prompts(body: Mapping[str, Any]) -> list[Prompt]:
     )
 
 
-async def chat_request(body: ChatBody, params: SamplingParams, service: Service) -> ChatRequest:
+async def chat_request(body: ChatBody, params: SamplingParams, service: Service, key: ApiKey) -> ChatRequest:
     """A conversation as prompt, parameters and a reader of its answers. Raises InvalidRequest or InvalidParameter."""
-    options = {"thinking_budget": body.thinking_budget, "variables": body.variables}
-    return await service.client.chat(body.messages, params, body.use, **options)
+    options: dict[str, Any] = {"thinking_budget": body.thinking_budget, "variables": body.variables}
+    return await service.client.chat(body.messages, params, body.use, owner=key.name, **options)
 
 
 async def conversation(

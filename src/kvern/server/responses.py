@@ -144,7 +144,7 @@ class Responses:
         if values.get("n", 1) != 1:
             raise HttpError(400, f"n is {values['n']!r:.20}: a response has one answer", param="n")
         conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
-        chat = await chat_request(conversation, sampling_params(SamplingParams(), values), service)
+        chat = await chat_request(conversation, sampling_params(SamplingParams(), values), service, key)
         params = chat.params
         store = typed(body, "store", bool, True)
         response = {

@@ -1,6 +1,9 @@
 """Grammars of structured answers: checked where requests are made, followed where tokens are sampled."""
 
 import functools
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,26 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 1 << 20
 """Of a schema, expression or grammar."""
 CACHED = 256
-"""Compiled grammars that are remembered."""
+"""Forms whose grammars, or why there are none, are remembered."""
+CACHED_CHARACTERS = 32 << 20
+"""Of what is remembered, together."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What Grammars are made of, for another process."""
+
+    folder: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    backend: str
+
+
+class NotCompiled(Exception):
+    """The grammar of `form` (a StructuredOutput as JSON) is to be compiled by another process first."""
+
+    def __init__(self, form: bytes) -> None:
+        super().__init__("a grammar is to be compiled first")
+        self.form = form
 
 
 class Grammars:
@@ -28,19 +50,62 @@ class Grammars:
     ConfigError if the library is not there.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str, apart: bool = False
+    ) -> None:
+        self.setup = Setup(str(folder), vocab_size, eos_token_ids, backend)
+        self._apart = apart
         self._folder = folder
         self._vocab_size = vocab_size
         self._model_eos = eos_token_ids
         self._make_backend = _backend(backend)
-        self._compile = functools.lru_cache(CACHED)(self._checked)
+        self._known: OrderedDict[bytes, str | InvalidParameter] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Make the library's form of the tokenizer now. Raises InvalidParameter if the model has none."""
+        _ = self._backend
 
     def compile(self, structured: StructuredOutput) -> str:
-        """The grammar as the matcher takes it. Raises InvalidParameter with what cannot be expressed."""
+        """The grammar as the matcher takes it.
+
+        Raises InvalidParameter with what cannot be expressed or takes too much; apart, NotCompiled for a new form.
+        """
         try:
-            return self._compile(msgspec.json.encode(structured))
+            form = msgspec.json.encode(structured)
         except RecursionError as error:
             raise InvalidParameter("structured: the schema is nested too deeply") from error
+        if len(form) > MOST_CHARACTERS:
+            raise InvalidParameter(f"structured has {len(form)} characters: at most {MOST_CHARACTERS}")
+        known = self._find(form)
+        if known is None:
+            if self._apart:
+                raise NotCompiled(form)
+            known = self._checked(form)
+            self.remember(form, known)
+        if isinstance(known, str):
+            return known
+        raise InvalidParameter(str(known))
+
+    def knows(self, form: bytes) -> bool:
+        """`compile` has an answer to this form, a StructuredOutput as JSON."""
+        return self._find(form) is not None
+
+    def remember(self, form: bytes, known: str | InvalidParameter) -> None:
+        """Have `compile` answer so."""
+        with self._lock:
+            self._known[_digest(form)] = known
+            self._characters += len(str(known))
+            while len(self._known) > 1 and (len(self._known) > CACHED or self._characters > CACHED_CHARACTERS):
+                self._characters -= len(str(self._known.popitem(last=False)[1]))
+
+    def _find(self, form: bytes) -> str | InvalidParameter | None:
+        with self._lock:
+            known = self._known.get(_digest(form))
+            if known is not None:
+                self._known.move_to_end(_digest(form))
+            return known
 
     def matcher(self, grammar: str) -> Matcher:
         """At the beginning of an answer that follows a compiled grammar."""
@@ -72,21 +137,25 @@ class Grammars:
             raise InvalidParameter(f"structured needs a tokenizer, and {self._folder} has no tokenizer.json")
         return self._make_backend(self._folder, self._vocab_size, self.eos_token_ids)
 
-    def _checked(self, encoded: bytes) -> str:
-        if len(encoded) > MOST_CHARACTERS:
-            raise InvalidParameter(f"structured has {len(encoded)} characters: at most {MOST_CHARACTERS}")
+    def _checked(self, form: bytes) -> str | InvalidParameter:
         try:
-            return self._backend.compile(msgspec.json.decode(encoded, type=StructuredOutput))
-        except InvalidParameter:
-            raise
+            return self._backend.compile(msgspec.json.decode(form, type=StructuredOutput))
+        except InvalidParameter as error:
+            return error
         except (ValueError, RecursionError) as error:
-            raise InvalidParameter(f"structured: {' '.join(str(error).split())[:500]}") from error
+            return InvalidParameter(f"structured: {' '.join(str(error).split())[:500]}")
+
+
+def _digest(form: bytes) -> bytes:
+    return hashlib.sha256(form).digest()
 
 
 @functools.cache
-def grammars_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str = "llguidance") -> Grammars:
-    """Those of one model, shared by all who need them in this process."""
-    return Grammars(folder, vocab_size, eos_token_ids, backend)
+def grammars_of(
+    folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], backend: str = "llguidance", apart: bool = False
+) -> Grammars:
+    """Those of one model, shared by all who need them in this process. `apart`: others compile, see NotCompiled."""
+    return Grammars(folder, vocab_size, eos_token_ids, backend, apart)
 
 
 def _backend(name: str) -> Callable[[Path, int, Sequence[int]], Backend]:

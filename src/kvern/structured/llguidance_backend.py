@@ -18,7 +18,15 @@ from kvern.structured.schema import rewrite
 if TYPE_CHECKING:
     import torch
 
-LONGEST_MASK_SECONDS = 0.25
+LONGEST_MAKING_SECONDS = 0.25
+"""Of computing, until a matcher stands at the beginning."""
+FIRST_STEPS = 32
+"""So many tokens of some answer are followed when a grammar is compiled."""
+LONGEST_STEPS_SECONDS = 0.2
+"""Of computing, for these; less than `kvern.structured.masks` then gives an answer."""
+REMEDY = "use fewer properties, patterns, alternatives or repetitions"
+MOST_ITEMS = 4000
+"""Alternatives that are open at one place; with more, following them takes a time that grows as their square."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 """Between the tokens of JSON; bounded, so that no model can go on with blanks for ever."""
 
@@ -29,6 +37,7 @@ class LLGuidanceBackend:
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._ending = sum(1 << token for token in set(eos_token_ids))
 
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
@@ -37,23 +46,13 @@ class LLGuidanceBackend:
 
     def compile(self, structured: StructuredOutput) -> str:
         grammar = _grammar(structured)
+        start = time.thread_time()
         matcher = self.matcher(grammar)
+        _check_time("to begin the answer", time.thread_time() - start, LONGEST_MAKING_SECONDS)
         problem = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
         if problem:
             raise ValueError(problem)
-        start = time.thread_time()
-        matcher.compute_bitmask()
-        seconds = time.thread_time() - start
-        if seconds > LONGEST_MASK_SECONDS:
-            raise InvalidParameter(
-                f"structured: it takes {seconds:.1f} s to find the tokens that an answer may begin with, and all that "
-                f"run would wait: at most {LONGEST_MASK_SECONDS} s; use fewer or smaller repetitions"
-            )
-        problem = matcher.get_error()
-        if problem.startswith("NoExtensionBias"):
-            problem = "no text has this form: its rules exclude each other or lead nowhere"
-        if problem:
-            raise ValueError(problem)
+        _follow_first(matcher, self._ending)
         return grammar
 
     def matcher(self, grammar: str) -> LLMatcher:
@@ -73,7 +72,45 @@ class LLGuidanceBackend:
 
 
 def _limits() -> LLParserLimits:
-    return LLParserLimits(max_lexer_states=100_000, max_grammar_size=200_000)
+    return LLParserLimits(
+        max_lexer_states=100_000, max_grammar_size=200_000, max_items_in_row=MOST_ITEMS, verbose_errors=False
+    )
+
+
+def _follow_first(matcher: LLMatcher, ending: int) -> None:
+    """Take the first steps of some answer; `ending` has the bits of the tokens that end it.
+
+    Raises InvalidParameter or ValueError if there is none, or it takes long.
+    """
+    start = time.thread_time()
+    for place in range(FIRST_STEPS):
+        mask = matcher.compute_bitmask()
+        _check_time(f"to follow {place + 1} tokens", time.thread_time() - start, LONGEST_STEPS_SECONDS)
+        problem = matcher.get_error()
+        if problem.startswith("NoExtensionBias") and not place:
+            raise ValueError("no text has this form: its rules exclude each other or lead nowhere")
+        if problem:
+            raise ValueError(f"after {place} tokens the form cannot be followed ({problem:.200}): {REMEDY}")
+        if matcher.is_stopped():
+            return
+        matcher.consume_token(_some_token(mask, ending, place))
+
+
+def _some_token(mask: bytes, ending: int, place: int) -> int:
+    """One of those whose bits are set, another one at each place; of those that end the answer only if it must end."""
+    allowed = int.from_bytes(mask, "little")
+    mask = ((allowed & ~ending) or allowed).to_bytes(len(mask), "little")
+    first = place * 41 % len(mask)
+    turned = mask[first:] + mask[:first]
+    byte = len(turned) - len(turned.lstrip(b"\0"))
+    return 8 * ((first + byte) % len(mask)) + (turned[byte] & -turned[byte]).bit_length() - 1
+
+
+def _check_time(what: str, seconds: float, most: float) -> None:
+    if seconds > most:
+        raise InvalidParameter(
+            f"structured: it takes {seconds:.2f} s {what}, and all that run would wait: at most {most} s: {REMEDY}"
+        )
 
 
 def _grammar(structured: StructuredOutput) -> str:
@@ -97,7 +134,7 @@ def _lone_grammar(structured: StructuredOutput) -> str:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice is not None:
         texts = " | ".join(msgspec.json.encode(text).decode() for text in structured.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
     assert structured.grammar is not None
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(structured.grammar))

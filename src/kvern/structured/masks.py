@@ -1,13 +1,15 @@
 """Which tokens the grammars of a batch allow next: kept on the host, applied to logits on the device."""
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from kvern.step import Fork, NewRequest
+from kvern.structured.matchers import Matchers
 
 if TYPE_CHECKING:
     from kvern.structured.backend import Matcher
@@ -15,8 +17,14 @@ if TYPE_CHECKING:
     from kvern.worker.executor import StepResult
 
 BITS = 32
-SPARE_MATCHERS = 512
-"""Matchers of ended requests that are kept for others with their grammar."""
+FOLLOWING_SECONDS = 0.5
+"""Of computing, that one answer may take at once for following its grammar."""
+STEADY_SECONDS = 0.001
+"""And for every token more."""
+LONGEST_FILL_SECONDS = 0.05
+"""For the masks of all rows."""
+
+T = TypeVar("T")
 
 
 def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
@@ -43,13 +51,16 @@ class GrammarRows:
         restrict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = restrict,
     ) -> None:
         self._grammars = grammars
+        self._store = Matchers(grammars)
         self._width = -(-vocab_size // BITS)
         self._device = device
         self._restrict = restrict
         self._matchers: dict[int, Matcher] = {}
         self._grammar_of: dict[int, str] = {}
         self._left: list[tuple[str, Matcher]] = []
-        self._spare: dict[str, list[Matcher]] = {}
+        self._spent: dict[Matcher, float] = {}
+        """Seconds of each that was slow, less what it may take for every token."""
+        self._one_by_one = False
         self._expected: list[tuple[list[Matcher | None], StepResult]] = []
 
     def join(self, joined: Iterable[NewRequest]) -> None:
@@ -61,15 +72,14 @@ class GrammarRows:
                 bound.append(request)
         if not self._expected:
             self._keep()
-        for request, matcher in zip(bound, self._threads.map(self._matcher, bound), strict=True):
+        taken = self._store.take([request.grammar or "" for request in bound])
+        for request, matcher in zip(bound, taken, strict=True):
             self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.grammar or ""
+            self._timed(matcher, matcher.consume_tokens, request.token_ids[request.prompt_length :])
 
-    def _matcher(self, request: NewRequest) -> "Matcher":
-        assert request.grammar is not None
-        spare = self._spare.get(request.grammar)
-        matcher = spare.pop() if spare else self._grammars.matcher(request.grammar)
-        matcher.consume_tokens(request.token_ids[request.prompt_length :])
-        return matcher
+    def prepare(self, grammar: str) -> "Future[None] | None":
+        """Begin to make what following this grammar needs, in a thread; None: it is there."""
+        return self._store.prepare(grammar)
 
     def fork(self, forked: Sequence[Fork]) -> None:
         """Let rows go on behind others with another token, which their matchers then have consumed."""
@@ -78,14 +88,19 @@ class GrammarRows:
             self._leave(fork.slot)
         for fork in taken:  # before the sources go on: each goes on in its own row
             if fork.source in self._matchers:
-                self._matchers[fork.slot] = self._matchers[fork.source].deep_copy()
+                source = self._matchers[fork.source]
+                self._matchers[fork.slot] = copy = self._timed(source, source.deep_copy)
+                if source in self._spent:
+                    self._spent[copy] = self._spent[source]
         for fork in forked:
             matcher = self._matchers.get(fork.slot)
             if matcher is not None and not matcher.is_stopped():
-                matcher.consume_token(fork.token_id)
+                self._timed(matcher, matcher.consume_token, fork.token_id)
 
     def _leave(self, slot: int) -> None:
         matcher, grammar = self._matchers.pop(slot, None), self._grammar_of.pop(slot, None)
+        if matcher is not None:
+            self._spent.pop(matcher, None)
         if matcher is not None and grammar is not None:
             self._left.append((grammar, matcher))
 
@@ -94,6 +109,7 @@ class GrammarRows:
         self._matchers.clear()
         self._grammar_of.clear()
         self._left.clear()
+        self._spent.clear()
         self._expected.clear()
 
     def __contains__(self, slot: object) -> bool:
@@ -115,7 +131,7 @@ class GrammarRows:
             if matcher.is_stopped():
                 allowed = token in self._grammars.eos_token_ids
             else:
-                allowed = matcher.try_consume_tokens([token]) == 1
+                allowed = self._timed(matcher, matcher.try_consume_tokens, [token]) == 1
             if not allowed:
                 refused.append(row)
         return refused
@@ -131,7 +147,7 @@ class GrammarRows:
         if rows is None:
             rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
         if not rows:
-            return {}
+            return self._reasons(slots)
         pinned = self._device.type == "cuda"
         masks = torch.empty(len(rows), self._width, dtype=torch.int32, pin_memory=pinned)
         going = []
@@ -141,21 +157,45 @@ class GrammarRows:
                 masks[place] = self._ended
             else:
                 going.append((matcher, place))
-        if going:  # on a CPU, the model's own threads have the cores
-            self._grammars.fill(going, masks, side_by_side=pinned)
+        self._fill(going, masks, side_by_side=pinned)  # on a CPU, the model's own threads have the cores
         index = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
         self._restrict(logits, index, masks.to(self._device, non_blocking=True))
-        matchers = {slots[row]: self._matchers[slots[row]] for row in rows}
-        return {
-            slot: f"the grammar cannot be followed: {' '.join(matcher.get_error().split())}"
-            for slot, matcher in matchers.items()
-            if matcher.is_error()
-        }
+        return self._reasons(slots)
 
-    @functools.cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        """They make matchers side by side, which takes most of a millisecond each."""
-        return ThreadPoolExecutor(thread_name_prefix="grammar")
+    def _fill(self, going: Sequence[tuple["Matcher", int]], masks: torch.Tensor, side_by_side: bool) -> None:
+        """If all of them together took long, they are looked at one by one the next time: one of them is to blame."""
+        start = time.perf_counter()
+        if side_by_side and not self._one_by_one:
+            self._grammars.fill(going, masks, True)
+        else:
+            for pair in going:
+                self._timed(pair[0], self._grammars.fill, [pair], masks, False)
+        self._one_by_one = time.perf_counter() - start > LONGEST_FILL_SECONDS
+
+    def _timed(self, matcher: "Matcher", work: Callable[..., T], *arguments: Any) -> T:
+        """`work(*arguments)`, which is done for this matcher."""
+        start = time.thread_time()
+        result = work(*arguments)
+        seconds = time.thread_time() - start - STEADY_SECONDS
+        if seconds > 0 or matcher in self._spent:
+            self._spent[matcher] = max(0.0, self._spent.get(matcher, 0.0) + seconds)
+        return result
+
+    def _reasons(self, slots: Sequence[int]) -> dict[int, str]:
+        """Why the grammars of rows cannot be followed any more."""
+        reasons = {}
+        for slot in slots:
+            matcher = self._matchers.get(slot)
+            if matcher is None:
+                continue
+            if matcher.is_error():
+                reasons[slot] = f"the grammar cannot be followed: {' '.join(matcher.get_error().split())}"
+            elif self._spent and self._spent.get(matcher, 0.0) > FOLLOWING_SECONDS:
+                reasons[slot] = (
+                    f"the grammar takes too long to follow: more than {FOLLOWING_SECONDS} s of computing and "
+                    f"{1000 * STEADY_SECONDS:g} ms a token; use fewer alternatives or repetitions"
+                )
+        return reasons
 
     @functools.cached_property
     def _ended(self) -> torch.Tensor:
@@ -169,18 +209,12 @@ class GrammarRows:
         for matchers, result in self._expected:
             for matcher, token in zip(matchers, result.result().token_ids, strict=True):
                 if matcher is not None and token is not None and not matcher.is_stopped():
-                    matcher.consume_token(token)
+                    self._timed(matcher, matcher.consume_token, token)
         self._expected.clear()
         self._keep()
 
     def _keep(self) -> None:
         """Keep the matchers of rows that ended, whose last tokens came: they have learnt what their grammar takes."""
         for grammar, matcher in self._left:
-            if not matcher.is_error() and matcher.reset():
-                self._spare[grammar] = [*self._spare.pop(grammar, []), matcher]
+            self._store.give_back(grammar, matcher)
         self._left.clear()
-        while sum(map(len, self._spare.values())) > SPARE_MATCHERS:
-            oldest = next(iter(self._spare))
-            self._spare[oldest] = self._spare[oldest][1:]
-            if not self._spare[oldest]:
-                del self._spare[oldest]

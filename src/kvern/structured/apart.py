@@ -1,0 +1,193 @@
+"""The server's side of `kvern.structured.worker`: grammars compiled where they do no harm, by turns between owners."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from kvern.errors import InvalidParameter, ServerBusy
+from kvern.structured.grammar import Grammars, NotCompiled
+from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, Verdict
+
+CHILDREN = 2
+"""Owners whose grammars are compiled at the same time."""
+LONGEST_WAIT = 10.0
+"""Seconds until a form's turn must have come."""
+LONGEST_SECONDS = 10 * MOST_SECONDS
+"""For one form, however busy the machine is."""
+
+T = TypeVar("T")
+
+
+class Child:
+    """One process that compiles, as its socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def compile(self, form: bytes) -> Verdict:
+        """Raises IncompleteReadError or OSError if the process dies."""
+        self._writer.write(len(form).to_bytes(LENGTH) + form)
+        length = int.from_bytes(await self._reader.readexactly(LENGTH))
+        return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Verdict)
+
+    def close(self) -> None:
+        """Let it end, at once or when its form has had its time."""
+        self._writer.close()
+
+
+class GrammarProcesses:
+    """Compiles for `grammars`, which then know the outcome. Belongs to one event loop; `close` it."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._idle: list[Child] = []
+        self._worker: asyncio.Task[tuple[asyncio.subprocess.Process, socket.socket]] | None = None
+        self._busy: set[str] = set()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin to load the tokenizer, so that the first form does not wait for it."""
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._start())
+
+    async def run(self, work: Callable[[], Awaitable[T]], owner: str) -> T:
+        """What `work` awaits, with the grammars compiled that it asks for; forms of one `owner` one by one.
+
+        Raises what `work` raises, InvalidParameter for a form that takes too much, and ServerBusy.
+        """
+        while True:
+            try:
+                return await work()
+            except NotCompiled as missing:
+                await self._compile(missing.form, owner)
+
+    async def close(self) -> None:
+        """End all processes."""
+        for task in self._running:
+            task.cancel()
+        for child in self._idle:
+            child.close()
+        if self._worker is not None:
+            await _end(*await self._worker)
+
+    async def _compile(self, form: bytes, owner: str) -> None:
+        try:
+            async with asyncio.timeout(LONGEST_WAIT):
+                await self._enter(owner)
+        except TimeoutError as error:
+            raise ServerBusy(
+                f"structured: other forms are compiled, and the turn of this one did not come in {LONGEST_WAIT:g} s: "
+                "try again later"
+            ) from error
+        task = asyncio.create_task(self._compile_now(form, owner))  # which goes on if its client leaves
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.shield(task)
+
+    async def _compile_now(self, form: bytes, owner: str) -> None:
+        try:
+            if self._grammars.knows(form):
+                return
+            verdict = await self._verdict(form)
+            self._grammars.remember(form, verdict.grammar or InvalidParameter(verdict.error))
+        finally:
+            self._leave(owner)
+
+    async def _verdict(self, form: bytes) -> Verdict:
+        while True:
+            fresh = not self._idle
+            child = await self._fork() if fresh else self._idle.pop()
+            start = time.monotonic()
+            try:
+                async with asyncio.timeout(LONGEST_SECONDS):
+                    verdict = await child.compile(form)
+            except (asyncio.IncompleteReadError, OSError):  # TimeoutError is one
+                child.close()
+                seconds = time.monotonic() - start
+                if fresh or seconds >= MOST_SECONDS:  # else it may have ended before
+                    return Verdict(error=_reason(seconds))
+                continue
+            if verdict.grammar is None:
+                child.close()  # with whatever memory it took
+            else:
+                self._idle.append(child)
+            return verdict
+
+    async def _enter(self, owner: str) -> None:
+        if owner not in self._busy and len(self._busy) < CHILDREN:
+            self._busy.add(owner)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._leave(owner)
+            raise
+
+    def _leave(self, owner: str) -> None:
+        """Give the turn to the owner who has waited longest for one."""
+        self._busy.discard(owner)
+        for other in [name for name in self._waiting if name not in self._busy]:
+            turns = self._waiting.pop(other)
+            while turns and turns[0].done():  # they left
+                turns.popleft()
+            if turns:
+                self._busy.add(other)
+                turns.popleft().set_result(None)
+                if turns:
+                    self._waiting[other] = turns
+                return
+
+    async def _fork(self) -> Child:
+        for _ in range(2):  # a worker that died is replaced
+            self.start()
+            assert self._worker is not None
+            process, control = await asyncio.shield(self._worker)
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    socket.send_fds(control, [b"\0"], [theirs.fileno()])
+                reader, writer = await asyncio.open_connection(sock=ours)
+                await reader.readexactly(len(READY))
+                return Child(reader, writer)
+            except (asyncio.IncompleteReadError, OSError):
+                ours.close()
+                self._worker = None
+                await _end(process, control)
+        raise ServerBusy("structured: the process that compiles forms does not start: try again later")
+
+    async def _start(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "kvern.structured.worker", str(theirs.fileno())]
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        setup = msgspec.msgpack.encode(self._grammars.setup)
+        ours.sendall(len(setup).to_bytes(LENGTH) + setup)
+        return process, ours
+
+
+async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:
+    control.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def _reason(seconds: float) -> str:
+    if seconds >= MOST_SECONDS:
+        what = f"to compile the form takes more than {MOST_SECONDS:g} s"
+    else:
+        what = f"to compile the form takes more than {MOST_MEMORY >> 20} MiB of memory, or breaks the compiler"
+    return f"structured: {what}: use fewer properties, patterns, alternatives or repetitions, or less nesting"

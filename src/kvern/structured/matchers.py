@@ -1,0 +1,123 @@
+"""The matchers that an engine makes: prepared beside its steps, kept for others with the same grammar."""
+
+import functools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvern.structured.backend import Matcher
+    from kvern.structured.grammar import Grammars
+
+CHEAP_SECONDS = 0.005
+"""Of computing: a matcher that is made faster is made anew for each row, others are copied, which share their work."""
+CHEAP_GRAMMARS = 1024
+"""So many are remembered to be cheap."""
+MATCHER_BYTES, CHARACTER_BYTES = 1 << 20, 300
+"""What a matcher takes, about, and for every character of its grammar more."""
+SPARE_BYTES, PATTERN_BYTES = 128 << 20, 512 << 20
+"""Of the matchers that are kept, about: those of ended requests, and those that are copied."""
+
+
+class Kept:
+    """Matchers by grammar, the oldest dropped when together they take more than so many bytes. For any thread."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._bytes = 0
+        self._matchers: OrderedDict[str, list[Matcher]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, grammar: object) -> bool:
+        return grammar in self._matchers
+
+    def __len__(self) -> int:
+        return sum(map(len, self._matchers.values()))
+
+    def add(self, grammar: str, matcher: "Matcher") -> None:
+        """Keep one more."""
+        with self._lock:
+            self._matchers.setdefault(grammar, []).append(matcher)
+            self._matchers.move_to_end(grammar)
+            self._bytes += size(grammar)
+            while self._bytes > self._most:
+                self._drop(next(iter(self._matchers)))
+
+    def take(self, grammar: str) -> "Matcher | None":
+        """One, which is no longer kept."""
+        with self._lock:
+            return self._drop(grammar) if grammar in self._matchers else None
+
+    def copy(self, grammar: str) -> "Matcher | None":
+        """A copy of one."""
+        with self._lock:
+            if grammar not in self._matchers:
+                return None
+            self._matchers.move_to_end(grammar)
+            return self._matchers[grammar][0].deep_copy()
+
+    def _drop(self, grammar: str) -> "Matcher":
+        self._bytes -= size(grammar)
+        matcher = self._matchers[grammar].pop()
+        if not self._matchers[grammar]:
+            del self._matchers[grammar]
+        return matcher
+
+
+def size(grammar: str) -> int:
+    """Bytes that a matcher of this grammar takes, about."""
+    return MATCHER_BYTES + CHARACTER_BYTES * len(grammar)
+
+
+class Matchers:
+    """Makes and keeps matchers. One thread calls it, and others make them."""
+
+    def __init__(self, grammars: "Grammars") -> None:
+        self._grammars = grammars
+        self._spare = Kept(SPARE_BYTES)
+        self._patterns = Kept(PATTERN_BYTES)
+        self._cheap: OrderedDict[str, None] = OrderedDict()
+        self._making: dict[str, Future[None]] = {}
+
+    def prepare(self, grammar: str) -> "Future[None] | None":
+        """Make a matcher of a new grammar in a thread, so that `take` will be fast; None: it will be."""
+        for made in [name for name, future in self._making.items() if future.done()]:
+            del self._making[made]
+        if grammar in self._cheap or grammar in self._patterns:
+            return None
+        if grammar not in self._making:
+            self._making[grammar] = self._threads.submit(self._prepare, grammar)
+        return self._making[grammar]
+
+    def take(self, grammars: Sequence[str]) -> "list[Matcher]":
+        """One for each, at the beginning of an answer; new ones are made side by side."""
+        return list(self._threads.map(self._take, grammars)) if grammars else []
+
+    def give_back(self, grammar: str, matcher: "Matcher") -> None:
+        """Keep the matcher of an answer that ended: it has learnt what its grammar takes."""
+        if not matcher.is_error() and matcher.reset():
+            self._spare.add(grammar, matcher)
+
+    def _take(self, grammar: str) -> "Matcher":
+        return self._spare.take(grammar) or self._patterns.copy(grammar) or self._make(grammar)
+
+    def _prepare(self, grammar: str) -> None:
+        self._spare.add(grammar, self._make(grammar))
+
+    def _make(self, grammar: str) -> "Matcher":
+        start = time.thread_time()
+        matcher = self._grammars.matcher(grammar)
+        if time.thread_time() - start > CHEAP_SECONDS:
+            self._patterns.add(grammar, matcher.deep_copy())
+        else:
+            self._cheap[grammar] = None
+            if len(self._cheap) > CHEAP_GRAMMARS:
+                self._cheap.popitem(last=False)
+        return matcher
+
+    @functools.cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(thread_name_prefix="grammar")

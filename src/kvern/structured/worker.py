@@ -1,0 +1,99 @@
+"""Grammars compiled and first followed by processes that may die: `python -m kvern.structured.worker DESCRIPTOR`.
+
+    server --descriptor of a child's socket--> worker: has the tokenizer, forks --> child: one form after another
+       `------------------- forms and verdicts, msgpack, each behind its length --------------------'
+
+A child that computes for too long is ended by a signal, one that takes too much memory or breaks a library by itself;
+the server sees its socket close. Nothing here imports torch, unless the library that follows grammars does.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvern.errors import InvalidParameter
+from kvern.structured.grammar import Grammars, Setup
+from kvern.structured.output import StructuredOutput
+
+MOST_SECONDS = 2.0
+"""Of computing, for one form."""
+MOST_MEMORY = 1 << 30
+"""Bytes that a child may take beyond what it begins with."""
+READY = b"\1"
+"""The first that a child says."""
+LENGTH = 4
+"""Bytes that say how long a message is."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A grammar as the matcher takes it, or why there is none."""
+
+    grammar: str | None = None
+    error: str = ""
+
+
+def main(descriptor: int) -> None:
+    """Fork a child for every socket that arrives, until the server ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    with socket.socket(fileno=descriptor) as control:
+        setup = msgspec.msgpack.decode(receive(control) or b"", type=Setup)
+        grammars = Grammars(Path(setup.folder), setup.vocab_size, setup.eos_token_ids, setup.backend)
+        with contextlib.suppress(InvalidParameter):  # which every form then says
+            grammars.load()
+        while True:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not descriptors:
+                return
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if os.fork() == 0:
+                    try:
+                        control.close()
+                        serve(connection, grammars)
+                    finally:
+                        os._exit(0)
+
+
+def serve(connection: socket.socket, grammars: Grammars) -> None:
+    """Compile what arrives, until the server closes the socket."""
+    used = os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[5])
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MOST_MEMORY, used + MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection.sendall(READY)
+    while (form := receive(connection)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # whose signal ends the process
+        try:
+            verdict = Verdict(grammars.compile(msgspec.json.decode(form, type=StructuredOutput)))
+        except InvalidParameter as error:
+            verdict = Verdict(error=str(error))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        message = msgspec.msgpack.encode(verdict)
+        connection.sendall(len(message).to_bytes(LENGTH) + message)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """One message; None if the socket was closed."""
+    length = _exactly(connection, LENGTH)
+    return None if length is None else _exactly(connection, int.from_bytes(length))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    parts = []
+    while count:
+        part = connection.recv(count)
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
