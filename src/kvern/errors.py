@@ -12,6 +12,7 @@
     |-- DeadlineExceeded   a request did not end within the time that it was given
     |-- RequestFailed      a request could not go on: its grammar became too expensive, its logits processor failed
     `-- EngineDied         the process that computes has ended
+        `-- EngineClosed   because it was told to
 
 A message is one line: what was wrong, its value, the limit, and what to do. The command line prints it and exits with
 code 2; nothing else about a bad input is ever shown.
@@ -64,3 +65,7 @@ class RequestFailed(KvernError):
 
 class EngineDied(KvernError):
     """The engine's process has ended; what ran there is lost."""
+
+
+class EngineClosed(EngineDied):
+    """The engine was told to end; what it has not done is for another."""

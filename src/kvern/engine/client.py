@@ -34,7 +34,7 @@ from kvern.engine.wire import (
     NewRequest,
     UnloadAdapter,
 )
-from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, InvalidAdapter, RequestFailed
+from kvern.errors import ConfigError, DeadlineExceeded, EngineClosed, EngineDied, InvalidAdapter, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics, RequestTimes
@@ -171,6 +171,10 @@ class EngineClient:
         """Answers that have not ended, running or waiting."""
         return len(self._outputs)
 
+    def waiting(self, owner: str) -> int:
+        """Answers of this owner that have not begun."""
+        return self._turns.waiting(owner)
+
     @property
     def max_batch_requests(self) -> int:
         """Requests that run at the same time at most."""
@@ -213,7 +217,7 @@ class EngineClient:
 
     async def __aexit__(self, *error: object) -> None:
         """Abort what runs, and end the process."""
-        self._fail(EngineDied("the engine is closed"))
+        self._fail(EngineClosed("the engine is closed"))
         self._supervisor.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._supervisor
@@ -460,7 +464,7 @@ class EngineClient:
             self.metrics.next_token(now - generation.last)
         else:
             generation.first = now
-            self._turns.began(generation.turn)
+            self._turns.began(generation.turn, generation.owner, generation.sequences)
             self.metrics.first_token(now - generation.asked)
         generation.last = now
         if generation.output.finished:

@@ -1,6 +1,7 @@
 """OpenAI's /v1/files."""
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +19,8 @@ PURPOSES = ("batch", "user_data")
 OUTPUT = "batch_output"
 """The purpose of files that batches write."""
 PART_BYTES = 1 << 20
+MOST_UPLOADS = 4
+"""Of one key at the same time: while they arrive, they are outside of what it may keep."""
 MOST_ON_PAGE = 10_000
 
 
@@ -26,9 +29,22 @@ class Files:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._uploads: Counter[str] = Counter()
 
     async def create(self, request: Request) -> Response:
         """POST /v1/files."""
+        owner = request.state.key.name
+        if self._uploads[owner] >= MOST_UPLOADS:
+            message = f"key {owner} sends {MOST_UPLOADS} files at the same time: wait until one is there"
+            raise HttpError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
+        self._uploads[owner] += 1
+        try:
+            await self._store.check_upload(owner, int(request.headers.get("content-length", 0)))
+            return json_response(await self._receive(request, owner))
+        finally:
+            self._uploads[owner] -= 1
+
+    async def _receive(self, request: Request, owner: str) -> Object:
         request = Request(request.scope, limited(request))
         try:
             await request.form(max_files=1, max_fields=10)
@@ -43,11 +59,11 @@ class Files:
             if purpose not in PURPOSES:
                 message = f"purpose is {purpose!r:.40}: it must be one of {', '.join(PURPOSES)}"
                 raise HttpError(400, message, param="purpose")
-            file_id, size = await self._store.write(parts_of(upload))
+            file_id, size = await self._store.write(owner, parts_of(upload))
             name = (upload.filename or "file")[:255]
         body = file_object(file_id, size, name, purpose)
-        await self._store.save("file", request.state.key.name, body)
-        return json_response(body)
+        await self._store.save("file", owner, body)
+        return body
 
     async def list(self, request: Request) -> Response:
         """GET /v1/files."""
@@ -73,7 +89,7 @@ class Files:
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/files/{file_id}."""
         body = await self._find(request)
-        await self._store.remove(body["id"])
+        await self._store.remove(request.state.key.name, body["id"])
         return json_response({"id": body["id"], "object": "file", "deleted": True})
 
     async def _find(self, request: Request) -> Object:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvern.server.http import HttpError, error_body, json_response, path_of
-from kvern.server.keys import ApiKey, find_key
+from kvern.server.keys import ANYONE, ApiKey, find_key
 from kvern.server.messages import error_for
 
 logger = logging.getLogger("kvern.requests")
 
 OPEN_ROUTES = ("/health",)
-ANYONE = ApiKey("anyone", b"")
+NOBODY = ApiKey(ANYONE, b"")
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 
 
@@ -32,7 +32,7 @@ class Gate:
         self,
         app: ASGIApp,
         keys: Sequence[ApiKey],
-        default: ApiKey = ANYONE,
+        default: ApiKey = NOBODY,
         body_seconds: float = 30.0,
         log: bool = False,
     ) -> None:
