@@ -218,7 +218,7 @@ def test_probes(server: Served, tmp_path: Path) -> None:
 
     keys, named, wrong = (tmp_path / name for name in ("keys", "named", "wrong"))
     keys.write_text(f"{KEY}\n", encoding="utf-8")
-    named.write_text(f"monitor:{KEY}\nsomeone:else\n", encoding="utf-8")
+    named.write_text(f"monitor:{KEY} metrics=1\nsomeone:else\n", encoding="utf-8")
     wrong.write_text(f"not-{KEY}\n{KEY}\n", encoding="utf-8")
     assert run(ready, server.port, keys) == (0, "")
     assert run(ready, server.port, named) == (0, "")

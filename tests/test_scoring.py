@@ -222,7 +222,7 @@ def test_a_continuation_without_a_token_of_its_own(llm: LLM) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"main:{KEY}\nfew:{KEY}-few per_minute=2\n")
+    keys.write_text(f"main:{KEY} admin=1\nfew:{KEY}-few per_minute=2\n")
     data = tmp_path_factory.mktemp("data")
     arguments = ("--dtype", "float32", "--threads", "1", "--max-model-len", "512", "--data-dir", str(data))
     served = Served("kvern-1m", *arguments, "--api-key-file", str(keys), "--kv-cache-tokens", "4096")

@@ -1,11 +1,14 @@
 """Files and batches of the API: official client, real files, restarts, a disk that is full."""
 
+import asyncio
 import contextlib
 import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,10 @@ import openai
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.server.batch_routes import Batches
+from kvern.server.batches import Answerer
+from kvern.server.keys import ApiKey
+from kvern.server.store import Store
 from tests.test_server import KEY, Served, eventually
 
 CHAT = "/v1/chat/completions"
@@ -31,8 +38,8 @@ ARGUMENTS = (
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Served]:
-    served = Served(*ARGUMENTS, "--data-dir", str(folder))
+def serving(folder: Path, *options: str) -> Iterator[Served]:
+    served = Served(*ARGUMENTS, "--data-dir", str(folder), *options)
     try:
         yield served
     finally:
@@ -161,21 +168,133 @@ def test_a_batch_survives_its_server(tmp_path: Path, how: int) -> None:
         assert set(answers(client, batch.output_file_id)) == {f"row-{number}" for number in range(300)}
 
 
-def test_a_full_disk_fails_the_batch_alone(tmp_path: Path) -> None:
+def pauses(client: openai.OpenAI, batch_id: str, why: str) -> bool:
+    batch = client.batches.retrieve(batch_id)
+    assert batch.status in ("validating", "in_progress")
+    return why in ((batch.model_extra or {})["paused"] or "")
+
+
+def complete(client: openai.OpenAI, batch_id: str, count: int) -> None:
+    batch = ended(client, batch_id)
+    assert (batch.status, batch.request_counts.completed, batch.errors) == ("completed", count, None)
+    assert set(answers(client, batch.output_file_id)) == {f"row-{number}" for number in range(count)}
+
+
+def test_a_batch_waits_while_the_disk_is_full(tmp_path: Path) -> None:
     """The limit on the size of the server's files stands for the disk's end: every write beyond it fails."""
     with serving(tmp_path) as served:
         client = served.client()
         batch = begin(client, rows(300, max_tokens=60, ignore_eos=True))
         eventually(lambda: client.batches.retrieve(batch.id).request_counts.completed > 20)
         before = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-        batch = ended(client, batch.id)
-        assert batch.status == "failed"
-        assert "cannot store this" in batch.errors.data[0].message
+        eventually(lambda: pauses(client, batch.id, "cannot store this"))
         with pytest.raises(openai.APIStatusError, match="cannot store this") as full:
             client.files.create(file=("rows.jsonl", b"a" * (1 << 21)), purpose="batch")
         assert full.value.status_code == 507
         assert client.completions.create(model="kvern-1m", prompt="Once", max_tokens=2).usage.completion_tokens == 2
         resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, before)
-        again = ended(client, begin(client, rows(3, max_tokens=4)).id)
-        assert again.status == "completed"
+        complete(client, batch.id, 300)
         assert not [path for path in os.listdir(tmp_path / "files") if path.endswith("_errors")]
+
+
+def upload_for_ever(client: openai.OpenAI, size: int, made: list[str]) -> None:
+    while True:
+        made.append(client.files.create(file=("a", b"a" * size), purpose="user_data").id)
+
+
+def test_a_key_that_fills_the_disk_stops_no_batch_for_good(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("a file system can only be mounted by root")
+    try:
+        with serving(tmp_path, "--disk-reserve", "0") as served:
+            client, other = served.client(), served.client(f"{KEY}-2")
+            batch = begin(client, rows(400, max_tokens=60, ignore_eos=True))
+            eventually(lambda: client.batches.retrieve(batch.id).request_counts.completed > 20)
+            filled: list[str] = []
+            for size in (1 << 17, 1 << 12):
+                with pytest.raises(openai.APIStatusError, match=r"disk|space") as full:
+                    upload_for_ever(other, size, filled)
+                assert full.value.status_code == 507
+            eventually(lambda: pauses(client, batch.id, "cannot store this"))
+            for name in filled:
+                other.files.delete(name)
+            complete(client, batch.id, 400)
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True, capture_output=True)
+
+
+def test_a_batch_waits_while_its_key_may_keep_no_more(tmp_path: Path) -> None:
+    content = rows(100, max_tokens=20, ignore_eos=True)
+    quota = len(content) * 3 // 2
+    with serving(tmp_path, "--disk-per-key", str(quota), "--disk-reserve", "0") as served:
+        client, other = served.client(), served.client(f"{KEY}-2")
+        batch = begin(client, content)
+        eventually(lambda: pauses(client, batch.id, f"of {quota}, and"))
+        with pytest.raises(openai.APIStatusError, match="delete files") as full:
+            client.files.create(file=("rows.jsonl", content), purpose="batch")
+        assert full.value.status_code == 413
+        file = other.files.create(file=("rows.jsonl", content), purpose="batch")
+        for _ in range(2):  # what is deleted is room again
+            other.files.delete(file.id)
+            file = other.files.create(file=("rows.jsonl", content), purpose="batch")
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        batch = ended(client, batch.id)
+        assert 0 < batch.request_counts.completed == len(answers(client, batch.output_file_id)) < 100
+
+
+def test_uploads_leave_the_reserve(tmp_path: Path) -> None:
+    reserve = str(1 << 60)
+    with serving(tmp_path, "--disk-reserve", reserve) as served:
+        with pytest.raises(openai.APIStatusError, match=f"less than {reserve} of the server's disk") as full:
+            served.client().files.create(file=("rows.jsonl", b"a"), purpose="batch")
+        assert full.value.status_code == 507
+        assert os.listdir(tmp_path / "files") == []
+
+
+def work_of(folder: Path, answer: Answerer, owner: str = "alice") -> list[Any]:
+    """The lines of the errors of a batch of five rows that is answered by this."""
+
+    async def work() -> list[Any]:
+        store = Store(folder, 1 << 20, 0)
+        key = ApiKey(owner, b"", per_minute=7)
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield rows(5)
+
+        file_id, _ = await store.write(owner, parts())
+        body = {"id": "batch_1", "status": "validating", "endpoint": CHAT, "input_file_id": file_id}
+        await store.save("batch", owner, {**body, "errors": None, "expires_at": time.time() + 60})
+        batches = Batches(store, [key], {CHAT: answer}, 2)
+        await batches.resume()
+        stands = batches._work["batch_1"]
+        await asyncio.wait_for(stands.task, 20)
+        assert (stands.body["status"], stands.key.per_minute) == ("completed", 7)
+        lines = store.path(stands.body["error_file_id"]).read_text().splitlines()
+        await batches.stop()
+        return [json.loads(line) for line in lines]
+
+    return asyncio.run(work())
+
+
+def test_a_row_that_fails_in_an_unforeseen_way_fails_alone(tmp_path: Path) -> None:
+    async def answer(body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
+        raise OverflowError("int too big to convert")
+
+    responses = [line["response"] for line in work_of(tmp_path, answer)]
+    assert [response["status_code"] for response in responses] == [500] * 5
+    assert "fault" in responses[0]["body"]["error"]["message"] and "big" not in str(responses)
+
+
+def test_a_batch_whose_key_is_gone_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def resume() -> list[str]:
+        store = Store(tmp_path, 1 << 20, 0)
+        await store.save("batch", "gone", {"id": "batch_1", "status": "in_progress", "endpoint": CHAT})
+        batches = Batches(store, [ApiKey("here", b"")], {}, 2)
+        await batches.resume()
+        begun = list(batches._work)
+        await batches.stop()
+        return begun
+
+    assert asyncio.run(resume()) == []
+    assert "batch_1 waits for a server that has its API key, gone" in caplog.text

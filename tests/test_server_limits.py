@@ -59,7 +59,7 @@ def test_limits_of_a_key(tmp_path: Path) -> None:
 
 def test_no_key_starves_another() -> None:
     """One key asks for forty answers; another's single one comes before most of them."""
-    with serving(*SMALL, *ONE_SLOT, "--api-key", f"{KEY}-a", f"{KEY}-b") as served:
+    with serving(*SMALL, *ONE_SLOT, "--api-key", f"a:{KEY}-a admin=1", f"b:{KEY}-b") as served:
         greedy, modest = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
         done: list[str] = []
 
@@ -95,13 +95,21 @@ def cached(client: openai.OpenAI, **extra: Any) -> int:
 
 
 def test_caches_of_keys_and_salts_are_apart() -> None:
-    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b", "--isolate-prefix-cache-per-key") as served:
+    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b") as served:
         one, other = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
         assert (cached(one), cached(other)) == (0, 0)
         assert cached(one) == cached(other) > 50
         assert cached(one, cache_salt="x") == 0
         assert cached(one, cache_salt="x") > 50
         assert cached(one, cache_salt="y") == 0
+
+
+def test_keys_that_share_their_caches() -> None:
+    with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b", "--share-prefix-cache") as served:
+        one, other = served.client(f"{KEY}-a"), served.client(f"{KEY}-b")
+        assert cached(one) == 0
+        assert cached(other) > 50
+        assert cached(other, cache_salt="x") == 0
 
 
 def test_request_ids_and_logs(tmp_path: Path) -> None:
@@ -206,9 +214,12 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (["--api-key-file", "/nothing"], "api_key_file /nothing cannot be read"),
         (["--api-key", "a:b c=d"], "API key 1 is not of the form NAME:KEY"),
         (["--api-key", "x:1", "x:2"], "two API keys have the same name"),
+        (["--api-key", "x:1", "y:1"], "two API keys are the same"),
+        (["--api-key", "x:"], "API key 1 is not of the form NAME:KEY"),
+        (["--disk-per-key", "0"], "disk_per_key is 0: it must be above 0"),
         (["--uds", "/nothing/socket"], "cannot listen on /nothing/socket"),
     ],
-    ids=range(9),
+    ids=range(12),
 )
 def test_bad_options_are_one_line(arguments: list[str], said: str) -> None:
     done = subprocess.run(

@@ -73,7 +73,9 @@ class RequestFailed(KvernError):
 
 
 class ServerBusy(KvernError):
-    """There is too much of one kind to do: the same request may be served later."""
+    """There is too much of one kind to do: the same request may be served in `seconds`."""
+
+    seconds = 5.0
 
 
 class EngineDied(KvernError):

@@ -113,6 +113,10 @@ class EngineClient:
         """Answers that have not ended, running or waiting."""
         return len(self._outputs)
 
+    def waiting(self, owner: str) -> int:
+        """Answers of this owner that have not begun."""
+        return self._turns.waiting(owner)
+
     @property
     def max_batch_requests(self) -> int:
         """Requests that run at the same time at most."""
@@ -433,7 +437,7 @@ class EngineClient:
             self.metrics.next_token(now - generation.last)
         else:
             generation.first = now
-            self._turns.began(generation.turn)
+            self._turns.began(generation.turn, generation.owner, generation.sequences)
             self.metrics.first_token(now - generation.asked)
         generation.last = now
         if generation.output.finished:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from kvern.engine.client import EngineClient
@@ -11,41 +11,55 @@ from kvern.server.http import HttpError
 from kvern.server.keys import ApiKey
 
 RATE_WINDOW = 128
-"""So many of the last answers tell how fast answers come."""
+"""So many of a key's last answers tell how fast its answers come."""
 LONGEST_RETRY = 60
 
 
 class Admission:
-    """Counts what is asked of one engine."""
+    """Counts what `users` keys ask of one engine.
 
-    def __init__(self, client: EngineClient, max_queue: int) -> None:
+    While the queue has room, a key may fill all of it. Then each may still have its part of `max_queue` waiting, and
+    the rows of its batches another, so that at most three times `max_queue` wait in all.
+    """
+
+    def __init__(self, client: EngineClient, max_queue: int, users: int) -> None:
         self._client = client
         self._max_queue = max_queue
-        self._ended: deque[float] = deque(maxlen=RATE_WINDOW)
-        self._concurrent: dict[str, int] = {}
+        self._users = users
+        self._ended: dict[str, deque[float]] = {}
+        self._concurrent: Counter[str] = Counter()
         self._begun: dict[str, deque[float]] = {}
+        self._arriving: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def enter(self, key: ApiKey, sequences: int) -> Iterator[None]:
+    def enter(self, key: ApiKey, sequences: int = 0) -> Iterator[None]:
         """Let a request of so many sequences in, until the block ends. Raises HttpError, 429 or 400."""
         self._check_limits(key)
-        self._check_queue(sequences)
-        self._concurrent[key.name] = self._concurrent.get(key.name, 0) + 1
+        if sequences:
+            self._check_queue(key, sequences)
+        self._concurrent[key.line] += 1
         if key.per_minute is not None:
             self._begun.setdefault(key.name, deque(maxlen=key.per_minute)).append(time.monotonic())
         try:
             yield
         finally:
-            self._ended.extend([time.monotonic()] * sequences)
-            self._concurrent[key.name] -= 1
-            if not self._concurrent[key.name]:
-                del self._concurrent[key.name]
+            self._ended.setdefault(key.line, deque(maxlen=RATE_WINDOW)).extend([time.monotonic()] * sequences)
+            _subtract(self._concurrent, key.line, 1)
+
+    @contextlib.contextmanager
+    def arriving(self, key: ApiKey, sequences: int) -> Iterator[None]:
+        """While these sequences are made ready for the engine, they wait as well."""
+        self._arriving[key.line] += sequences
+        try:
+            yield
+        finally:
+            _subtract(self._arriving, key.line, sequences)
 
     def _check_limits(self, key: ApiKey) -> None:
-        running = self._concurrent.get(key.name, 0)
+        running = self._concurrent[key.line]
         if key.concurrent is not None and running >= key.concurrent:
             message = f"key {key.name} has {running} requests at the same time, its limit: wait until one ends"
-            raise self._refusal("concurrent", message, self._seconds_for(1))
+            raise self._refusal("concurrent", message, self._seconds_for(key, 1))
         begun = self._begun.get(key.name)
         if key.per_minute is not None and begun is not None and len(begun) == key.per_minute:
             wait = 60 - (time.monotonic() - begun[0])
@@ -53,24 +67,39 @@ class Admission:
                 message = f"key {key.name} has made {key.per_minute} requests in the last minute, its limit"
                 raise self._refusal("per_minute", message, wait)
 
-    def _check_queue(self, sequences: int) -> None:
+    def _check_queue(self, key: ApiKey, sequences: int) -> None:
         most = self._max_queue + self._client.max_batch_requests
         if sequences > most:
             message = f"the request asks for {sequences} sequences, and this server runs and queues {most} at most"
             raise HttpError(400, f"{message}: ask for fewer at once", param="n")
-        waiting = self._client.unfinished - self._client.statistics.running
-        if waiting + sequences > self._max_queue:
+        excess = self._client.unfinished + self._arriving.total() + sequences - most
+        if excess <= 0:
+            return
+        waiting = self._client.waiting(key.line) + self._arriving[key.line]
+        if self._users > 1 and waiting + sequences <= self._max_queue // self._users:
+            return
+        if self._users == 1:
+            waiting = self._max_queue + excess - sequences
             message = f"{waiting} sequences wait already, and this server lets {self._max_queue} wait"
-            raise self._refusal("queue", message, self._seconds_for(waiting + sequences - self._max_queue))
+        else:  # nothing of what other keys do
+            message, excess = "the server has more requests than it lets wait", sequences
+        raise self._refusal("queue", message, self._seconds_for(key, excess))
 
-    def _seconds_for(self, sequences: int) -> float:
-        """How long so many answers take, by the rate of the last ones."""
-        if len(self._ended) < 2:
+    def _seconds_for(self, key: ApiKey, sequences: int) -> float:
+        """How long so many answers take, by the rate of the key's last ones."""
+        ended = self._ended.get(key.line)
+        if ended is None or len(ended) < 2:
             return 1.0
-        return sequences * (time.monotonic() - self._ended[0]) / len(self._ended)
+        return sequences * (time.monotonic() - ended[0]) / len(ended)
 
     def _refusal(self, reason: str, message: str, seconds: float) -> HttpError:
         self._client.metrics.refused(reason)
         retry = max(1, min(LONGEST_RETRY, math.ceil(seconds)))
         headers = {"retry-after": str(retry)}
         return HttpError(429, f"{message}: try again in {retry} s", code="rate_limit_exceeded", headers=headers)
+
+
+def _subtract(counts: Counter[str], line: str, number: int) -> None:
+    counts[line] -= number
+    if not counts[line]:
+        del counts[line]

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvern
 from kvern.batch.chat_body import template_variables
@@ -26,13 +26,14 @@ from kvern.errors import (
 )
 from kvern.server import messages, openai, openapi
 from kvern.server.adapters import Adapters
-from kvern.server.batches import EMBEDDINGS, SCORE, Answerer, Batches
+from kvern.server.batch_routes import Batches
+from kvern.server.batches import EMBEDDINGS, SCORE, Answerer
 from kvern.server.bodies import let_go, read_object
 from kvern.server.chat_page import page_routes
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
 from kvern.server.files import Files
-from kvern.server.gate import ANYONE, Gate
+from kvern.server.gate import Gate
 from kvern.server.http import (
     EventStream,
     HttpError,
@@ -53,25 +54,29 @@ CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
 MOST_DECODED = 1 << 17
 """Token ids to turn into text at once, where the model's context is shorter."""
+METRICS_ROUTES = ("/metrics", "/ready", "/version", "/health")
+"""What a key with metrics=1 may read."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Server:
     """The handlers of one engine."""
 
-    def __init__(self, client: EngineClient, config: ServerConfig, models: Sequence[str]) -> None:
-        self.service = Service(client, config, models)
+    def __init__(
+        self, client: EngineClient, config: ServerConfig, models: Sequence[str], keys: Sequence[ApiKey] = ()
+    ) -> None:
+        self._keys = keys
+        self.service = Service(client, config, models, keys)
         self.embeddings = Embeddings(self.service)
-        self.store = Store(config.data_dir or default_folder())
+        self.store = Store(config.data_dir or default_folder(), config.disk_per_key, config.disk_reserve)
         answerers = {CHAT: self._answerer(CHAT), COMPLETIONS: self._answerer(COMPLETIONS)}
         self.scores = Scores(self.service)
         answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
-        self.batches = Batches(self.store, answerers, client.max_batch_requests)
+        self.batches = Batches(self.store, self.service.users, answerers, client.max_batch_requests)
         self.started = int(time.time())
 
-    def app(self, keys: Sequence[ApiKey] = ()) -> ASGIApp:
+    def app(self) -> ASGIApp:
         """The ASGI application. With keys, every route but /health needs one of them."""
-        self._has_keys = bool(keys)
         responses, claude, files, batches, adapters = (
             Responses(self.service),
             messages.MessagesApi(self.service),
@@ -124,8 +129,7 @@ class Server:
         }
         app = Starlette(routes=routes, exception_handlers=handled)
         config = self.service.config
-        default = ApiKey(ANYONE.name, b"", config.concurrent_per_key, config.per_minute_per_key)
-        return Gate(app, keys, default, config)
+        return Gate(_walled(app), self._keys, self.service.users[0], config)
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -143,7 +147,11 @@ class Server:
         return json_response({"version": kvern.__version__})
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus."""
+        """Figures for Prometheus. Those of several keys are for a key of Prometheus's own, or an administrator's."""
+        key: ApiKey = request.state.key
+        if len(self.service.users) > 1 and not (key.admin or key.metrics):
+            message = "the metrics tell what other keys do: read them with an API key with metrics=1 or admin=1"
+            raise HttpError(403, message, code="permission_denied")
         return Response(self.service.client.metrics.text(), headers={"content-type": METRICS_TYPE})
 
     async def description(self, request: Request) -> Response:
@@ -156,7 +164,7 @@ class Server:
         return HTMLResponse(page(self._described()), headers=headers)
 
     def _described(self) -> openapi.Schema:
-        return openapi.document(self.service.names, self.service.client.inputs.vocab_size, self._has_keys)
+        return openapi.document(self.service.names, self.service.client.inputs.vocab_size, bool(self._keys))
 
     async def list_models(self, request: Request) -> Response:
         """The names that `model` may have."""
@@ -177,12 +185,13 @@ class Server:
         body = await read_object(request)
         service = self.service
         service.model(body)
-        if "messages" in body:
-            tools = typed(body, "tools", list, None)
-            token_ids = await openai.conversation(body["messages"], tools, service, template_variables(body))
-        else:
-            special = typed(body, "add_special_tokens", bool, True)
-            token_ids = await service.client.encode(typed(body, "prompt", str, ""), special)
+        with service.admission.enter(request.state.key):
+            if "messages" in body:
+                tools = typed(body, "tools", list, None)
+                token_ids = await openai.conversation(body["messages"], tools, service, template_variables(body))
+            else:
+                special = typed(body, "add_special_tokens", bool, True)
+                token_ids = await service.client.encode(typed(body, "prompt", str, ""), special)
         answer: dict[str, Any] = {
             "tokens": token_ids,
             "count": len(token_ids),
@@ -203,7 +212,8 @@ class Server:
             raise HttpError(400, f"tokens holds {len(tokens)}: this server takes {most} at most", param="tokens")
         if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise HttpError(400, "tokens must be a list of token ids", param="tokens")
-        return json_response({"prompt": await self.service.client.decode(tokens)})
+        with self.service.admission.enter(request.state.key):
+            return json_response({"prompt": await self.service.client.decode(tokens)})
 
     async def completions(self, request: Request) -> Response | EventStream:
         """Both of OpenAI's completion routes, streamed or at once."""
@@ -228,6 +238,21 @@ class Server:
             return openai.answer(call, await self.service.run(call.ask), self.service)
 
         return answer
+
+
+def _walled(app: ASGIApp) -> ASGIApp:
+    """Keys of Prometheus see nothing but figures."""
+
+    async def walled(scope: Scope, receive: Receive, send: Send) -> None:
+        path = path_of(scope)
+        if scope["type"] == "http" and scope["state"]["key"].metrics and path not in METRICS_ROUTES:
+            message = f"an API key with metrics=1 may only read {', '.join(METRICS_ROUTES)}: use another"
+            refusal = messages.error_for(path, HttpError(403, message, code="permission_denied"))
+            await refusal(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return walled
 
 
 async def _failed(request: Request, error: Exception) -> Response:

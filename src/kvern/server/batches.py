@@ -1,14 +1,17 @@
-"""OpenAI's /v1/batches: files of requests, worked through beside the others, that survive a restart.
+"""The work of batches: files of requests, worked through beside the others, that survive a restart.
 
     in a batch's life: validating --> in_progress --> finalizing --> completed
                             |              |
                           failed    cancelling, expired, failed     (what was answered so far stays)
 
-Each answer is appended to the output file when it is there. After a restart the rows that have one are left out.
+Each answer is appended to the output file when it is there. After a restart the rows that have one are left out. When
+the disk takes no more, or no more of this key, the batch's `paused` says so until it goes on.
 """
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import logging
 import time
 import uuid
@@ -17,17 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from kvern.batch.openai_format import CHAT, COMPLETIONS
-from kvern.errors import EngineDied, KvernError, shown
-from kvern.server.bodies import MAX_BODY_BYTES, check_counts, decode_object, read_object
-from kvern.server.files import OUTPUT, PART_BYTES, file_object, page_of
-from kvern.server.http import HttpError, error_body, json_response, status_of
+from kvern.errors import EngineClosed, EngineUnavailable, KvernError, ServerBusy
+from kvern.server.bodies import MAX_BODY_BYTES, check_counts, decode_object
+from kvern.server.files import OUTPUT, PART_BYTES, file_object
+from kvern.server.http import HttpError, error_body, status_of
 from kvern.server.keys import ApiKey
-from kvern.server.service import typed
-from kvern.server.store import Object, Store
+from kvern.server.store import NoRoom, Object, Store, paths_of_batch
 
 logger = logging.getLogger("kvern")
 
@@ -44,120 +44,29 @@ MOST_ERRORS = 100
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 COUNTED_EVERY = 1.0
 """Seconds after which the counts of a batch are written down."""
+PAUSE = 1.0
+"""Seconds after which a batch that found no room looks again."""
 
-
-class Batches:
-    """The handlers, and the work. `answerers` answer the requests of each endpoint; `width` rows run at once."""
-
-    def __init__(self, store: Store, answerers: dict[str, Answerer], width: int) -> None:
-        self._store = store
-        self._answerers = answerers
-        self._width = width
-        self._work: dict[str, Work] = {}
-
-    async def resume(self) -> None:
-        """Go on with what an earlier server left."""
-        if not self._store.exists:
-            return
-        try:
-            batches = await self._store.all("batch")
-        except HttpError as error:
-            logger.warning("batches are not continued: %s", error)
-            return
-        for owner, body in batches:
-            if body["status"] in RUNNING:
-                self._begin(owner, body)
-
-    async def stop(self) -> None:
-        """Leave all work where it stands; a later server goes on."""
-        for work in self._work.values():
-            work.task.cancel()
-        await asyncio.gather(*(work.task for work in self._work.values()), return_exceptions=True)
-        self._store.close()
-
-    async def create(self, request: Request) -> Response:
-        """POST /v1/batches."""
-        body = await read_object(request)
-        owner = request.state.key.name
-        endpoint, window = body.get("endpoint"), body.get("completion_window", "24h")
-        if not isinstance(endpoint, str) or endpoint not in self._answerers:
-            message = f"endpoint is {shown(endpoint)}: it must be one of {', '.join(self._answerers)}"
-            raise HttpError(400, message, param="endpoint")
-        if window != "24h":
-            raise HttpError(400, f"completion_window is {window!r:.20}: it must be 24h", param="completion_window")
-        source = await self._store.load("file", owner, typed(body, "input_file_id", str, ""))
-        now = int(time.time())
-        times = dict.fromkeys(f"{name}_at" for name in ("in_progress", "finalizing", "completed", "failed", "expired"))
-        batch = {
-            "id": f"batch_{uuid.uuid4().hex}",
-            "object": "batch",
-            "endpoint": endpoint,
-            "errors": None,
-            "input_file_id": source["id"],
-            "completion_window": window,
-            "status": "validating",
-            "output_file_id": None,
-            "error_file_id": None,
-            "created_at": now,
-            "expires_at": now + WINDOW_SECONDS,
-            **times,
-            "cancelling_at": None,
-            "cancelled_at": None,
-            "request_counts": {"total": 0, "completed": 0, "failed": 0},
-            "metadata": typed(body, "metadata", dict, {}),
-        }
-        await self._store.save("batch", owner, batch)
-        self._begin(owner, batch)
-        return json_response(batch)
-
-    async def list(self, request: Request) -> Response:
-        """GET /v1/batches, the newest first, `limit` of them behind the one named `after`."""
-        found = [self._now(body) for _, body in await self._store.all("batch", request.state.key.name)]
-        return json_response(page_of(found, request))
-
-    async def retrieve(self, request: Request) -> Response:
-        """GET /v1/batches/{batch_id}."""
-        return json_response(await self._find(request))
-
-    async def cancel(self, request: Request) -> Response:
-        """POST /v1/batches/{batch_id}/cancel."""
-        body = await self._find(request)
-        work = self._work.get(body["id"])
-        if work is None or work.task.done():
-            message = f"batch {body['id']} is {body['status']}: only one that runs can be cancelled"
-            raise HttpError(400, message)
-        work.cancel()
-        return json_response(work.body)
-
-    async def _find(self, request: Request) -> Object:
-        body = await self._store.load("batch", request.state.key.name, request.path_params["batch_id"])
-        return self._now(body)
-
-    def _now(self, body: Object) -> Object:
-        return self._work[body["id"]].body if body["id"] in self._work else body
-
-    def _begin(self, owner: str, body: Object) -> None:
-        work = Work(self._store, owner, body, self._answerers[body["endpoint"]], self._width)
-        self._work[body["id"]] = work
-        work.task.add_done_callback(lambda _: self._work.pop(body["id"]) if work.saved else None)
+FAULT = "the server has a fault; its log tells more"
 
 
 class Work:
     """One batch that runs; `body` is how it stands."""
 
-    def __init__(self, store: Store, owner: str, body: Object, answer: Answerer, width: int) -> None:
+    def __init__(
+        self, store: Store, key: ApiKey, body: Object, answer: Answerer, width: int, places: asyncio.Semaphore
+    ) -> None:
         self.body = body
+        self.key = dataclasses.replace(key, is_batch=True)
         self._store = store
-        self._owner = owner
-        self._key = ApiKey(f"{owner} batch", b"")  # its turns are not those of the requests that somebody waits for
         self._answer = answer
         self._width = width
+        self._places = places
         self.saved = False
         """The end is written down. If the disk did not take it, this object is all that knows of it."""
         self._cancelled = asyncio.Event()
         self._writing = asyncio.Lock()
-        self._output = store.path(f"{body['id']}_output")
-        self._errors = store.path(f"{body['id']}_errors")
+        self._output, self._errors = (store.path(name) for name in paths_of_batch(body["id"]))
         self.task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
@@ -173,11 +82,14 @@ class Work:
                 self._enter("finalizing")
             await self._keep_files()
             self._enter(end)
-            await self._save()
+            await self._until_room(self._save)
         except HttpError as error:
             await self._fail(error)
         except OSError as error:
             await self._fail(HttpError(507, f"the server cannot store this: {error.strerror or error}", code="storage"))
+        except Exception:
+            logger.exception("batch %s cannot go on", self.body["id"])
+            await self._fail(HttpError(500, FAULT))
 
     async def _through(self) -> str:
         """Answer all rows; the state in which the batch ends."""
@@ -186,13 +98,14 @@ class Work:
         if errors:
             self.body["errors"] = {"object": "list", "data": errors}
             return "failed"
+        self._take_back_files()
         done = {name for file in (self._output, self._errors) for name in await asyncio.to_thread(answered, file)}
         failed = len(await asyncio.to_thread(answered, self._errors))
         self.body["request_counts"] = {"total": total, "completed": len(done) - failed, "failed": failed}
         if self.body["status"] == "cancelling":
             return "cancelled"
         self._enter("in_progress")
-        await self._save()
+        await self._until_room(self._save)
         rows = iter_rows(path, done)
         tasks = [asyncio.create_task(self._worker(rows)) for _ in range(min(self._width, total))]
         stopper, counter = asyncio.create_task(self._cancelled.wait()), asyncio.create_task(self._count())
@@ -211,44 +124,78 @@ class Work:
             await asyncio.gather(*tasks, stopper, counter, everything, return_exceptions=True)
 
     async def _worker(self, rows: Iterator[Object]) -> None:
-        while (row := next(rows, None)) is not None:
-            status, answer = await self._answer_row(row["body"])
+        while True:
+            async with self._places:
+                row = next(rows, None)
+                if row is None:
+                    return
+                status, answer = await self._answer_row(row["body"])
             request_id = uuid.uuid4().hex
             response = {"status_code": status, "request_id": request_id, "body": answer}
             line = {"id": f"batch_req_{request_id}", "custom_id": row["custom_id"], "response": response, "error": None}
-            path = self._output if status == 200 else self._errors
-            written = asyncio.create_task(self._write(path, line, "completed" if status == 200 else "failed"))
-            try:
-                await asyncio.shield(written)
-            except asyncio.CancelledError:
-                await written  # what is in the file is counted
-                raise
+            await self._until_room(
+                functools.partial(self._write_whole, msgspec.json.encode(line) + b"\n", status == 200)
+            )
 
-    async def _write(self, path: Path, line: Object, count: str) -> None:
+    async def _write_whole(self, line: bytes, is_answer: bool) -> None:
+        written = asyncio.create_task(self._write(line, is_answer))
+        try:
+            await asyncio.shield(written)
+        except asyncio.CancelledError:
+            with contextlib.suppress(HttpError):
+                await written  # what is in the file is counted
+            raise
+
+    async def _write(self, line: bytes, is_answer: bool) -> None:
         async with self._writing:
-            await asyncio.to_thread(append, path, msgspec.json.encode(line) + b"\n")
-            self.body["request_counts"][count] += 1
+            await self._store.append(self.key.name, self._output if is_answer else self._errors, line)
+            self.body["request_counts"]["completed" if is_answer else "failed"] += 1
+
+    async def _until_room(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write as soon as the disk takes it."""
+        while True:
+            try:
+                await write()
+            except NoRoom as error:
+                if self.body.get("paused") is None:
+                    logger.warning("batch %s pauses: %s", self.body["id"], error)
+                self.body["paused"] = error.message
+                await asyncio.sleep(PAUSE)
+            else:
+                self.body["paused"] = None
+                return
 
     async def _answer_row(self, body: dict[str, Any]) -> tuple[int, Object]:
         while True:
             try:
-                return 200, await self._answer(dict(body), self._key)
+                return 200, await self._answer(dict(body), self.key)
             except HttpError as error:
-                if error.status == 429 and error.headers is not None:
+                if error.headers is not None and "retry-after" in error.headers:
                     await asyncio.sleep(float(error.headers["retry-after"]))
                     continue
                 return error.status, error_body(error.status, error.message, error.param, error.code)
-            except EngineDied as error:
-                if "closed" in str(error):
-                    raise asyncio.CancelledError from error  # the server ends: the row is another's
-                return 500, error_body(500, str(error))
+            except EngineClosed as error:
+                raise asyncio.CancelledError from error  # the server ends: the row is another's
+            except (EngineUnavailable, ServerBusy) as error:
+                await asyncio.sleep(error.seconds)
             except KvernError as error:
                 return status_of(error), error_body(status_of(error), str(error))
+            except Exception:
+                logger.exception("a row of batch %s failed", self.body["id"])
+                return 500, error_body(500, FAULT)
 
     async def _count(self) -> None:
         while True:
             await asyncio.sleep(COUNTED_EVERY)
-            await self._save()
+            with contextlib.suppress(NoRoom):
+                await self._save()
+
+    def _take_back_files(self) -> None:
+        """Of an earlier server that was about to end the batch."""
+        for path in (self._output, self._errors):
+            kept = self._store.path(f"file-{path.name}")
+            if kept.exists():
+                kept.rename(path)
 
     async def _keep_files(self) -> None:
         """Give the files of answers and of errors their ids, if they hold something."""
@@ -258,7 +205,7 @@ class Work:
                 size = path.stat().st_size
                 path.rename(self._store.path(file_id))
                 body = file_object(file_id, size, f"{self.body['id']}_{name}.jsonl", OUTPUT)
-                await self._store.save("file", self._owner, body)
+                await self._until_room(functools.partial(self._store.save, "file", self.key.name, body))
                 self.body[f"{name}_file_id"] = file_id
 
     async def _fail(self, error: HttpError) -> None:
@@ -266,17 +213,16 @@ class Work:
         problem = {"code": error.code or "server_error", "line": None, "message": error.message, "param": error.param}
         self.body["errors"] = {"object": "list", "data": [problem]}
         self._enter("failed")
-        with contextlib.suppress(HttpError):  # what cannot be written now is tried again by the next server
-            await self._keep_files()
-        with contextlib.suppress(HttpError):
-            await self._save()
+        for write in (self._keep_files, self._save):
+            with contextlib.suppress(HttpError, OSError):  # the next server tries again
+                await self._until_room(write)
 
     def _enter(self, status: str) -> None:
         self.body["status"] = status
         self.body[f"{status}_at"] = self.body.get(f"{status}_at") or int(time.time())
 
     async def _save(self) -> None:
-        await self._store.save("batch", self._owner, self.body)
+        await self._store.save("batch", self.key.name, self.body)
         self.saved = self.body["status"] not in RUNNING
 
 
@@ -355,15 +301,3 @@ def answered(path: Path) -> list[str]:
     with path.open("r+b") as file:
         file.truncate(size)
     return names
-
-
-def append(path: Path, line: bytes) -> None:
-    """Write a whole line, or nothing."""
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("ab") as file:
-            file.write(line)
-    except OSError:
-        with contextlib.suppress(OSError), path.open("r+b") as file:
-            file.truncate(size)
-        raise

@@ -28,7 +28,8 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     """Keys, one of which every request but /health must then carry."""
     api_key_file: Path | None = None
-    """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N, per_minute=N and admin=1."""
+    """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N, per_minute=N, admin=1 and
+    metrics=1, which lets it read /metrics and nothing else."""
     allowed_origins: tuple[str, ...] = ()
     """Origins, such as https://chat.example.org, of sites whose pages may use this server in a browser; * is all."""
     allowed_hosts: tuple[str, ...] = ()
@@ -38,15 +39,20 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. None: the name it was started with."""
     max_queue: int = 2048
-    """Sequences that may wait; beyond, requests are refused with 429 and a time to try again."""
+    """Sequences that may wait; beyond, requests are refused with 429 and a time to try again. Each of several keys may
+    always have its part of them waiting, whatever the others do."""
     concurrent_per_key: int | None = None
     """Requests of one key at the same time, at most."""
     per_minute_per_key: int | None = None
-    """Requests of one key in a minute, at most."""
+    """Requests of one key in a minute, at most; each row of a batch is one, and waits for its turn."""
+    disk_per_key: int = 16 << 30
+    """Bytes of files and batches that one key may keep, at most."""
+    disk_reserve: int = 256 << 20
+    """Bytes of the disk that uploads leave free, for batches that run."""
     stream_interval: int = 1
     """Tokens that a chunk of a stream waits for; more make streams cheaper and coarser. The first is sent at once."""
-    isolate_prefix_cache_per_key: bool = False
-    """Let each key reuse only blocks that its own requests cached, so that timing tells nothing about others."""
+    share_prefix_cache: bool = False
+    """Let keys reuse each other's cached prompts: each can then find out, by guessing, what others have asked."""
     engine_timeout: float = 60.0
     """Seconds without a sign of life after which the engine is replaced; a step takes less."""
     request_timeout: float = 30.0
@@ -75,11 +81,14 @@ class ServerConfig:
             "stream_interval",
             "concurrent_per_key",
             "per_minute_per_key",
+            "disk_per_key",
             "engine_timeout",
             "request_timeout",
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}: it must be above 0")
-        if self.grace_seconds < 0:
-            raise ConfigError(f"grace_seconds is {self.grace_seconds}: it must not be negative")
+        for name in ("grace_seconds", "disk_reserve"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name} is {value}: it must not be negative")

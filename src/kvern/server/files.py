@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,6 +24,8 @@ OUTPUT = "batch_output"
 PART_BYTES = 1 << 20
 SLOWEST_UPLOAD = 1 << 14
 """Bytes of an upload in a second, on average, beside the time that every body has."""
+MOST_UPLOADS = 4
+"""Of one key at the same time: while they arrive, they are outside of what it may keep."""
 MOST_ON_PAGE = 10_000
 
 
@@ -31,10 +34,23 @@ class Files:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._uploads: Counter[str] = Counter()
 
     async def create(self, request: Request) -> Response:
         """POST /v1/files."""
         check_form(request.headers.get("content-type", ""))
+        owner = request.state.key.name
+        if self._uploads[owner] >= MOST_UPLOADS:
+            message = f"key {owner} sends {MOST_UPLOADS} files at the same time: wait until one is there"
+            raise HttpError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
+        self._uploads[owner] += 1
+        try:
+            await self._store.check_upload(owner, int(request.headers.get("content-length", 0)))
+            return json_response(await self._receive(request, owner))
+        finally:
+            self._uploads[owner] -= 1
+
+    async def _receive(self, request: Request, owner: str) -> Object:
         request = Request(request.scope, limited(request))
         try:
             await request.form(max_files=1, max_fields=10)
@@ -50,14 +66,14 @@ class Files:
                 message = f"purpose is {purpose!r:.40}: it must be one of {', '.join(PURPOSES)}"
                 raise HttpError(400, message, param="purpose")
             name = (upload.filename or "file")[:255]
-            file_id, size = await self._store.write(parts_of(upload))
+            file_id, size = await self._store.write(owner, parts_of(upload))
         body = file_object(file_id, size, name, purpose)
         try:
-            await self._store.save("file", request.state.key.name, body)
+            await self._store.save("file", owner, body)
         except BaseException:
-            await self._store.remove(file_id)
+            await self._store.remove(owner, file_id)
             raise
-        return json_response(body)
+        return body
 
     async def list(self, request: Request) -> Response:
         """GET /v1/files."""
@@ -83,7 +99,7 @@ class Files:
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/files/{file_id}."""
         body = await self._find(request)
-        await self._store.remove(body["id"])
+        await self._store.remove(request.state.key.name, body["id"])
         return json_response({"id": body["id"], "object": "file", "deleted": True})
 
     async def _find(self, request: Request) -> Object:

@@ -15,14 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvern.server.bodies import Lane
 from kvern.server.config import ServerConfig
 from kvern.server.http import HttpError, error_body, json_response, path_of
-from kvern.server.keys import ApiKey, find_key
+from kvern.server.keys import ANYONE, ApiKey, find_key
 from kvern.server.messages import error_for
 from kvern.server.origins import Origins, is_preflight
 
 logger = logging.getLogger("kvern.requests")
 
 OPEN_ROUTES = ("/health",)
-ANYONE = ApiKey("anyone", b"")
+NOBODY = ApiKey(ANYONE, b"")
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 
 

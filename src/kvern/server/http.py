@@ -79,7 +79,9 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, InvalidParameter | InvalidRequest):  # its message begins with the field's name
         first = re.match(r"\w+", str(error))
         param = first[0] if first is not None and first[0] in NAMED_FIELDS else None
-    headers = {"retry-after": str(math.ceil(error.seconds))} if isinstance(error, EngineUnavailable) else None
+    headers = None
+    if isinstance(error, EngineUnavailable | ServerBusy):
+        headers = {"retry-after": str(math.ceil(error.seconds))}
     return json_response(error_body(status_of(error), str(error), param), status_of(error), headers)
 
 

@@ -1,5 +1,6 @@
 """API keys: who asks, and how much of the server one of them may use."""
 
+import hashlib
 import hmac
 import re
 from collections.abc import Sequence
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from kvern.errors import ConfigError
 from kvern.server.config import ServerConfig
 
-LINE = re.compile(r"(?:(?P<name>[\w.-]{1,64}):)?(?P<secret>\S+)(?P<limits>(?:\s+\w+=\d+)*)")
-LIMITS = ("concurrent", "per_minute", "admin")
+LINE = re.compile(r"(?:(?P<name>[\w.-]{1,64}):)?(?P<secret>\S+)(?P<limits>(?:\s+\w+=\d{1,9})*)")
+LIMITS = ("concurrent", "per_minute", "admin", "metrics")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,27 @@ class ApiKey:
     concurrent: int | None = None
     per_minute: int | None = None
     admin: bool = False
-    """May load and unload adapters."""
+    """May load and unload adapters, and read the metrics of all keys."""
+    metrics: bool = False
+    """May read metrics and nothing else."""
+    is_batch: bool = False
+    """Asks for the rows of batches."""
+
+    @property
+    def line(self) -> str:
+        """In which its requests queue: rows of batches stand in another than requests that somebody waits for."""
+        return f"{self.name} batch" if self.is_batch else self.name
+
+
+ANYONE = "anyone"
+"""The name of who asks when there are no keys."""
+
+
+def users_of(keys: Sequence[ApiKey], config: ServerConfig) -> list[ApiKey]:
+    """Who may ask the model: the keys, or anyone."""
+    return [key for key in keys if not key.metrics] or [
+        ApiKey(ANYONE, b"", config.concurrent_per_key, config.per_minute_per_key)
+    ]
 
 
 def read_keys(config: ServerConfig) -> list[ApiKey]:
@@ -39,21 +60,26 @@ def read_keys(config: ServerConfig) -> list[ApiKey]:
     keys = [_read_key(line.strip(), number, config) for number, line in enumerate(lines, 1)]
     if len({key.name for key in keys}) < len(keys):
         raise ConfigError("two API keys have the same name: give each its own")
+    if len({key.secret for key in keys}) < len(keys):
+        raise ConfigError("two API keys are the same: make a new one for each name")
     return keys
 
 
 def _read_key(line: str, number: int, config: ServerConfig) -> ApiKey:
     match = LINE.fullmatch(line)
     limits = dict(pair.split("=") for pair in match["limits"].split()) if match else {}
-    if match is None or not limits.keys() <= set(LIMITS):
-        form = "NAME:KEY concurrent=N per_minute=N admin=1"
+    if match is None or not limits.keys() <= set(LIMITS) or (match["name"] is None and ":" in match["secret"]):
+        form = "NAME:KEY concurrent=N per_minute=N admin=1 metrics=1"
         raise ConfigError(f"API key {number} is not of the form {form}: correct its line")
+    secret = match["secret"].encode()
+    is_admin = limits.get("admin") == "1"
     return ApiKey(
-        match["name"] or f"key-{number}",
-        match["secret"].encode(),
+        match["name"] or f"key-{hashlib.sha256(secret).hexdigest()[:12]}",
+        secret,
         int(limits.get("concurrent", 0)) or config.concurrent_per_key,
         int(limits.get("per_minute", 0)) or config.per_minute_per_key,
-        limits.get("admin") == "1",
+        is_admin,
+        limits.get("metrics") == "1" and not is_admin,
     )
 
 

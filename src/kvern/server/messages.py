@@ -83,7 +83,8 @@ class MessagesApi:
         body = await read_object(request)
         self._service.model(body)
         chat = self._chat(body)
-        prompt = await self._service.client.chat_prompt(chat.messages, list(chat.use.definitions) or None)
+        with self._service.admission.enter(request.state.key):
+            prompt = await self._service.client.chat_prompt(chat.messages, list(chat.use.definitions) or None)
         return json_response({"input_tokens": len(prompt)})
 
     def _chat(self, body: Mapping[str, Any]) -> ChatBody:

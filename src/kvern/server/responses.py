@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
+import functools
+import logging
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -23,13 +23,13 @@ from kvern.server.http import EventStream, HttpError, ignored_header, json_respo
 from kvern.server.keys import ApiKey
 from kvern.server.openai import chat_request, merge_extra
 from kvern.server.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages
-from kvern.server.service import OWN_FIELDS, Ask, Service, typed
+from kvern.server.response_memory import ResponseMemory, Stored
+from kvern.server.service import OWN_FIELDS, Ask, Running, Service, read_metadata, typed
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools
 
-MOST_STORED = 1000
-MOST_STORED_CHARACTERS = 64 << 20
-"""Responses that are remembered, in memory, and how much their conversations may hold; the oldest go first."""
+logger = logging.getLogger("kvern")
+
 REFUSED = {"conversation": None, "prompt": None, "max_tool_calls": None, "truncation": "disabled"}
 """Fields that are accepted only with the value that asks for nothing."""
 
@@ -44,81 +44,70 @@ KNOWN = frozenset({
 # fmt: on
 
 
-@dataclass
-class Stored:
-    """A response as it stands, the messages before it, and who asked for it."""
-
-    key: ApiKey
-    body: dict[str, Any]
-    messages: list[dict[str, Any]]
-    ask: Ask
-    chat: ChatRequest
-    task: asyncio.Task[None] | None = None
-    sequence: int = 0
-
-    @property
-    def characters(self) -> int:
-        """Of its conversation, without the answer."""
-        return sum(len(message.get("content") or "") for message in self.messages)
-
-
 class Responses:
     """The handlers, and what they remember."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
-        self._characters = 0
+        self._memory = ResponseMemory(len(service.users))
 
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/responses."""
         body = await read_object(request)
-        stored = await self._read(body, request.state.key)
+        stored, ask, chat = await self._read(body, request.state.key)
         headers = ignored_header(body, KNOWN)
         stream, background = typed(body, "stream", bool, False), typed(body, "background", bool, False)
         let_go(request, body)
         if stream and background:
             raise HttpError(400, "stream and background are both set: choose one", param="background")
-        if stream:
-            running = await self._service.start(stored.ask)
-            return EventStream(
-                self._events(stored, running), running.close, headers, last=b"", failed=self._failure(stored)
-            )
+        if stored.body["store"] or background:
+            self._memory.add(stored)
         if background:
             stored.body["status"] = "queued"
-            stored.task = asyncio.create_task(self._work(stored))
+            stored.task = asyncio.create_task(self._work(stored, ask, chat))
+            stored.task.add_done_callback(lambda _: self._end(stored))
             return json_response(stored.body, headers=headers)
-        outputs = await until_gone(self._service.run(stored.ask), request.receive)
+        try:
+            if stream:
+                running = await self._service.start(ask)
+                events, failed = self._events(stored, chat, running), functools.partial(failure, stored)
+                return EventStream(events, lambda: self._close(stored, running), headers, b"", failed)
+            outputs = await until_gone(self._service.run(ask), request.receive)
+        except BaseException:
+            self._memory.forget(stored)  # nobody knows its id
+            raise
         if outputs is None:
-            stored.body["status"] = "cancelled"
+            self._memory.forget(stored)
         else:
-            complete(stored, outputs[0])
+            complete(stored, chat, outputs[0])
+            self._end(stored)
         return json_response(stored.body, headers=headers)
 
     async def retrieve(self, request: Request) -> Response:
         """GET /v1/responses/{response_id}."""
-        return json_response(self._find(request.path_params["response_id"], request.state.key).body)
+        return json_response(self._find(request).body)
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{response_id}/cancel, for work in the background."""
-        stored = self._find(request.path_params["response_id"], request.state.key)
+        stored = self._find(request)
         if not stored.body["background"]:
             raise HttpError(400, "the response was not made with background: close its connection to cancel it")
         if stored.task is not None and not stored.task.done():
             stored.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await stored.task
-            stored.body["status"] = "cancelled"
         return json_response(stored.body)
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{response_id}."""
-        response_id = request.path_params["response_id"]
-        self._find(response_id, request.state.key)
-        self._forget(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        stored = self._find(request)
+        self._memory.forget(stored)
+        return json_response({"id": stored.body["id"], "object": "response", "deleted": True})
 
-    async def _read(self, body: dict[str, Any], key: ApiKey) -> Stored:
+    def _find(self, request: Request) -> Stored:
+        return self._memory.find(request.state.key.name, request.path_params["response_id"])
+
+    async def _read(self, body: dict[str, Any], key: ApiKey) -> tuple[Stored, Ask, ChatRequest]:
         service = self._service
         merge_extra(body)
         model = service.model(body)
@@ -146,7 +135,6 @@ class Responses:
         conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
         chat = await chat_request(conversation, sampling_params(SamplingParams(), values), service, key)
         params = chat.params
-        store = typed(body, "store", bool, True)
         response = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -157,14 +145,14 @@ class Responses:
             "incomplete_details": None,
             "instructions": instructions,
             "max_output_tokens": body.get("max_output_tokens"),
-            "metadata": typed(body, "metadata", dict, {}),
+            "metadata": read_metadata(body),
             "model": model,
             "output": [],
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": body.get("previous_response_id"),
             "reasoning": {"effort": reasoning.get("effort"), "summary": None},
             "service_tier": "default",
-            "store": store,
+            "store": typed(body, "store", bool, True),
             "temperature": params.temperature if params.temperature is not None else 1.0,
             "text": {"format": form},
             "tool_choice": body.get("tool_choice") or "auto",
@@ -174,66 +162,43 @@ class Responses:
             "usage": None,
             "user": body.get("user"),
         }
-        stored = Stored(key, response, messages, service.ask(body, [chat.prompt], params, key), chat)
-        if store or response["background"]:
-            self._remember(str(response["id"]), stored)
-        return stored
-
-    def _remember(self, response_id: str, stored: Stored) -> None:
-        self._stored[response_id] = stored
-        self._characters += stored.characters
-        while len(self._stored) > MOST_STORED or (self._characters > MOST_STORED_CHARACTERS and len(self._stored) > 1):
-            self._forget(next(iter(self._stored)))
-
-    def _forget(self, response_id: str) -> None:
-        stored = self._stored.pop(response_id)
-        self._characters -= stored.characters
-        if stored.task is not None:
-            stored.task.cancel()
+        return Stored(key.name, response, messages), service.ask(body, [chat.prompt], params, key), chat
 
     def _earlier(self, body: Mapping[str, Any], key: ApiKey) -> list[dict[str, Any]]:
         response_id = typed(body, "previous_response_id", str, None)
         if response_id is None:
             return []
-        stored = self._find(response_id, key)
+        stored = self._memory.find(key.name, response_id)
         if stored.body["status"] not in ("completed", "incomplete"):
             message = f"response {response_id} is {stored.body['status']}: wait until it is completed"
             raise HttpError(400, message, param="previous_response_id")
         return [*stored.messages, *input_messages(stored.body["output"])]
 
-    def _find(self, response_id: str, key: ApiKey) -> Stored:
-        stored = self._stored.get(response_id)
-        if stored is None or stored.key.name != key.name:
-            message = (
-                f"there is no response {response_id!r:.80}: it was not stored, or is older than {MOST_STORED} others"
-            )
-            raise HttpError(404, message, code="response_not_found")
-        return stored
-
-    async def _work(self, stored: Stored) -> None:
+    async def _work(self, stored: Stored, ask: Ask, chat: ChatRequest) -> None:
         """In the background; what goes wrong is told by the response."""
         stored.body["status"] = "in_progress"
         try:
-            [output] = await self._service.run(stored.ask)
+            [output] = await self._service.run(ask)
+            complete(stored, chat, output)
         except (KvernError, HttpError) as error:
-            self._fail(stored, error)
-        else:
-            complete(stored, output)
+            failure(stored, error)
+        except Exception:
+            logger.exception("response %s failed", stored.body["id"])
+            failure(stored, HttpError(500, "the server has a fault; its log tells more"))
 
-    def _fail(self, stored: Stored, error: Exception) -> None:
-        stored.body["status"] = "failed"
-        stored.body["error"] = {"code": "server_error", "message": str(error)}
+    def _close(self, stored: Stored, running: Running) -> None:
+        running.close()
+        self._end(stored)
 
-    def _failure(self, stored: Stored) -> Any:
-        def failed(error: Exception) -> object:
-            self._fail(stored, error)
-            return event(stored, "response.failed", response=stored.body)
+    def _end(self, stored: Stored) -> None:
+        """Whatever has not come to its end is cancelled."""
+        if stored.body["status"] in ("queued", "in_progress"):
+            stored.body["status"] = "cancelled"
+        self._memory.end(stored)
 
-        return failed
-
-    async def _events(self, stored: Stored, running: Any) -> AsyncIterator[object]:
+    async def _events(self, stored: Stored, chat: ChatRequest, running: Running) -> AsyncIterator[object]:
         [output] = running.outputs
-        answer, reader = output.outputs[0], stored.chat.reader()
+        answer, reader = output.outputs[0], chat.reader()
         items = OutputItems()
         yield event(stored, "response.created", response=stored.body)
         yield event(stored, "response.in_progress", response=stored.body)
@@ -246,10 +211,17 @@ class Responses:
         yield event(stored, f"response.{stored.body['status']}", response=stored.body)
 
 
-def complete(stored: Stored, output: RequestOutput) -> None:
+def failure(stored: Stored, error: Exception) -> object:
+    """Let a response fail; the event that says so."""
+    stored.body["status"] = "failed"
+    stored.body["error"] = {"code": "server_error", "message": str(error)}
+    return event(stored, "response.failed", response=stored.body)
+
+
+def complete(stored: Stored, chat: ChatRequest, output: RequestOutput) -> None:
     """The response to a whole answer."""
     items = OutputItems()
-    items.add(stored.chat.reader().read(output.outputs[0].text, True))
+    items.add(chat.reader().read(output.outputs[0].text, True))
     items.end(conclude(stored, output))
     stored.body["output"] = items.items
 

@@ -49,11 +49,11 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
         loop.add_signal_handler(number, end)
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
         async with EngineClient(config, server.engine_timeout, models) as client:
-            application = Server(client, server, models)
+            application = Server(client, server, models, keys)
             await application.batches.resume()
             http = HttpServer(
                 uvicorn.Config(
-                    application.app(keys),
+                    application.app(),
                     log_config=None,
                     access_log=False,
                     http=functools.partial(Connection, server.request_timeout),  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from kvern.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 from kvern.server.admission import Admission
 from kvern.server.config import ServerConfig
 from kvern.server.http import HttpError
-from kvern.server.keys import ApiKey
+from kvern.server.keys import ApiKey, users_of
 
 LONGEST_LISTS = {
     "stop": 64,
@@ -30,6 +30,11 @@ LONGEST_STOP = 1024
 MOST_SAMPLES = 128
 MOST_SEQUENCES = 1024
 """Prompts times `n`, or beams, of one request."""
+MOST_LOGPROBS = 8192
+"""Answers of one request times the log-probabilities that a step reports for each: some 100 bytes each, every step."""
+MOST_METADATA = 16
+LONGEST_METADATA_NAME = 64
+LONGEST_METADATA = 512
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 LONGEST_SALT = 256
 
@@ -84,11 +89,14 @@ class Running:
 class Service:
     """One engine behind any number of APIs."""
 
-    def __init__(self, client: EngineClient, config: ServerConfig, models: Sequence[str]) -> None:
+    def __init__(
+        self, client: EngineClient, config: ServerConfig, models: Sequence[str], keys: Sequence[ApiKey] = ()
+    ) -> None:
         self.client = client
         self.config = config
         self.models = list(models)
-        self.admission = Admission(client, config.max_queue)
+        self.users = users_of(keys, config)
+        self.admission = Admission(client, config.max_queue, len(self.users))
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +136,7 @@ class Service:
             message = f"cache_salt has {len(salt)} characters: at most {LONGEST_SALT}"
             raise HttpError(400, message, param="cache_salt")
         model = self.model(body)
-        owner = key.name if self.config.isolate_prefix_cache_per_key else ""
+        owner = key.name if len(self.users) > 1 and not self.config.share_prefix_cache else ""
         return Ask(
             prompts,
             params,
@@ -150,19 +158,20 @@ class Service:
         with contextlib.ExitStack() as held:
             held.enter_context(self.admission.enter(ask.key, ask.sequences))
             held.callback(self.client.abort, generations)
-            for prompt, params in zip(ask.prompts, ask.params, strict=True):
-                generation = await self.client.submit(
-                    prompt,
-                    params,
-                    news=news,
-                    priority=ask.priority,
-                    owner=ask.key.name,
-                    namespace=ask.namespace,
-                    embed=ask.embed,
-                    patient=patient,
-                    adapter=ask.adapter,
-                )
-                generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
+            with self.admission.arriving(ask.key, ask.sequences):
+                for prompt, params in zip(ask.prompts, ask.params, strict=True):
+                    generation = await self.client.submit(
+                        prompt,
+                        params,
+                        news=news,
+                        priority=ask.priority,
+                        owner=ask.key.line,
+                        namespace=ask.namespace,
+                        embed=ask.embed,
+                        patient=patient,
+                        adapter=ask.adapter,
+                    )
+                    generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
             return Running(self, ask, generations, news, held.pop_all())
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
@@ -187,13 +196,33 @@ def check_bounds(params: SamplingParams, prompts: int) -> None:
             raise InvalidParameter(f"stop or bad_words hold a text of {len(word)} characters: at most {LONGEST_STOP}")
     if params.n > MOST_SAMPLES:
         raise InvalidParameter(f"n is {params.n}: this server takes {MOST_SAMPLES} at most")
-    sequences = params.sequences
+    sequences, reported = params.sequences, 1 + (params.logprobs or 0)
     if prompts * sequences > MOST_SEQUENCES:
         name = "n" if params.beam_width is None else "beam_width"
         raise InvalidParameter(
             f"{prompts} prompts times {name} {sequences} are {prompts * sequences} answers: this server gives "
             f"{MOST_SEQUENCES} at most to one request"
         )
+    if prompts * sequences * reported > MOST_LOGPROBS:
+        raise InvalidParameter(
+            f"logprobs is {params.logprobs}: {prompts * sequences} answers with {reported} each are "
+            f"{prompts * sequences * reported} in a step, and this server gives {MOST_LOGPROBS}: ask for fewer"
+        )
+
+
+def read_metadata(body: Mapping[str, Any]) -> dict[str, str]:
+    """`metadata`, texts by name, within OpenAI's limits. Raises HttpError."""
+    metadata: dict[str, str] = typed(body, "metadata", dict, {})
+    if len(metadata) > MOST_METADATA:
+        raise HttpError(400, f"metadata has {len(metadata)} entries: at most {MOST_METADATA}", param="metadata")
+    for name, value in metadata.items():
+        if len(name) > LONGEST_METADATA_NAME:
+            message = f"metadata has a name of {len(name)} characters: at most {LONGEST_METADATA_NAME}"
+            raise HttpError(400, message, param="metadata")
+        if not isinstance(value, str) or len(value) > LONGEST_METADATA:
+            message = f"metadata[{name!r}] must be a text of at most {LONGEST_METADATA} characters"
+            raise HttpError(400, message, param="metadata")
+    return metadata
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:

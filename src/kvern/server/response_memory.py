@@ -1,0 +1,95 @@
+"""What /v1/responses remembers, in memory, with bounds for each key."""
+
+import asyncio
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvern.server.http import HttpError
+
+MOST_STORED = 1000
+"""Responses of one key; the oldest that have ended go first."""
+MOST_STORED_BYTES = 256 << 20
+"""Of all keys together, each of which has an equal part."""
+
+
+@dataclass
+class Stored:
+    """A response as it stands, the messages before it, and the name of the key that asked for it."""
+
+    key: str
+    body: dict[str, Any]
+    messages: list[dict[str, Any]]
+    task: asyncio.Task[None] | None = None
+    sequence: int = 0
+    size: int = 0
+
+
+class ResponseMemory:
+    """Responses that run as they are, and those that have ended as JSON, whose length is what they take."""
+
+    def __init__(self, users: int) -> None:
+        self._most_bytes = MOST_STORED_BYTES // users
+        self._running: dict[str, dict[str, Stored]] = {}
+        self._ended: dict[str, OrderedDict[str, bytes]] = {}
+        self._bytes: Counter[str] = Counter()
+
+    def add(self, stored: Stored) -> None:
+        """Remember one that runs. Raises HttpError if it is too large, or if too many run that may not be forgotten."""
+        stored.size = len(_packed(stored))
+        if stored.size > self._most_bytes:
+            message = f"the response and what was before it have {stored.size} bytes, and {self._most_bytes} are kept"
+            raise HttpError(413, f"{message}: send less, or store false")
+        self._make_room(stored.key, 1, stored.size)
+        running = self._running.setdefault(stored.key, {})
+        if len(running) >= MOST_STORED or self._bytes[stored.key] + stored.size > self._most_bytes:
+            message = f"key {stored.key} has {len(running)} responses that run, and no more are kept"
+            headers = {"retry-after": "1"}
+            raise HttpError(429, f"{message}: wait, or send store false", code="rate_limit_exceeded", headers=headers)
+        running[stored.body["id"]] = stored
+        self._bytes[stored.key] += stored.size
+
+    def end(self, stored: Stored) -> None:
+        """It changes no more."""
+        if self._running.get(stored.key, {}).pop(stored.body["id"], None) is None:
+            return
+        self._bytes[stored.key] -= stored.size
+        packed = _packed(stored)
+        self._make_room(stored.key, 1, len(packed))
+        if self._bytes[stored.key] + len(packed) <= self._most_bytes:
+            self._ended.setdefault(stored.key, OrderedDict())[stored.body["id"]] = packed
+            self._bytes[stored.key] += len(packed)
+
+    def find(self, key: str, response_id: str) -> Stored:
+        """A response of this key. Raises HttpError 404."""
+        running = self._running.get(key, {}).get(response_id)
+        if running is not None:
+            return running
+        packed = self._ended.get(key, OrderedDict()).get(response_id)
+        if packed is None:
+            message = f"there is no response {response_id!r:.80}: it was not stored, or newer ones took its place"
+            raise HttpError(404, message, code="response_not_found")
+        return Stored(key, *msgspec.json.decode(packed))
+
+    def forget(self, stored: Stored) -> None:
+        """End it, if it runs, and know nothing of it."""
+        response_id = stored.body["id"]
+        if self._running.get(stored.key, {}).pop(response_id, None) is not None:
+            self._bytes[stored.key] -= stored.size
+        packed = self._ended.get(stored.key, OrderedDict()).pop(response_id, b"")
+        self._bytes[stored.key] -= len(packed)
+        if stored.task is not None:
+            stored.task.cancel()
+
+    def _make_room(self, key: str, count: int, size: int) -> None:
+        """Forget as many old ones that have ended as it takes, and may."""
+        ended, running = self._ended.get(key, OrderedDict()), self._running.get(key, {})
+        while ended and (len(ended) + len(running) + count > MOST_STORED or self._bytes[key] + size > self._most_bytes):
+            _, packed = ended.popitem(last=False)
+            self._bytes[key] -= len(packed)
+
+
+def _packed(stored: Stored) -> bytes:
+    return msgspec.json.encode((stored.body, stored.messages))

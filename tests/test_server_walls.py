@@ -1,0 +1,199 @@
+"""What one key can do to another, and learn of it: nothing."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from kvern.errors import ConfigError
+from kvern.server.config import ServerConfig
+from kvern.server.http import HttpError
+from kvern.server.keys import read_keys
+from kvern.server.response_memory import MOST_STORED, MOST_STORED_BYTES, ResponseMemory, Stored
+from tests.test_server import SMALL, STORY, Served, eventually
+
+KEYS = """
+alice:alice-key
+bob:bob-key
+few:few-key per_minute=3
+admin:admin-key admin=1
+figures:figures-key metrics=1
+"""
+USERS = 4
+SLOTS, QUEUE = 2, 16
+SHARE = QUEUE // USERS
+LONG: dict[str, Any] = STORY | {"prompt": "Once", "max_tokens": 450}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("walls")
+    (folder / "keys").write_text(KEYS)
+    options = ("--max-batch-requests", str(SLOTS), "--max-queue", str(QUEUE), "--data-dir", str(folder))
+    served = Served(*SMALL, "--api-key-file", str(folder / "keys"), *options)
+    yield served
+    served.stop()
+
+
+def post(server: Served, path: str, body: dict[str, Any], key: str) -> tuple[int, dict[str, str], Any]:
+    return server.raw("POST", path, json.dumps(body).encode(), key)
+
+
+def test_no_key_finds_out_what_another_asked(server: Served) -> None:
+    def cached(name: str) -> int:
+        prompt = "The secret number that nobody may know is 271828, and it is " * 4
+        answer = server.client(f"{name}-key").completions.create(model="kvern-1m", prompt=prompt, max_tokens=1)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached("alice") == 0
+    assert cached("alice") > 30
+    assert [cached("bob"), cached("admin")] == [0, 0]
+
+
+def test_figures_are_for_keys_of_their_own(server: Served) -> None:
+    def status(path: str, key: str) -> int:
+        return server.raw("GET", path, key=key)[0]
+
+    assert server.raw("GET", "/metrics", key="alice-key")[0] == 403
+    assert server.figure("num_requests_running", "figures-key") == server.figure("num_requests_running", "admin-key")
+    assert status("/ready", "figures-key") == 200
+    assert [status(path, "figures-key") for path in ("/v1/models", "/v1/files", "/")] == [403] * 3
+    refused, _, body = post(server, "/v1/completions", {"prompt": "a"}, "figures-key")
+    assert (refused, body["error"]["code"]) == (403, "permission_denied")
+
+
+def test_one_key_fills_the_queue_for_itself_alone(server: Served) -> None:
+    alice, bob = server.client("alice-key"), server.client("bob-key")
+    streams = [alice.completions.create(n=(SLOTS + QUEUE) // 2, stream=True, **LONG) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError, match="more requests than it lets wait: try again") as full:
+        alice.completions.create(**LONG)
+    assert "18" not in str(full.value) and str(QUEUE) not in str(full.value)
+    with pytest.raises(openai.RateLimitError, match="more requests than it lets wait: try again"):
+        bob.completions.create(n=SHARE + 1, **LONG)
+    answer = bob.completions.create(n=SHARE, **(LONG | {"max_tokens": 2}))
+    assert answer.usage.completion_tokens == 2 * SHARE
+    for stream in streams:
+        stream.close()
+    eventually(lambda: server.figure("num_requests_running", "admin-key") == 0)
+
+
+def test_rows_and_small_requests_count(server: Served) -> None:
+    few = server.client("few-key")
+    for path, body in (("tokenize", {"prompt": "a"}), ("detokenize", {"tokens": [7]})):
+        assert post(server, f"/{path}", body, "few-key")[0] == 200
+    row = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}
+    rows = [json.dumps({"custom_id": str(number), **row}) for number in range(2)]
+    file = few.files.create(file=("rows.jsonl", "\n".join(rows).encode()), purpose="batch")
+    asked: dict[str, Any] = {
+        "input_file_id": file.id,
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    batch = few.batches.create(**asked)
+    eventually(lambda: few.batches.retrieve(batch.id).request_counts.completed == 1)
+    counted = {"messages": [{"role": "user", "content": "a"}]}
+    status, headers, body = post(server, "/v1/messages/count_tokens", counted, "few-key")
+    assert status == 429 and 30 <= int(headers["retry-after"]) <= 60
+    assert "few has made 3 requests in the last minute" in body["error"]["message"]
+    others = [few.batches.create(**asked) for _ in range(15)]
+    with pytest.raises(openai.RateLimitError, match="few has 16 unfinished batches, and may have 16"):
+        few.batches.create(**asked)
+    for item in (batch, *others):
+        few.batches.cancel(item.id)
+    eventually(lambda: few.batches.retrieve(batch.id).status == "cancelled")
+    counts = few.batches.retrieve(batch.id).request_counts
+    assert (counts.completed, counts.failed) == (1, 0)
+
+
+def test_what_a_step_reports_is_bounded(server: Served) -> None:
+    body = {"prompt": ["a"] * 8, "n": 100, "logprobs": 100}
+    status, _, answer = post(server, "/v1/completions", body, "alice-key")
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({str(number): "" for number in range(17)}, "17 entries: at most 16"),
+        ({"a" * 65: ""}, "a name of 65 characters: at most 64"),
+        ({"a": "a" * 513}, "metadata\\['a'\\] must be a text of at most 512"),
+        ({"a": 1}, "metadata\\['a'\\] must be a text"),
+    ],
+)
+def test_metadata_has_limits(server: Served, metadata: Any, said: str) -> None:
+    client = server.client("alice-key")
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.responses.create(model="kvern-1m", input="a", metadata=metadata)
+    file = client.files.create(file=("a", b"a"), purpose="batch")
+    options: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": metadata}
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.batches.create(input_file_id=file.id, **options)
+
+
+def test_a_response_that_was_left_has_ended(server: Served) -> None:
+    client = server.client("alice-key")
+    options: dict[str, Any] = {"model": "kvern-1m", "input": "Once", "extra_body": {"ignore_eos": True}}
+    stream = client.responses.create(**options, max_output_tokens=400, stream=True)
+    created = next(iter(stream))
+    assert client.responses.retrieve(created.response.id).status == "in_progress"
+    stream.close()
+    eventually(lambda: client.responses.retrieve(created.response.id).status == "cancelled")
+    late = options | {"extra_body": {"ignore_eos": True, "timeout": 0.01}}
+    events = list(client.responses.create(**late, max_output_tokens=400, stream=True))
+    assert events[-1].type == "response.failed"
+    assert client.responses.retrieve(events[0].response.id).status == "failed"
+
+
+def response(key: str, name: str, size: int = 0) -> Stored:
+    return Stored(key, {"id": name, "status": "in_progress", "metadata": {"a": "a" * size}}, [])
+
+
+def test_responses_of_one_key_take_no_room_of_another() -> None:
+    memory = ResponseMemory(2)
+    kept = response("bob", "bob's")
+    memory.add(kept)
+    memory.end(kept)
+    running = response("alice", "running")
+    memory.add(running)
+    for number in range(MOST_STORED + 1):
+        one = response("alice", str(number))
+        memory.add(one)
+        memory.end(one)
+    assert memory.find("bob", "bob's").body == kept.body
+    assert memory.find("alice", "running") is running
+    assert memory.find("alice", "2").body["id"] == "2"
+    for key, name in (("alice", "1"), ("alice", "bob's"), ("bob", "running")):
+        with pytest.raises(HttpError, match="there is no response"):
+            memory.find(key, name)
+
+
+def test_what_is_remembered_is_counted_and_what_runs_stays() -> None:
+    memory = ResponseMemory(2)
+    part = MOST_STORED_BYTES // 2
+    with pytest.raises(HttpError, match=f"and {part} are kept: send less, or store false"):
+        memory.add(response("alice", "large", part))
+    first = response("alice", "first", part // 2)
+    memory.add(first)
+    with pytest.raises(HttpError, match="alice has 1 responses that run") as full:
+        memory.add(response("alice", "second", part // 2))
+    assert full.value.status == 429
+    memory.end(first)
+    assert memory.find("alice", "first").body == first.body
+    memory.add(response("alice", "second", part // 2))
+    with pytest.raises(HttpError):
+        memory.find("alice", "first")
+
+
+def test_names_of_keys_stay_when_others_go() -> None:
+    both, [left] = (read_keys(ServerConfig(api_key=keys)) for keys in (("first", "second"), ("second",)))
+    assert both[1] == left
+    assert both[0].name != left.name
+    assert "second" not in left.name
+
+
+@pytest.mark.parametrize("line", ["a:", ":a", "a/b:c", "a per_minute=99999999999", "a admins=1"])
+def test_lines_that_are_no_key(line: str) -> None:
+    with pytest.raises(ConfigError, match="not of the form"):
+        read_keys(ServerConfig(api_key=(line,)))
