@@ -283,7 +283,8 @@ def problem_of(probe: Probe, status: int, content_type: str, content: bytes) -> 
     if not (200 <= status < 300 or status == 307 or 400 <= status < 500):
         return "the status is neither done nor refused"
     if content_type.startswith("text/event-stream"):
-        return "the stream tells of a fault" if b'"server_error"' in content or b'"api_error"' in content else None
+        faulty = b'"server_error"' in content or b'"api_error"' in content
+        return "the stream tells of a fault" if faulty and b"timeout has passed" not in content else None
     if not content_type.startswith("application/json"):
         return None if status in (200, 307, 405) else "it is no JSON"
     try:

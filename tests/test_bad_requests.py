@@ -8,6 +8,7 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, InvalidParameter, InvalidRequest, KvernError
+from kvern.structured.output import StructuredOutput
 from tests.idle import is_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -28,7 +29,20 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature is -0.1: it must be a finite number at least 0"),
     ({"temperature": float("nan")}, "temperature is nan"),
     ({"temperature": float("inf")}, "temperature is inf"),
-    ({"top_p": 0.0}, "top_p is 0.0: it must be a finite number above 0 and at most 1"),
+    ({"top_p": 0.0}, "top_p is 0.0: it must be a finite number at least 1e-37 and at most 1"),
+    ({"top_p": 1e-46}, "top_p is 1e-46: it must be a finite number at least 1e-37"),
+    ({"max_tokens": 2**64}, "max_tokens is 18446744073709551616: it must be a finite number at least 1 and at most"),
+    ({"min_tokens": 10**5000}, "min_tokens is a whole number of 16610 bits"),
+    ({"prompt_logprobs_from": 2**64}, "prompt_logprobs_from is 18446744073709551616"),
+    ({"temperature": 10**400}, "temperature is a whole number of 1329 bits"),
+    ({"visible_token_ids": [2**31]}, "a token id of visible_token_ids is 2147483648"),
+    ({"logit_bias": [1]}, "logit_bias is [1]: it must be an object"),
+    ({"logit_bias": {5: 1e10}}, "logit_bias of token 5 is 10000000000.0"),
+    ({"ignore_eos": "yes"}, "ignore_eos is 'yes': it must be true or false"),
+    ({"structured": {"regex": "a"}}, "structured is {'regex': 'a'}: it must be a StructuredOutput"),
+    ({"structured": StructuredOutput(json={"maximum": 2**64})}, "structured holds a whole number of more than 64 bits"),
+    ({"logits_processors": {"a": {"b": 2**64}}}, "logits_processors holds a whole number of more than 64 bits"),
+    ({"stop": {"a" * 10_000: 1}}, "it must be a list"),
     ({"top_p": 1.01}, "top_p is 1.01"),
     ({"top_p": True}, "top_p is True"),
     ({"top_k": -2}, "top_k is -2"),
@@ -53,11 +67,17 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), BAD_PARAMETERS, ids=str)
+@pytest.mark.parametrize(("fields", "message"), BAD_PARAMETERS, ids=range(len(BAD_PARAMETERS)))
 def test_bad_parameters_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams(**fields)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, 2**5000, 1.5, True, "1"])
+def test_a_priority_has_64_bits(llm: LLM, priority: Any) -> None:
+    with pytest.raises(InvalidParameter, match=r"priority is .*: it must be a"):
+        llm._engine.inputs.requests("a", "a", GREEDY, priority=priority)
 
 
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[KvernError], str]] = [
