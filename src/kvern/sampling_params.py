@@ -133,7 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, values in _items("logits_processors", self.logits_processors):
             if not isinstance(values, dict):
                 raise InvalidParameter(
-                    f"logits_processors: {shown(name)} is {shown(values)}: it must be an object of arguments"
+                    f"logits_processors: {name:.60} is {shown(values)}: it must be an object of arguments"
                 )
         for name in ("structured", "logits_processors"):
             _check_integers_within(name, getattr(self, name))
