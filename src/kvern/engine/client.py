@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvern.adapters.names import AdapterNames, NamedAdapter
+from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
+from kvern.engine.client_adapters import ClientAdapters
 from kvern.engine.core import EngineStatistics
 from kvern.engine.generation import Generation, generation_id
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
@@ -27,8 +28,8 @@ from kvern.engine.probation import Probation
 from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
 from kvern.engine.supervisor import Death, Supervisor
 from kvern.engine.turns import Turns
-from kvern.engine.wire import AdapterRead, AddRequests, Events, FinishRequests, LoadAdapter, UnloadAdapter
-from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidAdapter, InvalidRequest, RequestFailed
+from kvern.engine.wire import AdapterRead, AddRequests, Events, FinishRequests
+from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidRequest, RequestFailed
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics
@@ -78,9 +79,6 @@ class EngineClient:
         self.metrics = Metrics(names[0] if names else config.model or self.folder.name)
         self.statistics = EngineStatistics()
         self.adapters = AdapterNames(frozenset(names))
-        self._reading: dict[int, asyncio.Future[None]] = {}
-        self._unloaded: list[NamedAdapter] = []
-        """What no new request may use, but some that run do."""
         self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long-input")
         self._ids = itertools.count()
         self._outputs = OutputProcessor(self.tokenizer)
@@ -89,6 +87,7 @@ class EngineClient:
         self._probation = Probation()
         self._silence = silence
         self._supervisor = Supervisor(self.config, silence, self)
+        self._adapters = ClientAdapters(self.adapters, self._supervisor.send, self._used_adapters)
         self._started = False
         self._inputs: InputProcessor | None = None
 
@@ -156,7 +155,7 @@ class EngineClient:
         for generation in self._generations.values():
             generation.fail(closed)
         self._generations.clear()
-        self._interrupt_reading(closed)
+        self._adapters.interrupt(closed)
         await self._grammars.close()
         await self._supervisor.stop()
         self._long.shutdown(wait=False, cancel_futures=True)
@@ -232,11 +231,11 @@ class EngineClient:
         requests, resolved = await self._grammars.run(lambda: self._in_thread(size, work), owner)
         await self._engine()
         key = self.adapters.key(adapter)
+        text = prompt if isinstance(prompt, str) else None
+        output = self._outputs.add(request_id, text, requests, resolved)
         turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))
         for request in requests:
             request.turn, request.namespace, request.adapter = turn, namespace, key
-        text = prompt if isinstance(prompt, str) else None
-        output = self._outputs.add(request_id, text, requests, resolved)
         generation = Generation(output, requests, news, asked, owner, patient)
         self._generations[request_id] = generation
         if not self._probation.active:
@@ -259,29 +258,15 @@ class EngineClient:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Have the engine read the adapter in a folder, for requests to use. Raises InvalidAdapter or EngineDied."""
-        adapter = self.adapters.reserve(name, path)
-        try:
-            await self._engine()
-            self._reading[adapter.key] = asyncio.get_running_loop().create_future()
-            self._supervisor.send(LoadAdapter(adapter.key, path))
-            await self._reading[adapter.key]
-            self.adapters.add(adapter)
-        except asyncio.CancelledError:
-            self._supervisor.send(UnloadAdapter(adapter.key))
-            raise
-        finally:
-            self._reading.pop(adapter.key, None)
-            self.adapters.release(adapter)
+        await self._engine()
+        await self._adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
-        adapter = self.adapters.remove(name)
-        self._unloaded = [*self._still_used(), adapter]
-        self._supervisor.send(UnloadAdapter(adapter.key))
+        self._adapters.unload(name)
 
-    def _still_used(self) -> list[NamedAdapter]:
-        used = {generation.adapter for generation in self._generations.values()}
-        return [adapter for adapter in self._unloaded if adapter.key in used]
+    def _used_adapters(self) -> set[int | None]:
+        return {generation.adapter for generation in self._generations.values()}
 
     async def follow(
         self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
@@ -322,7 +307,7 @@ class EngineClient:
     def hear(self, message: AdapterRead | Events) -> None:
         """What the engine says."""
         if isinstance(message, AdapterRead):
-            self._answer(message)
+            self._adapters.hear(message)
             return
         self.statistics = message.statistics
         self.metrics.step(message.statistics, message.seconds)
@@ -330,7 +315,7 @@ class EngineClient:
 
     def died(self, death: Death) -> bool:
         """Find out which request ends engines, and end that one. The others go on with the next engine."""
-        self._interrupt_reading(death.reason)
+        self._adapters.interrupt(death.reason)
         self.metrics.engine(ready=False)
         names = dict.fromkeys(generation_id(request_id) for request_id in death.running)
         running = [generation for name in names if (generation := self._generations.get(name)) is not None]
@@ -347,21 +332,14 @@ class EngineClient:
 
     async def prepare(self, link: EngineLink) -> None:
         """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
-        adapters = (*self.adapters.all(), *self._still_used())
-        for adapter in adapters:
-            link.send(LoadAdapter(adapter.key, adapter.path))
-        reading, lost = {adapter.key for adapter in adapters}, dict[int, InvalidAdapter]()
-        if reading:
-            async for message in link.messages(self._silence):
-                if isinstance(message, AdapterRead):
-                    reading.discard(message.key)
-                    if message.error is not None:
-                        lost[message.key] = InvalidAdapter(message.error)
-                if not reading:
-                    break
+        lost = await self._adapters.read_all(link, self._silence)
         if lost and not self._started:
             raise next(iter(lost.values()))
-        self._lose(lost)
+        self._adapters.lose(lost)
+        for generation in list(self._generations.values()):
+            error = None if generation.adapter is None else lost.get(generation.adapter)
+            if error is not None:
+                self._end(generation, RequestFailed(f"the adapter cannot be read again: {error}"))
 
     def resume(self) -> None:
         """Give a new engine what it may work on now."""
@@ -371,8 +349,7 @@ class EngineClient:
         for generation in self._generations.values():
             generation.lose()
         self._begin_those_who_may()
-        for adapter in self._still_used():
-            self._supervisor.send(UnloadAdapter(adapter.key))
+        self._adapters.resume()
 
     def _begin_those_who_may(self) -> None:
         if self.is_ready:
@@ -384,29 +361,6 @@ class EngineClient:
         """It got on, or has ended: nothing is to be feared of it now."""
         if self._probation.active and self._probation.clear(generation.output.request_id):
             self._begin_those_who_may()
-
-    def _interrupt_reading(self, error: EngineDied) -> None:
-        for reading in self._reading.values():
-            if not reading.done():
-                reading.set_exception(error)
-
-    def _answer(self, message: AdapterRead) -> None:
-        waiting = self._reading.get(message.key)
-        if waiting is not None and not waiting.done():
-            if message.error is None:
-                waiting.set_result(None)
-            else:
-                waiting.set_exception(InvalidAdapter(message.error))
-
-    def _lose(self, lost: dict[int, InvalidAdapter]) -> None:
-        """Do without adapters that cannot be read any more, and end what uses them."""
-        for adapter in self.adapters.all():
-            if adapter.key in lost:
-                logger.warning("adapter %s is unloaded: %s", adapter.name, lost[adapter.key])
-                self.adapters.remove(adapter.name)
-        for generation in list(self._generations.values()):
-            if generation.adapter in lost:
-                self._end(generation, RequestFailed(f"the adapter cannot be read again: {lost[generation.adapter]}"))
 
     def _end(self, generation: Generation, error: RequestFailed) -> None:
         generation.fail(error)

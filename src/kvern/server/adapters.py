@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from kvern.errors import InvalidRequest
 from kvern.server.bodies import read_object
-from kvern.server.http import HttpError, json_response
+from kvern.server.http import HttpError, json_response, until_gone
 from kvern.server.service import Service, typed
 
 
@@ -24,7 +24,7 @@ class Adapters:
         path = typed(body, "lora_path", str, "")
         if not path or "\0" in path:
             raise HttpError(400, f"lora_path is {path!r:.60}: it must be the folder of an adapter", param="lora_path")
-        await self._client.load_adapter(name, str(self._allowed(path)))
+        await until_gone(self._client.load_adapter(name, str(self._allowed(path))), request.receive)
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
     async def unload(self, request: Request) -> Response:
