@@ -367,34 +367,6 @@ def test_streams_survive_their_engine(how: int) -> None:
         assert served.raw("GET", "/ready")[0] == 200
 
 
-def test_a_request_that_was_there_at_two_crashes_is_refused() -> None:
-    with serving(*SMALL) as served:
-        client = served.client()
-        stream = client.completions.create(prompt="Once", stream=True, **(STORY | {"max_tokens": 500}))
-        next(iter(stream))
-        for _ in range(2):
-            engine = served.engine_pid()
-            os.kill(engine, signal.SIGKILL)
-            eventually(lambda engine=engine: served.raw("GET", "/ready")[0] == 200 and served.engine_pid() != engine)
-        with pytest.raises(openai.APIError, match="was running at 2 crashes of the engine and is not tried again"):
-            list(stream)
-        assert client.completions.create(model="kvern-1m", prompt="Once", max_tokens=2).usage.completion_tokens
-
-
-def test_an_engine_that_keeps_crashing_ends_the_server() -> None:
-    with serving(*SMALL) as served:
-        for _ in range(6):
-            eventually(lambda: served.raw("GET", "/ready")[0] == 200)
-            engine = served.engine_pid()
-            os.kill(engine, signal.SIGKILL)
-            eventually(lambda engine=engine: not Path(f"/proc/{engine}").exists())  # the server has seen its end
-        assert served.process.wait(30) == 1
-        assert served.process.stderr is not None
-        with served.process.stderr as errors:
-            last = errors.read().strip().splitlines()[-1]
-        assert last == "kvern: error: 6 crashes in 600 seconds, the last: the engine process ended with exit code -9"
-
-
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_both_processes(how: int) -> None:
     with serving(*SMALL) as served:

@@ -175,7 +175,7 @@ def test_bodies_nested_without_end(server: Served, alone: list[list[str]]) -> No
     with Streams(server, alone):
         for body in (b'{"guided_json": ' + b'{"items": ' * 100_000, b"[" * 1_000_000, b'{"prompt": ' + b"[" * 5000):
             status, answer = ask(server, body)
-            assert status == 400 and "the body is" in answer["error"]["message"]
+            assert status == 400 and answer["error"]["message"].startswith("the body ")
 
 
 def test_nothing_is_fetched(server: Served, alone: list[list[str]]) -> None:

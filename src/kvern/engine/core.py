@@ -99,7 +99,7 @@ class EngineCore:
         prepare: "Callable[[str], Future[None] | None] | None" = None,
     ) -> None:
         self.scheduler = scheduler
-        self._prepare = prepare
+        self.prepare = prepare
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._decode = decode
@@ -123,7 +123,7 @@ class EngineCore:
         request.arrived_at = time.monotonic()
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
-        preparing = None if request.grammar is None or self._prepare is None else self._prepare(request.grammar)
+        preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
         if preparing is None:

@@ -38,6 +38,7 @@ class Engine:
             load_processors(config.logits_processors),
             max_batch_requests=self.core.scheduler.limits.max_batch_requests,
         )
+        self.core.prepare = None  # what runs when must not depend on how fast threads are
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
         self._adapters = AdapterNames()
