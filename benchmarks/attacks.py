@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import random
+import secrets
 import ssl
 import sys
 import time
@@ -83,6 +84,11 @@ class Attacker:
         return "left"
 
 
+def fresh(body: bytes) -> bytes:
+    """With a name that was not sent before in the place of NAME: what is remembered of a form helps nobody."""
+    return body.replace(b"NAME", secrets.token_hex(4).encode())
+
+
 def completion(**fields: Any) -> bytes:
     """A body that asks for little but for what it names."""
     return json.dumps({"prompt": "Once", "max_tokens": 4} | fields).encode()
@@ -91,17 +97,20 @@ def completion(**fields: Any) -> bytes:
 def schemas() -> dict[str, Any]:
     """Forms that are dear to compile or to follow."""
     text = {"type": "string"}
-    optional = {f"property_{number}": text for number in range(10_000)}
+    variants = [{"type": "object", "properties": {f"NAME{number}": text}} for number in range(3000)]
+    optional = {f"NAME_{number}": text for number in range(10_000)}
     rules = "\n".join(f"r{number}: r{number + 1} | r{number + 1} r{number + 1}" for number in range(2000))
     return {
-        "600 patternProperties": {"json": {"patternProperties": {f"^a{n}_": text for n in range(600)}}},
-        "1000 patternProperties": {"json": {"patternProperties": {f"^a{n}_b": text for n in range(1000)}}},
+        "600 patternProperties": {"json": {"patternProperties": {f"^NAME{n}_": text for n in range(600)}}},
+        "1000 patternProperties": {"json": {"patternProperties": {f"^NAME{n}_b": text for n in range(1000)}}},
         "10000 optional properties": {"json": {"type": "object", "properties": optional}},
-        "anyOf of 3000": {"json": {"anyOf": [{"type": "object", "properties": {f"p{n}": text}} for n in range(3000)]}},
-        "grammar of 2000 rules": {"grammar": f'start: r0\n{rules}\nr2000: "a"'},
-        "a? 5000 times": {"regex": "a?" * 5000},
-        "nested repetitions": {"regex": "((a{0,100}){0,100}){0,100}b"},
-        "choice of 5000": {"choice": [f"{n} {'x' * (n % 50)}" for n in range(5000)]},
+        "anyOf of 3000": {
+            "json": {"anyOf": [{"type": "object", "properties": {f"NAME{n}": text}} for n in range(3000)]}
+        },
+        "grammar of 2000 rules": {"grammar": f'start: r0\n{rules}\nr2000: "NAME"'},
+        "a? 5000 times": {"regex": "NAME" + "a?" * 5000},
+        "nested repetitions": {"regex": "NAME((a{0,100}){0,100}){0,100}b"},
+        "choice of 5000": {"choice": [f"NAME {n} {'x' * (n % 50)}" for n in range(5000)]},
     }
 
 
@@ -117,6 +126,7 @@ def attacks() -> Iterator[tuple[str, Act]]:
         "max_tokens of 70 bits": {"max_tokens": 2**70},
         "prompt_logprobs_from of 70 bits": {"prompt_logprobs": 1, "prompt_logprobs_from": 2**70},
         "800 answers": {"prompt": ["Once"] * 8, "n": 100, "max_tokens": 2},
+        "log-probabilities of prompts": {"prompt": ["Once upon a time " * 20] * 200, "prompt_logprobs": 100},
         "answers with log-probabilities": {"prompt": ["Once"] * 8, "n": 100, "logprobs": 100},
         "stop strings": {"stop": ["ab" * 500] * 64},
     }
@@ -125,8 +135,8 @@ def attacks() -> Iterator[tuple[str, Act]]:
         yield name, lambda attacker, body=body: attacker.post(COMPLETIONS, body)
     for name, form in schemas().items():
         body = completion(structured_outputs=form, max_tokens=30)
-        yield name, lambda attacker, body=body: attacker.post(COMPLETIONS, body)
-        yield f"{name}, left", lambda attacker, body=body: attacker.leave(body)
+        yield name, lambda attacker, body=body: attacker.post(COMPLETIONS, fresh(body))
+        yield f"{name}, left", lambda attacker, body=body: attacker.leave(fresh(body))
     message = {"role": "user", "content": "a"}
     pin = json.dumps({"prompt": "The number is 4711", "max_tokens": 1}).encode()
     score = {"context": [5] * 1_000_000, "continuations": [[6]] * 1000}

@@ -8,7 +8,9 @@ in `attacks.py` and what the fuzzer makes, again and again.
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
 import random
 import re
 import statistics
@@ -19,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import openai
@@ -29,6 +32,12 @@ from rich.table import Table
 from attacks import Attacker, attacks
 from soak import MODEL, OPTIONS, alone, resident
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.fuzz_requests import Findings, Requests, send
+from tests.test_fuzz_requests import FIXED
+
+LOAD = "/v1/load_lora_adapter"
 STREAMS = 8
 ATTACKERS = 2
 QUIET_SHARE = 0.1
@@ -41,8 +50,17 @@ KEYS = ("honest:soak-honest", "hostile:soak-hostile", "operator:soak-operator ad
 class AttackedSoak:
     """One run against one server."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, expected: dict[tuple[str, int], str]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], url: str, expected: dict[tuple[str, int], str], folder: Path
+    ) -> None:
         self.process = process
+        self.folder = folder
+        self.findings = Findings()
+        self.operator = Attacker(url, "soak-operator")
+        parts = urlsplit(url)
+        self.address = parts.hostname or "", parts.port or 0
+        headers = {"authorization": "Bearer soak-operator"}
+        self.description = httpx2.get(f"{url}/openapi.json", headers=headers).json()
         self.expected = expected
         self.done = 0
         self.wrong: list[str] = []
@@ -62,7 +80,7 @@ class AttackedSoak:
         await asyncio.sleep(seconds * QUIET_SHARE)
         self.attacked = True
         hostile = [asyncio.create_task(self._attack(end)) for _ in range(ATTACKERS)]
-        await asyncio.gather(*honest, *hostile)
+        await asyncio.gather(*honest, *hostile, self._load_adapters(end), asyncio.to_thread(self._fuzz, end))
 
     async def _streams(self, end: float) -> None:
         while time.monotonic() < end:
@@ -92,6 +110,21 @@ class AttackedSoak:
             self.memory.append(resident(self.process.pid))
             await asyncio.sleep(PAUSE)
 
+    async def _load_adapters(self, end: float) -> None:
+        """An operator whose files are hostile, too."""
+        paths = hostile_adapters(self.folder)
+        while time.monotonic() < end:
+            for path in paths:
+                body = json.dumps({"lora_name": path.name, "lora_path": str(path)}).encode()
+                await self.operator.act(f"an adapter: {path.name}", lambda one, b=body: one.post(LOAD, b))
+                await asyncio.sleep(PAUSE)
+
+    def _fuzz(self, end: float) -> None:
+        """What the fuzzer makes, in a thread."""
+        probes = Requests(self.description, FIXED).several(random.Random(2))
+        while time.monotonic() < end:
+            send(self.address, itertools.islice(probes, 100), self.findings, "soak-hostile", width=1)
+
     async def _attack(self, end: float) -> None:
         every = list(attacks())
         while time.monotonic() < end:
@@ -100,6 +133,27 @@ class AttackedSoak:
                 if time.monotonic() > end:
                     return
                 await self.attacker.act(name, act)
+
+
+def hostile_adapters(folder: Path) -> list[Path]:
+    """Folders that no adapter should be, below `folder`."""
+    slow = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": "(a|aa|model.*)*" * 8 + "$b"}
+    configs = {"slow-pattern": json.dumps(slow), "deep": "[" * 100_000, "long": " " * (2 << 20), "none": ""}
+    tensor = {"dtype": "F32", "shape": [4, 1], "data_offsets": [0, 16]}
+    header = json.dumps({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": tensor}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(16)
+    paths = [folder / name for name in (*configs, "pipe", "endless")]
+    for path in paths:
+        path.mkdir()
+        config = path / "adapter_config.json"
+        if path.name == "pipe":
+            os.mkfifo(config)
+        elif path.name == "endless":
+            config.symlink_to("/dev/zero")
+        else:
+            config.write_text(configs[path.name])
+            (path / "adapter_model.safetensors").write_bytes(weights)
+    return paths
 
 
 def figure(client: httpx2.Client, name: str) -> float:
@@ -131,7 +185,7 @@ def soak(seconds: float, prompts: int = 60) -> dict[str, Any]:
         with process.stderr:
             url = next(found[1] for line in process.stderr if (found := re.search(r"(http://[\d.]+:\d+)", line)))
             threading.Thread(target=process.stderr.read, daemon=True).start()
-            run = AttackedSoak(process, url, expected)
+            run = AttackedSoak(process, url, expected, Path(folder))
             headers = {"authorization": "Bearer soak-operator"}
             try:
                 asyncio.run(run.run(seconds))
@@ -146,8 +200,9 @@ def soak(seconds: float, prompts: int = 60) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "honest streams": run.done,
-        "attacks": dict(sorted(run.attacker.statuses.items())),
-        "wrong": run.wrong,
+        "attacks": dict(sorted((run.attacker.statuses | run.operator.statuses).items())),
+        "requests of the fuzzer": sum(run.findings.statuses.values()),
+        "wrong": run.wrong + run.findings.wrong,
         "left": left,
         "engine restarts": restarts,
         "small request, quiet, ms": quiet,
@@ -160,7 +215,7 @@ def soak(seconds: float, prompts: int = 60) -> dict[str, Any]:
 
 def percentiles(times: list[float]) -> dict[str, float]:
     """In milliseconds."""
-    cuts = statistics.quantiles(times, n=100)
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
     return {"p50": round(1000 * cuts[49], 1), "p99": round(1000 * cuts[98], 1), "max": round(1000 * max(times), 1)}
 
 

@@ -20,7 +20,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 
-from kvern.errors import CorruptCheckpoint, InvalidRequest
+from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
 from kvern.files import read_object, read_whole, reason
 from kvern.template_sandbox import BoundedEnvironment
 
@@ -147,12 +147,12 @@ class ChatTemplate:
 def check_messages(messages: object) -> None:
     """Refuse what no template can render, naming the message that is wrong."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InvalidRequest(f"messages must be a list with at least one message, got {messages!r:.80}")
+        raise InvalidRequest(f"messages must be a list with at least one message, got {shown(messages)}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise InvalidRequest(f"message {index} must be an object with a role, got {message!r:.80}")
+            raise InvalidRequest(f"message {index} must be an object with a role, got {shown(message)}")
         if not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"message {index} has no role (system, user, assistant or tool): {message!r:.80}")
+            raise InvalidRequest(f"message {index} has no role (system, user, assistant or tool): {shown(message)}")
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
             raise InvalidRequest(f"message {index} has content of type {type(content).__name__}: it must be text")

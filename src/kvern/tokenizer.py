@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from kvern.chat_template import ChatTemplate
-from kvern.errors import CorruptCheckpoint, InvalidRequest
+from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
@@ -84,7 +84,7 @@ class Tokenizer:
             # of the library's ways to encode, this one lets other threads run meanwhile
             return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
-            raise InvalidRequest(f"the prompt is not valid Unicode text: {text!r:.80}") from error
+            raise InvalidRequest(f"the prompt is not valid Unicode text: {shown(text)}") from error
 
     def leading_special_tokens(self) -> list[int]:
         """Return the special tokens that ``encode`` puts before a text. Raises InvalidRequest without a tokenizer."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvern.errors import InvalidRequest
+from kvern.errors import InvalidRequest, shown
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def read_chat_body(body: Mapping[str, Any]) -> ChatBody:
     """Check all of it. Raises InvalidRequest with the place of what is wrong."""
     include = body.get("include_reasoning")
     if include is not None and not isinstance(include, bool):
-        raise InvalidRequest(f"include_reasoning is {include!r:.40}: it must be true or false")
+        raise InvalidRequest(f"include_reasoning is {shown(include)}: it must be true or false")
     return ChatBody(
         plain_messages(body.get("messages")),
         read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")),
@@ -60,12 +60,12 @@ def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     """`chat_template_kwargs` and `reasoning_effort` as names that a template can see. Raises InvalidRequest."""
     given, effort = body.get("chat_template_kwargs"), body.get("reasoning_effort")
     if given is not None and not isinstance(given, dict):
-        raise InvalidRequest(f"chat_template_kwargs is {given!r:.60}: it must be an object")
+        raise InvalidRequest(f"chat_template_kwargs is {shown(given)}: it must be an object")
     taken = sorted(RESERVED & set(given or ()))
     if taken:
         raise InvalidRequest(f"chat_template_kwargs holds {taken[0]}, which has a field of its own: leave it out")
     if effort is not None and not isinstance(effort, str):
-        raise InvalidRequest(f"reasoning_effort is {effort!r:.60}: it must be a text")
+        raise InvalidRequest(f"reasoning_effort is {shown(effort)}: it must be a text")
     effort_says = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return {**effort_says, **(given or {})}
 
@@ -89,7 +89,7 @@ def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     calls = plain.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
-            raise InvalidRequest(f"{place}.tool_calls is {calls!r:.60}: it must be a list")
+            raise InvalidRequest(f"{place}.tool_calls is {shown(calls)}: it must be a list")
         plain["tool_calls"] = [plain_call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(calls)]
         if not calls:
             del plain["tool_calls"]
@@ -101,7 +101,7 @@ def plain_call(call: object, place: str) -> dict[str, Any]:
     """A call whose arguments, a JSON text in OpenAI's form, are an object. Raises InvalidRequest."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{place} is {call!r:.60}: it must be an object with a function that has a name")
+        raise InvalidRequest(f"{place} is {shown(call)}: it must be an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -109,7 +109,7 @@ def plain_call(call: object, place: str) -> dict[str, Any]:
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"{place}.function.arguments is not valid JSON: {error}") from error
     if not isinstance(arguments, dict | None):
-        raise InvalidRequest(f"{place}.function.arguments is {arguments!r:.60}: it must be a JSON object")
+        raise InvalidRequest(f"{place}.function.arguments is {shown(arguments)}: it must be a JSON object")
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
@@ -119,7 +119,7 @@ def text_of(parts: Sequence[Any], kinds: Sequence[str] = TEXT_PARTS) -> str:
         if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise InvalidRequest(
-                f"messages: a content part is of type {kind!r:.40}: this model takes text ({', '.join(kinds)}) only"
+                f"messages: a content part is of type {shown(kind)}: this model takes text ({', '.join(kinds)}) only"
             )
     return "\n".join(part["text"] for part in parts)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from kvern.batch.chat_body import CHAT_FIELDS, assistant_message, finish_reason, read_chat_body
 from kvern.batch.requests import BatchRequest, sampling_params, split_prompt
-from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.structured.tags import StructuralTag, structural_tags
 
@@ -68,11 +68,11 @@ def read_openai_row(
     """
     url, body, custom_id = values["url"], values["body"], values["custom_id"]
     if not isinstance(custom_id, str):
-        raise InvalidRequest(f"custom_id is {custom_id!r:.40}: it must be a text")
+        raise InvalidRequest(f"custom_id is {shown(custom_id)}: it must be a text")
     if values.get("method", "POST") != "POST":
-        raise InvalidRequest(f"method is {values['method']!r:.20}: it must be POST")
+        raise InvalidRequest(f"method is {shown(values['method'])}: it must be POST")
     if url not in (CHAT, COMPLETIONS):
-        raise InvalidRequest(f"url is {url!r:.60}: it must be {CHAT} or {COMPLETIONS}")
+        raise InvalidRequest(f"url is {shown(url)}: it must be {CHAT} or {COMPLETIONS}")
     if not isinstance(body, dict):
         raise InvalidRequest(f"body must be an object, got {type(body).__name__}")
     check_fields(body)
@@ -81,7 +81,7 @@ def read_openai_row(
         raise InvalidRequest(f"body has no {name}, which {url} needs")
     prompt, messages = split_prompt(body[name], name)
     if (messages is None) == (url == CHAT):
-        raise InvalidRequest(f"body has a {name} that {url} does not take: {body[name]!r:.60}")
+        raise InvalidRequest(f"body has a {name} that {url} does not take: {shown(body[name])}")
     chat = read_chat_body(body) if url == CHAT else None
     params = sampling_params(defaults, parameters(body, url))
     named = body.get("model")
@@ -101,7 +101,7 @@ def check_fields(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if name in ONLY_VALUES and not (name == "best_of" and body.get("use_beam_search")):
             if value not in ONLY_VALUES[name]:
-                raise InvalidParameter(f"{name} is {value!r:.60}: a batch does not support that; leave it out")
+                raise InvalidParameter(f"{name} is {shown(value)}: a batch does not support that; leave it out")
         elif name not in known:
             raise InvalidParameter(f"unknown field {name!r} in body: leave it out")
 
@@ -116,13 +116,15 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
         found["structured"] = structured
     searching = body.get("use_beam_search")
     if searching is not None and not isinstance(searching, bool):
-        raise InvalidParameter(f"use_beam_search is {searching!r:.40}: it must be true or false")
+        raise InvalidParameter(f"use_beam_search is {shown(searching)}: it must be true or false")
     if searching:
         found.setdefault("beam_width", body.get("best_of") or body.get("n") or 1)
     if url == CHAT:
         wanted = found.pop("logprobs", False)
         if not isinstance(wanted, bool):
-            raise InvalidParameter(f"logprobs is {wanted!r:.20}: {CHAT} takes true or false, and top_logprobs a number")
+            raise InvalidParameter(
+                f"logprobs is {shown(wanted)}: {CHAT} takes true or false, and top_logprobs a number"
+            )
         if wanted:
             found["logprobs"] = body.get("top_logprobs") or 0
     return found
@@ -142,7 +144,7 @@ def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     for name in ("structured_outputs", "structured"):
         if body.get(name) is not None:
             if not isinstance(body[name], dict):
-                raise InvalidParameter(f"{name} is {body[name]!r:.60}: it must be an object")
+                raise InvalidParameter(f"{name} is {shown(body[name])}: it must be an object")
             asked[name] = {key: value for key, value in body[name].items() if value is not None}
     if len(asked) > 1:
         raise InvalidParameter(f"{' and '.join(asked)} are set: give one of them")
@@ -164,7 +166,7 @@ def response_format(value: object) -> dict[str, Any] | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or kind not in RESPONSE_FORMATS:
         raise InvalidParameter(
-            f"response_format is {value!r:.80}: its type must be one of {', '.join(RESPONSE_FORMATS)}"
+            f"response_format is {shown(value)}: its type must be one of {', '.join(RESPONSE_FORMATS)}"
         )
     if kind == "text":
         return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvern.batch.chat_body import ChatBody
-from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest
+from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.tools.definitions import read_tools
 
@@ -105,7 +105,7 @@ def split_prompt(value: object, name: str) -> tuple[str | list[int] | None, list
         return value, None
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return None, [{key: item for key, item in message.items() if item is not None} for message in value]
-    raise InvalidRequest(f"{name} is {value!r:.60}: it must be a text, a list of token ids or a list of messages")
+    raise InvalidRequest(f"{name} is {shown(value)}: it must be a text, a list of token ids or a list of messages")
 
 
 def sampling_params(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvern.engine.inputs import Prompt, as_list
 from kvern.engine.output import RequestOutput
-from kvern.errors import InvalidRequest
+from kvern.errors import InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ def scored_prompts(
     pairs = list(pairs)
     for index, pair in enumerate(pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise InvalidRequest(f"pair {index} is {pair!r:.60}: it must be (context, continuation)")
+            raise InvalidRequest(f"pair {index} is {shown(pair)}: it must be (context, continuation)")
         characters += sum(len(text) for text in pair if isinstance(text, str))
         ids = sum(len(side) for side in pair if not isinstance(side, str) and isinstance(side, Sized))
         if max_model_len is not None and ids >= max_model_len:
@@ -129,7 +129,7 @@ class PairEncoder:
         after = self._encode(kept + continuation)[len(before) :]
         if continuation and not after:
             raise InvalidRequest(
-                f"{continuation!r:.60} adds no token to those of its context: both end in one token; begin the "
+                f"{shown(continuation)} adds no token to those of its context: both end in one token; begin the "
                 "continuation at a word, or send token ids"
             )
         return self._begin + before, after

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
-from kvern.errors import ConfigError, InvalidParameter
+from kvern.errors import ConfigError, InvalidParameter, shown
 from kvern.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def check_arguments(processors: Processors, asked: Mapping[str, Mapping[str, Any
     for name, values in asked.items():
         if name not in processors:
             raise InvalidParameter(
-                f"logits_processors names {name!r:.60}: this engine has {', '.join(processors) or 'none'}; the option "
+                f"logits_processors names {shown(name)}: this engine has {', '.join(processors) or 'none'}; the option "
                 "logits_processors enables more"
             )
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.errors import InvalidRequest
+from kvern.errors import InvalidRequest, shown
 from kvern.server.bodies import read_object
 from kvern.server.http import HttpError, json_response, until_gone
 from kvern.server.service import Service, typed
@@ -23,7 +23,7 @@ class Adapters:
         name, body = await self._read(request)
         path = typed(body, "lora_path", str, "")
         if not path or "\0" in path:
-            raise HttpError(400, f"lora_path is {path!r:.60}: it must be the folder of an adapter", param="lora_path")
+            raise HttpError(400, f"lora_path is {shown(path)}: it must be the folder of an adapter", param="lora_path")
         await until_gone(self._client.load_adapter(name, str(self._allowed(path))), request.receive)
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
@@ -54,8 +54,8 @@ class Adapters:
         try:
             folder = (allowed / path).resolve()
         except (OSError, RuntimeError) as error:
-            raise HttpError(400, f"lora_path is {path!r:.200}, which cannot be followed", param="lora_path") from error
+            raise HttpError(400, f"lora_path is {shown(path)}, which cannot be followed", param="lora_path") from error
         if not folder.is_relative_to(allowed):
-            message = f"lora_path is {path!r:.200}, which is not below the server's adapter_folder"
+            message = f"lora_path is {shown(path)}, which is not below the server's adapter_folder"
             raise HttpError(403, message, param="lora_path", code="permission_denied")
         return folder

@@ -68,7 +68,7 @@ class Batches:
             message = f"endpoint is {shown(endpoint)}: it must be one of {', '.join(self._answerers)}"
             raise HttpError(400, message, param="endpoint")
         if window != "24h":
-            raise HttpError(400, f"completion_window is {window!r:.20}: it must be 24h", param="completion_window")
+            raise HttpError(400, f"completion_window is {shown(window)}: it must be 24h", param="completion_window")
         source = await self._store.load("file", key.name, typed(body, "input_file_id", str, ""))
         now = int(time.time())
         times = dict.fromkeys(f"{name}_at" for name in ("in_progress", "finalizing", "completed", "failed", "expired"))

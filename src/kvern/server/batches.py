@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvern.batch.openai_format import CHAT, COMPLETIONS
-from kvern.errors import EngineClosed, EngineUnavailable, KvernError, ServerBusy
+from kvern.errors import EngineClosed, EngineUnavailable, KvernError, ServerBusy, shown
 from kvern.server.bodies import MAX_BODY_BYTES, check_counts, decode_object
 from kvern.server.files import OUTPUT, PART_BYTES, file_object
 from kvern.server.http import HttpError, error_body, status_of
@@ -267,11 +267,10 @@ def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
     if not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
         return "the row must be an object with custom_id, a text, and body, an object"
     if row.get("method", "POST") != "POST" or row.get("url") != endpoint:
-        return (
-            f"method and url are {row.get('method')!r:.20} and {row.get('url')!r:.60}: they must be POST and {endpoint}"
-        )
+        given = f"{shown(row.get('method'))} and {shown(row.get('url'))}"
+        return f"method and url are {given}: they must be POST and {endpoint}"
     if row["custom_id"] in seen:
-        return f"custom_id {row['custom_id']!r:.80} is there twice: make each different"
+        return f"custom_id {shown(row['custom_id'])} is there twice: make each different"
     if row["body"].get("stream"):
         return "stream is set: a batch has no streams"
     seen.add(row["custom_id"])

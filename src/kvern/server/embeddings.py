@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.engine.embedding import check_pooling, embedding_of
+from kvern.errors import shown
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import read_object
 from kvern.server.http import HttpError, json_response, until_gone
@@ -34,7 +35,7 @@ class Embeddings:
         check_pooling(service.client.folder, model)
         encoding = typed(body, "encoding_format", str, "float")
         if encoding not in ("float", "base64"):
-            message = f"encoding_format is {encoding!r:.40}: it must be float or base64"
+            message = f"encoding_format is {shown(encoding)}: it must be float or base64"
             raise HttpError(400, message, param="encoding_format")
         dimensions = typed(body, "dimensions", int, None)
         if "input" not in body:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message
 
+from kvern.errors import shown
 from kvern.server.http import HttpError, json_response
 from kvern.server.store import Object, Store
 
@@ -63,7 +64,7 @@ class Files:
             if not isinstance(upload, UploadFile):
                 raise HttpError(400, "file is missing: send a multipart form with file and purpose", param="file")
             if purpose not in PURPOSES:
-                message = f"purpose is {purpose!r:.40}: it must be one of {', '.join(PURPOSES)}"
+                message = f"purpose is {shown(purpose)}: it must be one of {', '.join(PURPOSES)}"
                 raise HttpError(400, message, param="purpose")
             name = (upload.filename or "file")[:255]
             file_id, size = await self._store.write(owner, parts_of(upload))
@@ -80,7 +81,7 @@ class Files:
         found = await self._store.all("file", request.state.key.name)
         purpose = request.query_params.get("purpose")
         if purpose not in (None, *PURPOSES, OUTPUT):
-            message = f"purpose is {purpose!r:.40}: it must be one of {', '.join((*PURPOSES, OUTPUT))}"
+            message = f"purpose is {shown(purpose)}: it must be one of {', '.join((*PURPOSES, OUTPUT))}"
             raise HttpError(400, message, param="purpose")
         return json_response(page_of([body for _, body in found if purpose in (None, body["purpose"])], request))
 
@@ -110,11 +111,11 @@ def page_of(found: list[Object], request: Request) -> Object:
     """`limit` of the objects behind the one named `after`. Raises HttpError."""
     limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
     if re.fullmatch("[0-9]{1,5}", limit) is None or not 1 <= int(limit) <= MOST_ON_PAGE:
-        raise HttpError(400, f"limit is {limit!r:.20}: it must be 1 to {MOST_ON_PAGE}", param="limit")
+        raise HttpError(400, f"limit is {shown(limit)}: it must be 1 to {MOST_ON_PAGE}", param="limit")
     if after is not None:
         places = [index for index, body in enumerate(found) if body["id"] == after]
         if not places:
-            raise HttpError(404, f"there is no {after!r:.80} in the list", param="after", code="not_found")
+            raise HttpError(404, f"there is no {shown(after)} in the list", param="after", code="not_found")
         found = found[places[0] + 1 :]
     page = found[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -138,10 +139,10 @@ def check_form(content_type: str) -> None:
     """Refuse what is not a multipart form in UTF-8. Raises HttpError."""
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
-        raise HttpError(400, f"content-type is {content_type!r:.80}: send a multipart form with file and purpose")
+        raise HttpError(400, f"content-type is {shown(content_type)}: send a multipart form with file and purpose")
     charset = options.get(b"charset", b"utf-8").lower()
     if charset not in (b"utf-8", b"utf8"):
-        raise HttpError(400, f"the form's charset is {charset.decode('latin-1')!r:.40}: it must be utf-8")
+        raise HttpError(400, f"the form's charset is {shown(charset.decode('latin-1'))}: it must be utf-8")
 
 
 def limited(request: Request) -> Any:

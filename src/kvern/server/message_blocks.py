@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.batch.chat_body import text_of
-from kvern.errors import InvalidRequest
+from kvern.errors import InvalidRequest, shown
 from kvern.tools.pieces import Arguments, CallBegins, Content, Message, Piece, Reasoning
 
 Event = tuple[str, dict[str, Any]]
@@ -15,7 +15,7 @@ Event = tuple[str, dict[str, Any]]
 def chat_messages(message: object, place: str) -> list[dict[str, Any]]:
     """A message, whose blocks may be text, thinking, calls of tools and their results, as messages for templates."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-        raise InvalidRequest(f"{place} is {message!r:.60}: it must be an object with role user or assistant")
+        raise InvalidRequest(f"{place} is {shown(message)}: it must be an object with role user or assistant")
     content = message.get("content")
     if not isinstance(content, list):
         return [{"role": message["role"], "content": text(content)}]
@@ -49,7 +49,7 @@ def text(content: object) -> str:
         return content
     if isinstance(content, list):
         return text_of(content, ("text",))
-    raise InvalidRequest(f"messages hold content {content!r:.60}: it must be a text or a list of blocks")
+    raise InvalidRequest(f"messages hold content {shown(content)}: it must be a text or a list of blocks")
 
 
 def _result(block: Mapping[str, Any]) -> str:
@@ -59,14 +59,14 @@ def _result(block: Mapping[str, Any]) -> str:
 def _id(block: Mapping[str, Any], name: str, place: str) -> str:
     value = block.get(name)
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{place}.{name} is {value!r:.40}: it must be the id of a call")
+        raise InvalidRequest(f"{place}.{name} is {shown(value)}: it must be the id of a call")
     return value
 
 
 def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     name, arguments = block.get("name"), block.get("input")
     if not isinstance(name, str) or not isinstance(arguments, dict | None):
-        raise InvalidRequest(f"{place} is {dict(block)!r:.80}: it must have a name, and an object as input")
+        raise InvalidRequest(f"{place} is {shown(dict(block))}: it must have a name, and an object as input")
     function = {"name": name, "arguments": arguments or {}}
     return {"id": _id(block, "id", place), "type": "function", "function": function}
 
@@ -76,7 +76,7 @@ def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     converted = []
     for number, tool in enumerate(tools):
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
-            raise InvalidRequest(f"tools[{number}] is {tool!r:.60}: it must have a name and an input_schema")
+            raise InvalidRequest(f"tools[{number}] is {shown(tool)}: it must have a name and an input_schema")
         kept = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
         function = {**kept, "parameters": tool["input_schema"]}
         converted.append({"type": "function", "function": function})
@@ -91,7 +91,7 @@ def chat_tool_choice(choice: Mapping[str, Any]) -> tuple[object, bool]:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, parallel
     if not isinstance(kind, str) or kind not in words:
-        raise InvalidRequest(f"tool_choice.type is {kind!r:.40}: it must be auto, any, tool or none")
+        raise InvalidRequest(f"tool_choice.type is {shown(kind)}: it must be auto, any, tool or none")
     return words[kind], parallel
 
 

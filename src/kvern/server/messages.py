@@ -10,6 +10,7 @@ from starlette.responses import Response
 from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import CompletionOutput, RequestOutput
+from kvern.errors import shown
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
@@ -106,10 +107,10 @@ def thinking_of(thinking: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]
     if kind is None and not thinking:
         return None, {}
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise HttpError(400, f"thinking.type is {kind!r:.40}: it must be enabled or disabled", param="thinking")
+        raise HttpError(400, f"thinking.type is {shown(kind)}: it must be enabled or disabled", param="thinking")
     budget = thinking.get("budget_tokens")
     if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-        message = f"thinking.budget_tokens is {budget!r:.40}: it must be a number of tokens, 1 or more"
+        message = f"thinking.budget_tokens is {shown(budget)}: it must be a number of tokens, 1 or more"
         raise HttpError(400, message, param="thinking")
     return (budget if kind == "enabled" else None), {"enable_thinking": kind != "disabled"}
 

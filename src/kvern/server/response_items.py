@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvern.batch.chat_body import plain_call, text_of
-from kvern.errors import InvalidRequest
+from kvern.errors import InvalidRequest, shown
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 
 Event = tuple[str, dict[str, Any]]
@@ -19,7 +19,7 @@ def input_messages(value: object) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
-        raise InvalidRequest(f"input is {value!r:.60}: it must be a text or a list of items")
+        raise InvalidRequest(f"input is {shown(value)}: it must be a text or a list of items")
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for number, item in enumerate(value):
@@ -48,13 +48,13 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output" and isinstance(item.get("output"), str | list):
         return {"role": "tool", "content": _text(item["output"]), "tool_call_id": _call_id(item, place)}
-    raise InvalidRequest(f"{place} of type {kind!r:.40} is not understood: {dict(item)!r:.80}")
+    raise InvalidRequest(f"{place} of type {shown(kind)} is not understood: {shown(dict(item))}")
 
 
 def _call_id(item: Mapping[str, Any], place: str) -> str:
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or not call_id:
-        raise InvalidRequest(f"{place}.call_id is {call_id!r:.40}: it must be the id of a call")
+        raise InvalidRequest(f"{place}.call_id is {shown(call_id)}: it must be the id of a call")
     return call_id
 
 
@@ -65,7 +65,7 @@ def _text(content: str | list[Any]) -> str:
 def _reasoning(item: Mapping[str, Any], place: str) -> str:
     content = item.get("content") or []
     if not isinstance(content, list):
-        raise InvalidRequest(f"{place}.content is {content!r:.60}: it must be a list of parts")
+        raise InvalidRequest(f"{place}.content is {shown(content)}: it must be a list of parts")
     return text_of(content, ("reasoning_text",))
 
 

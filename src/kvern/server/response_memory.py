@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvern.errors import shown
 from kvern.server.http import HttpError
 
 MOST_STORED = 1000
@@ -69,7 +70,7 @@ class ResponseMemory:
             return running
         packed = self._ended.get(key, OrderedDict()).get(response_id)
         if packed is None:
-            message = f"there is no response {response_id!r:.80}: it was not stored, or newer ones took its place"
+            message = f"there is no response {shown(response_id)}: it was not stored, or newer ones took its place"
             raise HttpError(404, message, code="response_not_found")
         return Stored(key, *msgspec.json.decode(packed))
 

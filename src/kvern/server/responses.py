@@ -16,7 +16,7 @@ from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
 from kvern.batch.openai_format import response_format
 from kvern.batch.requests import sampling_params
 from kvern.engine.output import RequestOutput
-from kvern.errors import KvernError
+from kvern.errors import KvernError, shown
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import EventStream, HttpError, ignored_header, json_response, until_gone
@@ -113,7 +113,7 @@ class Responses:
         model = service.model(body)
         for name, value in REFUSED.items():
             if body.get(name) not in (None, value):
-                raise HttpError(400, f"{name} is {body[name]!r:.60}: this server does not do that", param=name)
+                raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
         text = typed(body, "text", dict, {})
         tools = typed(body, "tools", list, [])
         messages = [*self._earlier(body, key), *input_messages(body.get("input"))]
@@ -131,7 +131,7 @@ class Responses:
         if body.get("max_output_tokens") is not None:
             values["max_tokens"] = body["max_output_tokens"]
         if values.get("n", 1) != 1:
-            raise HttpError(400, f"n is {values['n']!r:.20}: a response has one answer", param="n")
+            raise HttpError(400, f"n is {shown(values['n'])}: a response has one answer", param="n")
         conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
         chat = await chat_request(conversation, sampling_params(SamplingParams(), values), service, key)
         params = chat.params

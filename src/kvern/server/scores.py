@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvern.batch.openai_format import WITHOUT_EFFECT, finite
 from kvern.engine.scoring import Pair, Score, score_of
+from kvern.errors import shown
 from kvern.server.bodies import read_object
 from kvern.server.http import HttpError, ignored_header, json_response, until_gone
 from kvern.server.keys import ApiKey
@@ -98,6 +99,6 @@ def read_pairs(body: dict[str, Any]) -> list[Pair]:
     for index, pair in enumerate(pairs):
         for name, value in zip(("context", "continuations"), pair, strict=True):
             if not isinstance(value, str | list):
-                message = f"{name} is {value!r:.60} for continuation {index}: it must be a text or a list of token ids"
+                message = f"{name} is {shown(value)} for continuation {index}: it must be a text or a list of token ids"
                 raise HttpError(400, message, param=name)
     return pairs

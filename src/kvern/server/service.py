@@ -35,6 +35,8 @@ MOST_LOGPROBS = 8192
 MOST_METADATA = 16
 LONGEST_METADATA_NAME = 64
 LONGEST_METADATA = 512
+MOST_PROMPT_LOGPROBS = 1 << 18
+"""Of one request's prompts: each entry takes some 200 bytes here, and 20 on the wire."""
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 LONGEST_SALT = 256
 
@@ -172,6 +174,7 @@ class Service:
                         adapter=ask.adapter,
                     )
                     generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
+                    check_reported(generations, ask.params)
             return Running(self, ask, generations, news, held.pop_all())
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
@@ -223,6 +226,20 @@ def read_metadata(body: Mapping[str, Any]) -> dict[str, str]:
             message = f"metadata[{name!r}] must be a text of at most {LONGEST_METADATA} characters"
             raise HttpError(400, message, param="metadata")
     return metadata
+
+
+def check_reported(generations: Sequence[Generation], params: Sequence[SamplingParams]) -> None:
+    """Refuse log-probabilities of prompts that nobody could read, or the server hold. Raises InvalidParameter."""
+    entries = 0
+    for generation, asked in zip(generations, params, strict=False):
+        if asked.prompt_logprobs is not None:
+            tokens = len(generation.output.prompt_token_ids) - asked.prompt_logprobs_from
+            entries += max(tokens, 0) * (1 + asked.prompt_logprobs)
+    if entries > MOST_PROMPT_LOGPROBS:
+        raise InvalidParameter(
+            f"prompt_logprobs asks for {entries} log-probabilities: this server gives {MOST_PROMPT_LOGPROBS} at most "
+            "to one request; send fewer prompts at once, ask for fewer, or use prompt_logprobs_from"
+        )
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvern.errors import shown
 from kvern.server.http import HttpError
 
 SCHEMA = """
@@ -85,7 +86,7 @@ class Store:
         sql = "SELECT body FROM objects WHERE id = ? AND kind = ? AND owner = ?"
         row = await self._run(lambda database: database.execute(sql, (object_id, kind, owner)).fetchone())
         if row is None:
-            raise HttpError(404, f"there is no {kind} {object_id!r:.80}", code=f"{kind}_not_found")
+            raise HttpError(404, f"there is no {kind} {shown(object_id)}", code=f"{kind}_not_found")
         return dict(msgspec.json.decode(row[0]))
 
     async def all(self, kind: str, owner: str | None = None) -> list[tuple[str, Object]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvern.errors import InvalidParameter
+from kvern.errors import InvalidParameter, shown
 from kvern.structured.output import StructuredOutput
 
 MOST_TAGS = 256
@@ -32,7 +32,7 @@ def structural_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> S
     rules, parts = [], {}
     for number, trigger in enumerate(triggers):
         if not trigger or any(trigger in other for other in (*triggers[:number], *triggers[number + 1 :])):
-            raise InvalidParameter(f"structural_tag: trigger {trigger!r:.60} is empty or a part of another trigger")
+            raise InvalidParameter(f"structural_tag: trigger {shown(trigger)} is empty or a part of another trigger")
         choices = []
         for index, tag in enumerate(tags):
             if tag.begin.startswith(trigger):
@@ -40,12 +40,12 @@ def structural_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> S
                 rest, end = _quoted(tag.begin[len(trigger) :]), _quoted(tag.end)
                 choices.append(f"{rest} @tag_{index} {end}")
         if not choices:
-            raise InvalidParameter(f"structural_tag: no structure begins with the trigger {trigger!r:.60}")
+            raise InvalidParameter(f"structural_tag: no structure begins with the trigger {shown(trigger)}")
         rules.append(f"trigger_{number}[lazy]: TEXT {_quoted(trigger)}")
         rules.append(f"tagged_{number}: trigger_{number} ({' | '.join(choices)})")
     for index, tag in enumerate(tags):
         if f"tag_{index}" not in parts:
-            raise InvalidParameter(f"structural_tag: {tag.begin!r:.60} begins with none of the triggers")
+            raise InvalidParameter(f"structural_tag: {shown(tag.begin)} begins with none of the triggers")
     spans = " | ".join(f"tagged_{number}" for number in range(len(triggers)))
     grammar = "\n".join([f"start: ({spans})* TEXT", *rules, "TEXT: /(?s:.*)/"])
     return StructuredOutput(grammar=grammar, parts=parts)

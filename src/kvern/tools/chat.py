@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import Grammars
 from kvern.structured.output import StructuredOutput
@@ -140,7 +140,7 @@ class Chat:
         form = thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
         if budget is not None:
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
-                raise InvalidParameter(f"thinking_budget is {budget!r:.40}: it must be a number of tokens, 0 or more")
+                raise InvalidParameter(f"thinking_budget is {shown(budget)}: it must be a number of tokens, 0 or more")
             if form is None:
                 raise InvalidRequest(
                     "thinking has a budget, and the model's chat template knows no thinking: leave it out, or name the "

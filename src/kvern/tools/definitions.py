@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvern.errors import InvalidRequest
+from kvern.errors import InvalidRequest, shown
 from kvern.tools.tool_format import NAME
 
 MOST_TOOLS = 512
@@ -54,9 +54,9 @@ NO_TOOLS = ToolUse()
 def read_tools(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
     """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
     if parallel is not None and not isinstance(parallel, bool):
-        raise InvalidRequest(f"parallel_tool_calls is {parallel!r:.40}: it must be true or false")
+        raise InvalidRequest(f"parallel_tool_calls is {shown(parallel)}: it must be true or false")
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
-        raise InvalidRequest(f"tools is {tools!r:.60}: it must be a list")
+        raise InvalidRequest(f"tools is {shown(tools)}: it must be a list")
     definitions = list(tools or ())
     if len(definitions) > MOST_TOOLS:
         raise InvalidRequest(f"tools holds {len(definitions)} tools: at most {MOST_TOOLS}")
@@ -84,24 +84,24 @@ def _for_template(definition: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool(definition: object, place: str) -> Tool:
     if not isinstance(definition, Mapping):
-        raise InvalidRequest(f"{place} is {definition!r:.60}: it must be an object")
+        raise InvalidRequest(f"{place} is {shown(definition)}: it must be an object")
     kind = definition.get("type", "function")
     if kind != "function":
-        raise InvalidRequest(f"{place}.type is {kind!r:.40}: this server has tools of type function only")
+        raise InvalidRequest(f"{place}.type is {shown(kind)}: this server has tools of type function only")
     function = definition.get("function")
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{place}.function is {function!r:.60}: it must be an object with a name")
+        raise InvalidRequest(f"{place}.function is {shown(function)}: it must be an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidRequest(
-            f"{place}.function.name is {name!r:.80}: it must be 1 to 64 letters, digits, underscores, dots and dashes"
+            f"{place}.function.name is {shown(name)}: it must be 1 to 64 letters, digits, underscores, dots and dashes"
         )
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise InvalidRequest(f"{place}.function.description is {description!r:.60}: it must be a text")
+        raise InvalidRequest(f"{place}.function.description is {shown(description)}: it must be a text")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequest(f"{place}.function.strict is {strict!r:.40}: it must be true or false")
+        raise InvalidRequest(f"{place}.function.strict is {shown(strict)}: it must be true or false")
     parameters = _parameters(function.get("parameters"), f"{place}.function.parameters")
     return Tool(name, parameters, bool(strict), place)
 
@@ -110,7 +110,7 @@ def _parameters(schema: object, place: str) -> dict[str, Any]:
     if schema is None or schema == {}:
         return ANY_ARGUMENTS
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{place} is {schema!r:.60}: it must be a JSON schema of an object")
+        raise InvalidRequest(f"{place} is {shown(schema)}: it must be a JSON schema of an object")
     try:
         size = len(json.dumps(schema))
     except (TypeError, ValueError, RecursionError) as error:
@@ -118,15 +118,15 @@ def _parameters(schema: object, place: str) -> dict[str, Any]:
     if size > MOST_CHARACTERS:
         raise InvalidRequest(f"{place} has {size} characters: at most {MOST_CHARACTERS}")
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(f"{place}.type is {schema['type']!r:.60}: arguments are an object")
+        raise InvalidRequest(f"{place}.type is {shown(schema['type'])}: arguments are an object")
     properties, required = schema.get("properties"), schema.get("required")
     if properties is not None and not isinstance(properties, dict):
-        raise InvalidRequest(f"{place}.properties is {properties!r:.60}: it must be an object")
+        raise InvalidRequest(f"{place}.properties is {shown(properties)}: it must be an object")
     for name, value in (properties or {}).items():
         if not isinstance(value, dict | bool):
-            raise InvalidRequest(f"{place}.properties.{name:.60} is {value!r:.60}: it must be a schema")
+            raise InvalidRequest(f"{place}.properties.{name:.60} is {shown(value)}: it must be a schema")
     if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
-        raise InvalidRequest(f"{place}.required is {required!r:.60}: it must be a list of names")
+        raise InvalidRequest(f"{place}.required is {shown(required)}: it must be a list of names")
     return schema if "type" in schema else {**schema, "type": "object"}
 
 
@@ -137,7 +137,7 @@ def _choice(choice: object, names: Sequence[str]) -> tuple[Literal["auto", "requ
         return "required", _named(choice, names)
     if choice not in ("auto", "none", "required"):
         raise InvalidRequest(
-            f'tool_choice is {choice!r:.60}: it must be auto, none, required or {{"type": "function", "function": '
+            f'tool_choice is {shown(choice)}: it must be auto, none, required or {{"type": "function", "function": '
             '{"name": ...}}'
         )
     if choice == "required" and not names:
@@ -148,9 +148,9 @@ def _choice(choice: object, names: Sequence[str]) -> tuple[Literal["auto", "requ
 def _named(choice: Mapping[str, Any], names: Sequence[str]) -> str:
     function = choice.get("function")
     if choice.get("type", "function") != "function" or not isinstance(function, Mapping):
-        raise InvalidRequest(f"tool_choice is {dict(choice)!r:.80}: it must name a function")
+        raise InvalidRequest(f"tool_choice is {shown(dict(choice))}: it must name a function")
     name = function.get("name")
     if name not in names:
         known = ", ".join(names) or "none"
-        raise InvalidRequest(f"tool_choice names {name!r:.80}, which is none of the tools: there are {known:.200}")
+        raise InvalidRequest(f"tool_choice names {shown(name)}, which is none of the tools: there are {known:.200}")
     return str(name)
