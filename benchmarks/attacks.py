@@ -104,9 +104,7 @@ def schemas() -> dict[str, Any]:
         "600 patternProperties": {"json": {"patternProperties": {f"^NAME{n}_": text for n in range(600)}}},
         "1000 patternProperties": {"json": {"patternProperties": {f"^NAME{n}_b": text for n in range(1000)}}},
         "10000 optional properties": {"json": {"type": "object", "properties": optional}},
-        "anyOf of 3000": {
-            "json": {"anyOf": [{"type": "object", "properties": {f"NAME{n}": text}} for n in range(3000)]}
-        },
+        "anyOf of 3000": {"json": {"anyOf": variants}},
         "grammar of 2000 rules": {"grammar": f'start: r0\n{rules}\nr2000: "NAME"'},
         "a? 5000 times": {"regex": "NAME" + "a?" * 5000},
         "nested repetitions": {"regex": "NAME((a{0,100}){0,100}){0,100}b"},
