@@ -111,7 +111,7 @@ def test_what_a_step_reports_is_bounded(server: Served) -> None:
     body = {"prompt": ["a"] * 8, "n": 100, "logprobs": 100}
     status, _, answer = post(server, "/v1/completions", body, "alice-key")
     assert (status, answer["error"]["param"]) == (400, "logprobs")
-    body = {"prompt": ["Once upon a time there was a fox. " * 20] * 64, "prompt_logprobs": 100, "max_tokens": 1}
+    body = {"prompt": ["Once upon a time there was a fox. " * 50] * 8, "prompt_logprobs": 100, "max_tokens": 1}
     status, _, answer = post(server, "/v1/completions", body, "alice-key")
     assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
 
