@@ -78,6 +78,7 @@ def test_copies_go_their_own_way(grammars: Grammars, tokenizer: Tokenizer) -> No
     one, other = allowed(grammars, matcher, copy)
     assert one and other and not one & other
     assert allowed(grammars, matcher, copy, side_by_side=True) == [one, other]
+    assert allowed(grammars, side_by_side=True) == []
 
 
 def test_a_token_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -113,7 +113,8 @@ class Grammars:
 
     def fill(self, going: Sequence[tuple[Any, int]], masks: "torch.Tensor", side_by_side: bool) -> None:
         """As `Backend.fill`."""
-        self._backend.fill(going, masks, side_by_side)
+        if going:
+            self._backend.fill(going, masks, side_by_side)
 
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
