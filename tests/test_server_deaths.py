@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from tests.processors import install
-from tests.test_server import SMALL, STORY, Served, child_of, eventually, serving
+from tests.test_server import SMALL, STORY, Served, child_of, command_of, eventually, serving
 from tests.tiny_model import make_tiny_model
 
 PROMPTS = [f"Once upon a time there were {number}" for number in range(30)]
@@ -144,6 +145,19 @@ def test_no_engine_for_a_while(tmp_path: Path) -> None:
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text == whole
         assert served.raw("GET", "/ready")[2] == {"ready": True}
+
+
+def test_the_folder_of_the_socket_may_go(expected: list[str]) -> None:
+    """As cleaners of temporary folders do."""
+    with serving(*SMALL) as served:
+        client = served.client()
+        [folder] = {Path(part).parent for part in command_of(served.engine_pid()).split("\0") if "/running" in part}
+        stream = client.completions.create(prompt=PROMPTS[0], seed=9, stream=True, **(STORY | {"max_tokens": LENGTH}))
+        text = next(stream).choices[0].text
+        shutil.rmtree(folder)
+        kill(served, signal.SIGKILL)
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == expected[0]
+    assert not list(folder.parent.glob(folder.name))
 
 
 @pytest.mark.timeout(60)

@@ -6,7 +6,6 @@ launch --> listen --> death --> owner learns of it --> launch ...
 """
 
 import asyncio
-import itertools
 import logging
 import signal
 import tempfile
@@ -62,10 +61,9 @@ class Supervisor:
         self._config = config
         self._silence = silence
         self._owner = owner
-        self._directory = tempfile.TemporaryDirectory(prefix="kvern-")  # only this user may enter it
-        self._names = itertools.count()
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        """Of the last engine's socket and file; only this user may enter it."""
         self._link: EngineLink | None = None
-        self._running_file = Path()
         self._began = 0.0
         self._fruitless = 0
         self._next_launch = 0.0
@@ -107,7 +105,7 @@ class Supervisor:
         if self._link is not None:
             await self._link.stop()
         self.available.set()
-        self._directory.cleanup()
+        self._remove_directory()
 
     def send(self, message: Message) -> None:
         """To the engine, if one takes requests: a later one is told what it needs by the owner."""
@@ -168,12 +166,19 @@ class Supervisor:
         logger.warning("%s; another engine is started in %g s", trouble, wait)
 
     async def _launch(self) -> None:
-        name = next(self._names)
-        directory = Path(self._directory.name)
-        self._running_file = directory / f"running-{name}"
-        address = f"ipc://{directory / f'engine-{name}'}"
+        self._remove_directory()
+        self._directory = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
+        address = f"ipc://{Path(self._directory.name, 'engine')}"
         self._link = await EngineLink.start(self._config, address, self._running_file, self._silence)
         await self._owner.prepare(self._link)
         self._began = time.monotonic()
         self.available.set()
         self._owner.resume()
+
+    @property
+    def _running_file(self) -> Path:
+        return Path(self._directory.name if self._directory is not None else "", "running")
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            self._directory.cleanup()
