@@ -13,12 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.config import EngineConfig
+from kvern.engine.client import EngineClient
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
-from kvern.structured import masks, worker
+from kvern.server.app import Server
+from kvern.server.config import ServerConfig
+from kvern.structured import apart, masks, worker
 from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import Grammars
 from kvern.structured.matchers import SPARE_BYTES, Kept, Matchers, size
@@ -216,3 +221,19 @@ def test_an_answer_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatc
         slow, other = llm.generate(["a", "b"], [bound, free])
         assert "takes too long to follow" in str(slow.failure)
         assert len(other.outputs[0].token_ids) == 8 or other.outputs[0].finish_reason == "stop"
+
+
+def test_whose_turn_does_not_come_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "LONGEST_WAIT", 0.2)
+
+    async def ask_twice() -> list[httpx2.Response]:
+        async with EngineClient(EngineConfig(model="kvern-1m", threads=1)) as client:
+            app = Server(client, ServerConfig(), ["kvern-1m"]).app()
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as http:
+                bodies = [{"prompt": "a", "guided_json": patterns(500 + number)} for number in range(2)]
+                return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+
+    refused, busy = asyncio.run(ask_twice())
+    assert refused.status_code == 400 and "use fewer" in refused.json()["error"]["message"]
+    assert busy.status_code == 429 and int(busy.headers["retry-after"]) > 0
+    assert busy.json()["error"]["type"] == "rate_limit_error"

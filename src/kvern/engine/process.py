@@ -38,7 +38,6 @@ from kvern.engine.wire import (
     encode,
 )
 from kvern.errors import KvernError, in_a_line
-from kvern.files import reason
 from kvern.request import Request
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ class AdapterReader:
                 answers.append(AdapterRead(key, str(error)))
             except Exception as error:  # the fault of that adapter alone
                 logger.exception("an adapter cannot be read")
-                answers.append(AdapterRead(key, f"it cannot be read: {type(error).__name__}: {reason(error)}"))
+                answers.append(AdapterRead(key, f"it cannot be read: {in_a_line(error)}"))
         return answers
 
 

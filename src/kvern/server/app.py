@@ -16,14 +16,7 @@ import kvern
 from kvern.batch.chat_body import template_variables
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.engine.client import EngineClient
-from kvern.errors import (
-    DeadlineExceeded,
-    EngineDied,
-    InvalidAdapter,
-    InvalidParameter,
-    InvalidRequest,
-    RequestFailed,
-)
+from kvern.errors import KvernError
 from kvern.server import messages, openai, openapi
 from kvern.server.adapters import Adapters
 from kvern.server.batch_routes import Batches
@@ -118,10 +111,9 @@ class Server:
             Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
             *page_routes(),
         ]
-        refusals = (HttpError, InvalidAdapter, InvalidParameter, InvalidRequest)
-        errors = (*refusals, RequestFailed, EngineDied, DeadlineExceeded)
         handled = {
-            **dict.fromkeys(errors, _failed),
+            HttpError: _failed,
+            KvernError: _failed,
             HTTPException: _refused,
             ClientDisconnect: _gone,
             RecursionError: _nested,
