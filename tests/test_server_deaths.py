@@ -21,6 +21,9 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
+from kvern.engine.generation import Generation
+from kvern.engine.wire import AddRequests
+from kvern.errors import RequestFailed
 from tests.processors import install
 from tests.test_server import SMALL, STORY, Served, child_of, command_of, eventually, serving
 from tests.tiny_model import make_tiny_model
@@ -129,14 +132,15 @@ def test_no_engine_for_a_while(tmp_path: Path) -> None:
     """Streams wait; others are told when to come again, and why; nobody has to start the server again."""
     folder = make_tiny_model(tmp_path / "model")
     body: dict[str, Any] = {"prompt": "a b c", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    with serving("--model", str(folder), "--threads", "1", "--served-model-name", "tiny") as served:
+    log = tmp_path / "log"
+    with serving("--model", str(folder), "--threads", "1", "--served-model-name", "tiny", log=log) as served:
         client = served.client()
         whole = client.completions.create(model="tiny", **body).choices[0].text
         stream = client.completions.create(model="tiny", stream=True, **body)
         text = next(stream).choices[0].text
         folder.rename(tmp_path / "away")
         kill(served, signal.SIGKILL)
-        eventually(lambda: "does not stay alive" in str(served.raw("GET", "/ready")[2]))
+        eventually(lambda: "does not stay alive" in str(served.raw("GET", "/ready")[2]), 60)
         status, headers, refused = served.raw("POST", "/v1/completions", json.dumps({"prompt": "a"}).encode())
         assert status == 503 and 1 <= int(headers["retry-after"]) <= 60
         assert "does not stay alive" in refused["error"]["message"]
@@ -145,6 +149,7 @@ def test_no_engine_for_a_while(tmp_path: Path) -> None:
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text == whole
         assert served.raw("GET", "/ready")[2] == {"ready": True}
+    assert "another engine is started in" in log.read_text() and "Traceback" not in log.read_text()
 
 
 def test_the_folder_of_the_socket_may_go(expected: list[str]) -> None:
@@ -191,6 +196,58 @@ async def _raise_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert await answer(disturb=True) == expected
         assert raised.is_set()
         assert await answer() == expected
+
+
+PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+async def tokens_of(client: EngineClient, prompt: str) -> list[int]:
+    news = asyncio.Event()
+    generation = await client.submit(prompt, PARAMS, news=news)
+    async for _ in client.follow([generation], news):
+        pass
+    return generation.output.outputs[0].token_ids
+
+
+@pytest.mark.timeout(120)
+def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the engine dies as it gets the request."""
+
+    async def run() -> None:
+        async with EngineClient(EngineConfig(model="kvern-1m", threads=1, dtype="float32")) as client:
+            expected = [await tokens_of(client, prompt) for prompt in PROMPTS[:3]]
+            marked, send = client.tokenizer.encode("I end it"), client._supervisor.send
+
+            def deadly(message: Any) -> None:
+                send(message)
+                if isinstance(message, AddRequests) and message.requests[0].token_ids == marked:
+                    os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
+
+            monkeypatch.setattr(client._supervisor, "send", deadly)
+            others = [asyncio.create_task(tokens_of(client, prompt)) for prompt in PROMPTS[:3]]
+            with pytest.raises(RequestFailed, match="was alone when the engine died"):
+                await tokens_of(client, "I end it")
+            assert await asyncio.gather(*others) == expected
+
+    asyncio.run(run())
+
+
+def test_who_cannot_be_sent_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with EngineClient(EngineConfig(model="kvern-1m", threads=1, dtype="float32")) as client:
+            expected, messages = await tokens_of(client, PROMPTS[0]), Generation.messages
+
+            def broken(generation: Generation) -> Any:
+                if generation.output.prompt == "I cannot be sent":
+                    raise RecursionError("as planned")
+                return messages(generation)
+
+            monkeypatch.setattr(Generation, "messages", broken)
+            with pytest.raises(RequestFailed, match="cannot be sent to the engine: RecursionError: as planned"):
+                await tokens_of(client, "I cannot be sent")
+            assert await tokens_of(client, PROMPTS[0]) == expected
+
+    asyncio.run(run())
 
 
 def test_an_engine_ends_with_a_server_that_is_killed_while_it_loads() -> None:

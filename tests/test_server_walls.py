@@ -116,6 +116,22 @@ def test_what_a_step_reports_is_bounded(server: Served) -> None:
     assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
 
 
+def test_what_each_answer_brings_to_the_engine_is_bounded(server: Served) -> None:
+    body = {"prompt": ["a"] * 4, "n": 100, "allowed_token_ids": [9] * 100_000}
+    status, _, answer = post(server, "/v1/completions", body, "alice-key")
+    assert status == 400 and "ask for fewer answers at once" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["arguments", "schema"])
+def test_json_in_texts_is_bounded(server: Served, route: str) -> None:
+    text = '{"a": [' + "{}," * 200_000 + "{}]}"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    body = {"messages": asked} if route == "arguments" else {"messages": asked[:1], "guided_json": text}
+    status, _, answer = post(server, "/v1/chat/completions", body, "alice-key")
+    assert status == 400 and "more values than fit in one request" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvern.errors import InvalidRequest, shown
+from kvern.json_work import is_too_much
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 
 if TYPE_CHECKING:
@@ -74,7 +75,19 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
     """Messages in OpenAI's form as templates expect them. Raises InvalidRequest."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise InvalidRequest("messages must be a list of one message or more, each an object")
+    if is_too_much("".join(_arguments(messages)).encode(errors="replace")):
+        raise InvalidRequest("messages: the arguments of all tool_calls hold more values than fit in one request")
     return [_plain_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The JSON texts of all calls."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                yield function["arguments"]
 
 
 def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import msgspec
 from kvern.batch.chat_body import CHAT_FIELDS, assistant_message, finish_reason, read_chat_body
 from kvern.batch.requests import BatchRequest, sampling_params, split_prompt
 from kvern.errors import InvalidParameter, InvalidRequest, shown
+from kvern.json_work import is_too_much
 from kvern.sampling_params import SamplingParams
 from kvern.structured.tags import StructuralTag, structural_tags
 
@@ -155,6 +156,8 @@ def _schema(name: str, value: object) -> object:
     """A schema that may come as JSON text."""
     if not isinstance(value, str):
         return value
+    if is_too_much(value.encode(errors="replace")):
+        raise InvalidParameter(f"{name} holds more values than fit in one request: send a smaller schema")
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -26,10 +26,10 @@ from kvern.engine.link import EngineLink
 from kvern.engine.output import OutputProcessor
 from kvern.engine.probation import Probation
 from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
-from kvern.engine.supervisor import Death, Supervisor
+from kvern.engine.supervisor import LONG_LIFE, Death, Supervisor
 from kvern.engine.turns import Turns
 from kvern.engine.wire import AdapterRead, AddRequests, Events, FinishRequests
-from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidRequest, RequestFailed
+from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidRequest, RequestFailed, in_a_line
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics
@@ -44,6 +44,9 @@ logger = logging.getLogger("kvern")
 
 T = TypeVar("T")
 
+TRIAL_SECONDS = 30.0
+"""Of computing, after which nobody is on trial any more."""
+JUST_BEGUN_SECONDS = 1.0
 LOOK_SECONDS = 0.5
 """How often those that wait for an engine look whether it is worth while."""
 LONG_INPUT = 1 << 16
@@ -85,6 +88,9 @@ class EngineClient:
         self._turns = Turns()
         self._generations: dict[str, Generation] = {}
         self._probation = Probation()
+        self._trial_began = self._heard = 0.0
+        self._unexplained = 0
+        """Deaths since a request was found guilty, or an engine lived long."""
         self._silence = silence
         self._supervisor = Supervisor(self.config, silence, self)
         self._adapters = ClientAdapters(self.adapters, self._supervisor.send, self._used_adapters)
@@ -156,8 +162,10 @@ class EngineClient:
             generation.fail(closed)
         self._generations.clear()
         self._adapters.interrupt(closed)
-        await self._grammars.close()
-        await self._supervisor.stop()
+        try:
+            await self._grammars.close()
+        finally:
+            await self._supervisor.stop()
         self._long.shutdown(wait=False, cancel_futures=True)
 
     async def chat_prompt(
@@ -253,8 +261,12 @@ class EngineClient:
             raise EngineClosed("the engine is closed")
 
     def _begin(self, generation: Generation) -> None:
-        generation.begun = True
-        self._supervisor.send(AddRequests(generation.messages()))
+        generation.begun_at = time.monotonic()
+        try:
+            self._supervisor.send(AddRequests(generation.messages()))
+        except Exception as error:
+            logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
+            self._end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Have the engine read the adapter in a folder, for requests to use. Raises InvalidAdapter or EngineDied."""
@@ -306,23 +318,30 @@ class EngineClient:
 
     def hear(self, message: AdapterRead | Events) -> None:
         """What the engine says."""
+        self._heard = time.monotonic()
         if isinstance(message, AdapterRead):
             self._adapters.hear(message)
             return
         self.statistics = message.statistics
         self.metrics.step(message.statistics, message.seconds)
         self._deliver(message)
+        if self._probation.active and self._heard > self._trial_began + TRIAL_SECONDS:
+            for name in self._probation.on_trial:  # a search says nothing before its end
+                self._clear(self._generations[name])
 
     def died(self, death: Death) -> bool:
         """Find out which request ends engines, and end that one. The others go on with the next engine."""
         self._adapters.interrupt(death.reason)
+        if death.lived > LONG_LIFE:
+            self._unexplained = 0
         self.metrics.engine(ready=False)
-        names = dict.fromkeys(generation_id(request_id) for request_id in death.running)
+        names = dict.fromkeys([*map(generation_id, death.running), *self._just_begun()])
         running = [generation for name in names if (generation := self._generations.get(name)) is not None]
         running.sort(key=lambda generation: (generation.progress, -generation.asked))
         logger.warning("%s; %d requests go on with another", death.reason, len(self._generations))
         guilty = self._probation.died([generation.output.request_id for generation in running], death.killed)
         if guilty is not None:
+            self._unexplained = 0
             generation = self._generations[guilty]
             message = f"request {guilty} was alone when the engine died and is not tried again: {death.reason}"
             logger.warning("%s", message)
@@ -330,8 +349,22 @@ class EngineClient:
             self._end(generation, RequestFailed(message))
         return bool(running)
 
+    def _just_begun(self) -> list[str]:
+        """Who may have ended the engine before their first step: those on trial, and those that came at its end.
+
+        The latter only if nobody was found guilty at the last deaths; those in its last steps are more suspicious.
+        """
+        if self._probation.active:
+            return [name for name in self._probation.on_trial if self._generations[name].begun]
+        self._unexplained += 1
+        if self._unexplained <= 1:
+            return []
+        late = self._heard - JUST_BEGUN_SECONDS
+        return [name for name, one in self._generations.items() if not one.progress and one.begun_at > late]
+
     async def prepare(self, link: EngineLink) -> None:
         """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
+        self._adapters.interrupt(EngineDied("the engine was replaced"))
         lost = await self._adapters.read_all(link, self._silence)
         if lost and not self._started:
             raise next(iter(lost.values()))
@@ -353,9 +386,11 @@ class EngineClient:
 
     def _begin_those_who_may(self) -> None:
         if self.is_ready:
+            self._trial_began = time.monotonic()
             for name in self._probation.on_trial or list(self._generations):
-                if not self._generations[name].begun:
-                    self._begin(self._generations[name])
+                generation = self._generations.get(name)
+                if generation is not None and not generation.begun:
+                    self._begin(generation)
 
     def _clear(self, generation: Generation) -> None:
         """It got on, or has ended: nothing is to be feared of it now."""

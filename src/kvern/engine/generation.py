@@ -32,8 +32,8 @@ class Generation:
         self.first = 0.0
         self.last = 0.0
         self.error: KvernError | None = None
-        self.begun = False
-        """The present engine has it."""
+        self.begun_at = 0.0
+        """When the present engine got it; 0: it has not."""
         self.resumed = False
         """An engine that died had it."""
         self.progress = 0
@@ -69,9 +69,14 @@ class Generation:
         self.error = error
         self.news.set()
 
+    @property
+    def begun(self) -> bool:
+        """The present engine has it."""
+        return self.begun_at > 0
+
     def lose(self) -> None:
         """The engine that had it is gone."""
-        self.resumed, self.begun, self.progress = self.resumed or self.begun, False, 0
+        self.resumed, self.begun_at, self.progress = self.resumed or self.begun, 0.0, 0
 
     def messages(self) -> list[NewRequest]:
         """What an engine needs to begin it, or to go on where the answers stand."""

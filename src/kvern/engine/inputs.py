@@ -80,14 +80,15 @@ class InputProcessor:
         bad_word_ids = self._bad_word_ids(params)
         _check_that_something_can_be_sampled(params, stop, bad_word_ids)
         group = request_id if params.sequences > 1 else None
-        others = params.replace(prompt_logprobs=None) if params.n > 1 else params
+        first = params.replace(structured=None) if params.structured is not None else params  # the grammar says it
+        others = first.replace(prompt_logprobs=None) if params.n > 1 else first
         requests: list[Request] = []
         for index in range(params.n if params.beam_width is None else 1):
             requests.append(
                 Request(
                     request_id=f"{request_id}#{index}",
                     token_ids=list(token_ids),
-                    params=others if index else params,
+                    params=others if index else first,
                     max_tokens=max_tokens,
                     seed=(seed + index) % MAX_SEED,
                     stop_token_ids=stop,

@@ -49,6 +49,8 @@ HEARTBEAT_SECONDS = 0.5
 """How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
 READING_SECONDS = 0.01
 """The same while it reads an adapter."""
+MOST_MESSAGES = 256
+"""Taken between two steps, or signs of life."""
 LINGER_MILLISECONDS = 2000
 """So long the last words may take to reach the server; if it has died they never do."""
 
@@ -115,7 +117,9 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
     refused: list[TokenEvent] = []
     while os.getppid() == parent:
         idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
-        while socket.poll(0 if core.has_work or refused else int(1000 * idle)):
+        for _ in range(MOST_MESSAGES):
+            if not socket.poll(0 if core.has_work or refused else int(1000 * idle)):
+                break
             match decode_for_engine(socket.recv()):
                 case AddRequests(requests):
                     refused += add(core, requests)

@@ -37,6 +37,8 @@ class Death:
     reason: EngineDied
     running: Sequence[str]
     killed: bool
+    lived: float
+    """Seconds in which it took requests."""
 
 
 class Owner(Protocol):
@@ -119,8 +121,7 @@ class Supervisor:
                 if alive:
                     self._bury(await self._listen())
                     alive = False
-                await self._relaunch()
-                alive = True
+                alive = await self._relaunch()
             except Exception:
                 logger.exception("the supervisor of the engine has a fault; it goes on with another engine")
                 alive = False
@@ -137,18 +138,18 @@ class Supervisor:
             self.available.clear()
             await self.link.stop()
             killed = self.link.silent or self.link.process.returncode == -signal.SIGKILL
-            return Death(error, read_running(self._running_file), killed)
+            return Death(error, read_running(self._running_file), killed, time.monotonic() - self._began)
         raise AssertionError("the engine's messages end with its death")
 
     def _bury(self, death: Death) -> None:
         learnt = self._owner.died(death)
-        if learnt or time.monotonic() - self._began > LONG_LIFE:
+        if learnt or death.lived > LONG_LIFE:
             self._fruitless = 0
         if not learnt:
             self._wait_longer(str(death.reason))
 
-    async def _relaunch(self) -> None:
-        """Start another engine when it is time. Failing is another death from which nothing is learnt."""
+    async def _relaunch(self) -> bool:
+        """Start another engine when it is time; whether one runs. Failing is a death from which nothing is learnt."""
         await asyncio.sleep(max(0.0, self._next_launch - time.monotonic()))
         if self._link is not None:
             await self._link.stop()
@@ -156,6 +157,8 @@ class Supervisor:
             await self._launch()
         except (ConfigError, EngineDied) as error:
             self._wait_longer(str(error))
+            return False
+        return True
 
     def _wait_longer(self, trouble: str) -> None:
         """Nothing explains what happened: wait, the longer the oftener."""

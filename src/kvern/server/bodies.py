@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from kvern.json_work import is_too_much
 from kvern.server.http import HttpError
 
 MAX_BODY_BYTES = 16 << 20
@@ -24,9 +25,6 @@ LARGE_BODIES_BYTES = 4 * MAX_BODY_BYTES
 """Of all large bodies that are read, decoded or answered at the same time; the others wait."""
 QUIET_SECONDS = 1.0
 """After the last large body, when nothing refers to it any more, its memory goes back to the system."""
-MOST_WORK = 1_200_000
-"""Of decoding: a value counts 1, a field of an object 4 more, a list or an object 16. Takes some 50 ms."""
-WORK = ((b",", 1), (b":", 4), (b"{", 16), (b"[", 16))
 LONGEST_LISTS = {"messages": 8192, "input": 8192, "tools": 512}
 """Of objects."""
 MOST_PARTS = 8192
@@ -152,8 +150,8 @@ def _decode_parts(parts: list[bytes]) -> dict[str, Any]:
 
 def decode_object(data: bytes) -> dict[str, Any]:
     """JSON as an object that handlers can work on at once. Raises HttpError."""
-    if len(data) > SMALL_BODY_BYTES:
-        _check_work(data)
+    if len(data) > SMALL_BODY_BYTES and is_too_much(data):
+        raise HttpError(400, "the body holds more values than fit in one request, about a million: send fewer at once")
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -165,20 +163,6 @@ def decode_object(data: bytes) -> dict[str, Any]:
     check_counts(body)
     check_counts(body.get("extra_body"))
     return body
-
-
-def _check_work(data: bytes) -> None:
-    if _work(data) <= MOST_WORK:
-        return
-    # much of it may stand in texts, which cost nothing
-    pieces = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if pieces.count(b'"') <= MOST_WORK // 2 and _work(b"".join(pieces.split(b'"')[::2])) <= MOST_WORK:
-        return
-    raise HttpError(400, "the body holds more values than fit in one request, about a million: send fewer at once")
-
-
-def _work(data: bytes) -> int:
-    return sum(cost * data.count(character) for character, cost in WORK)
 
 
 def check_counts(body: object) -> None:

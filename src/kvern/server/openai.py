@@ -147,7 +147,7 @@ def read_prompts(body: Mapping[str, Any]) -> list[Prompt]:
 async def chat_request(body: ChatBody, params: SamplingParams, service: Service, key: ApiKey) -> ChatRequest:
     """A conversation as prompt, parameters and a reader of its answers. Raises InvalidRequest or InvalidParameter."""
     options: dict[str, Any] = {"thinking_budget": body.thinking_budget, "variables": body.variables}
-    return await service.client.chat(body.messages, params, body.use, owner=key.name, **options)
+    return await service.client.chat(body.messages, params, body.use, owner=key.line, **options)
 
 
 async def conversation(

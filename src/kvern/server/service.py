@@ -25,6 +25,8 @@ LONGEST_LISTS = {
     "allowed_token_ids": 1 << 20,
     "logit_bias": 4096,
 }
+MOST_ENTRIES = 1 << 21
+"""Of all these lists, for all answers: each answer brings its own to the engine."""
 LONGEST_STOP = 1024
 """Characters of one stop string or bad word."""
 MOST_SAMPLES = 128
@@ -200,6 +202,12 @@ def check_bounds(params: SamplingParams, prompts: int) -> None:
     if params.n > MOST_SAMPLES:
         raise InvalidParameter(f"n is {params.n}: this server takes {MOST_SAMPLES} at most")
     sequences, reported = params.sequences, 1 + (params.logprobs or 0)
+    entries = sum(len(getattr(params, name) or ()) for name in LONGEST_LISTS)
+    if prompts * sequences * entries > MOST_ENTRIES:
+        raise InvalidParameter(
+            f"{prompts * sequences} answers with {entries} stop strings, banned words, biases and token ids each are "
+            f"more than {MOST_ENTRIES}: ask for fewer answers at once"
+        )
     if prompts * sequences > MOST_SEQUENCES:
         name = "n" if params.beam_width is None else "beam_width"
         raise InvalidParameter(
