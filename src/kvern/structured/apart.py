@@ -5,7 +5,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -16,13 +16,19 @@ from kvern.structured.grammar import Grammars, NotCompiled
 from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, Verdict
 
 CHILDREN = 2
-"""Owners whose grammars are compiled at the same time."""
+"""Owners whose forms are compiled at the same time, each by a child; one that was given up may end beside them."""
 LONGEST_WAIT = 10.0
 """Seconds until a form's turn must have come."""
 LONGEST_SECONDS = 10 * MOST_SECONDS
 """For one form, however busy the machine is."""
+LONGEST_START = 60.0
+"""Seconds until a child must be ready, of which the first waits for the worker's tokenizer."""
+MOST_TIMES = 4
+"""That one form is compiled for one request, if others make the server forget it each time."""
 
 T = TypeVar("T")
+Worker = asyncio.Task[tuple[asyncio.subprocess.Process, socket.socket]]
+"""Its start, with its process and the socket that takes the children's."""
 
 
 class Child:
@@ -48,7 +54,7 @@ class GrammarProcesses:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._idle: list[Child] = []
-        self._worker: asyncio.Task[tuple[asyncio.subprocess.Process, socket.socket]] | None = None
+        self._worker: Worker | None = None
         self._busy: set[str] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -57,17 +63,23 @@ class GrammarProcesses:
         """Begin to load the tokenizer, so that the first form does not wait for it."""
         if self._worker is None:
             self._worker = asyncio.create_task(self._start())
+            self._worker.add_done_callback(_look_at)
 
     async def run(self, work: Callable[[], Awaitable[T]], owner: str) -> T:
         """What `work` awaits, with the grammars compiled that it asks for; forms of one `owner` one by one.
 
         Raises what `work` raises, InvalidParameter for a form that takes too much, and ServerBusy.
         """
+        compiled: Counter[bytes] = Counter()
         while True:
             try:
                 return await work()
             except NotCompiled as missing:
-                await self._compile(missing.form, owner)
+                form = missing.form
+            if compiled[form] == MOST_TIMES:
+                raise ServerBusy("structured: too many other forms are compiled at the same time: try again later")
+            compiled[form] += 1
+            await self._compile(form, owner)
 
     async def close(self) -> None:
         """End all processes."""
@@ -76,7 +88,7 @@ class GrammarProcesses:
         for child in self._idle:
             child.close()
         if self._worker is not None:
-            await _end(*await self._worker)
+            await _end(self._worker)
 
     async def _compile(self, form: bytes, owner: str) -> None:
         try:
@@ -149,40 +161,66 @@ class GrammarProcesses:
                 return
 
     async def _fork(self) -> Child:
-        for _ in range(2):  # a worker that died is replaced
+        for _ in range(2):  # a worker that died or did not start is replaced
             self.start()
-            assert self._worker is not None
-            process, control = await asyncio.shield(self._worker)
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    socket.send_fds(control, [b"\0"], [theirs.fileno()])
-                reader, writer = await asyncio.open_connection(sock=ours)
-                await reader.readexactly(len(READY))
-                return Child(reader, writer)
-            except (asyncio.IncompleteReadError, OSError):
-                ours.close()
+            worker = self._worker
+            assert worker is not None
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # TimeoutError is one
+                _, control = await asyncio.shield(worker)
+                return await _child(control)
+            if self._worker is worker:
                 self._worker = None
-                await _end(process, control)
+            await _end(worker)
         raise ServerBusy("structured: the process that compiles forms does not start: try again later")
 
     async def _start(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
         ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "kvern.structured.worker", str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
-        setup = msgspec.msgpack.encode(self._grammars.setup)
-        ours.sendall(len(setup).to_bytes(LENGTH) + setup)
+        try:
+            with theirs:
+                command = [sys.executable, "-m", "kvern.structured.worker", str(theirs.fileno())]
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                )
+            setup = msgspec.msgpack.encode(self._grammars.setup)
+            ours.sendall(len(setup).to_bytes(LENGTH) + setup)
+        except BaseException:
+            ours.close()  # which ends a process that did start
+            raise
         return process, ours
 
 
-async def _end(process: asyncio.subprocess.Process, control: socket.socket) -> None:
-    control.close()
-    with contextlib.suppress(ProcessLookupError):
+async def _child(control: socket.socket) -> Child:
+    """A new one of the worker whose socket this is. Raises IncompleteReadError or OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            socket.send_fds(control, [b"\0"], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=ours)
+    except BaseException:
+        ours.close()
+        raise
+    child = Child(reader, writer)
+    try:
+        async with asyncio.timeout(LONGEST_START):
+            await reader.readexactly(len(READY))
+    except BaseException:
+        child.close()
+        raise
+    return child
+
+
+def _look_at(worker: Worker) -> None:
+    """Whoever needs the worker is told why it did not start; if nobody does, nothing is."""
+    if not worker.cancelled():
+        worker.exception()
+
+
+async def _end(worker: Worker) -> None:
+    with contextlib.suppress(OSError):  # it did not start, or has ended
+        process, control = await worker
+        control.close()
         process.kill()
-    await process.wait()
+        await process.wait()
 
 
 def _reason(seconds: float) -> str:

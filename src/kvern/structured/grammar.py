@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvern.errors import ConfigError, InvalidParameter
+from kvern.errors import ConfigError, InvalidParameter, KvernError, in_a_line
 from kvern.structured.backend import Backend, Matcher
 from kvern.structured.output import StructuredOutput
 from kvern.tokenizer import Tokenizer
@@ -94,9 +94,10 @@ class Grammars:
 
     def remember(self, form: bytes, known: str | InvalidParameter) -> None:
         """Have `compile` answer so."""
+        digest = _digest(form)
         with self._lock:
-            self._known[_digest(form)] = known
-            self._characters += len(str(known))
+            self._characters += len(str(known)) - len(str(self._known.pop(digest, "")))
+            self._known[digest] = known
             while len(self._known) > 1 and (len(self._known) > CACHED or self._characters > CACHED_CHARACTERS):
                 self._characters -= len(str(self._known.popitem(last=False)[1]))
 
@@ -136,7 +137,13 @@ class Grammars:
     def _backend(self) -> Backend:
         if not (self._folder / "tokenizer.json").is_file():
             raise InvalidParameter(f"structured needs a tokenizer, and {self._folder} has no tokenizer.json")
-        return self._make_backend(self._folder, self._vocab_size, self.eos_token_ids)
+        try:
+            return self._make_backend(self._folder, self._vocab_size, self.eos_token_ids)
+        except (KvernError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a library's panic is no Exception
+            what = f"{self.setup.backend} cannot be used with this model's tokenizer"
+            raise InvalidParameter(f"structured: {what}: {in_a_line(error)}") from error
 
     def _checked(self, form: bytes) -> str | InvalidParameter:
         try:

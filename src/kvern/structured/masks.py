@@ -60,6 +60,8 @@ class GrammarRows:
         self._left: list[tuple[str, Matcher]] = []
         self._spent: dict[Matcher, float] = {}
         """Seconds of each that was slow, less what it may take for every token."""
+        self._computed = 0.0
+        """Seconds of computing of this thread, when they were last asked for."""
         self._one_by_one = False
         self._expected: list[tuple[list[Matcher | None], StepResult]] = []
 
@@ -73,6 +75,7 @@ class GrammarRows:
         if not self._expected:
             self._keep()
         taken = self._store.take([request.grammar or "" for request in bound])
+        self._computed = time.thread_time()
         for request, matcher in zip(bound, taken, strict=True):
             self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.grammar or ""
             self._timed(matcher, matcher.consume_tokens, request.token_ids[request.prompt_length :])
@@ -86,6 +89,7 @@ class GrammarRows:
         taken = [fork for fork in forked if fork.slot != fork.source]
         for fork in taken:
             self._leave(fork.slot)
+        self._computed = time.thread_time()
         for fork in taken:  # before the sources go on: each goes on in its own row
             if fork.source in self._matchers:
                 source = self._matchers[fork.source]
@@ -124,6 +128,7 @@ class GrammarRows:
     def accept(self, slots: Sequence[int | None], tokens: Sequence[int]) -> list[int]:
         """Follow the tokens just sampled for `slots`, where their grammars allow them; the rows where these do not."""
         refused = []
+        self._computed = time.thread_time()
         for row, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
             matcher = None if slot is None else self._matchers.get(slot)
             if matcher is None:
@@ -163,20 +168,29 @@ class GrammarRows:
         return self._reasons(slots)
 
     def _fill(self, going: Sequence[tuple["Matcher", int]], masks: torch.Tensor, side_by_side: bool) -> None:
-        """If all of them together took long, they are looked at one by one the next time: one of them is to blame."""
+        """If all of them side by side took long, they are looked at one by one the next time: one may be to blame."""
         start = time.perf_counter()
+        self._computed = time.thread_time()
         if side_by_side and not self._one_by_one:
             self._grammars.fill(going, masks, True)
         else:
             for pair in going:
                 self._timed(pair[0], self._grammars.fill, [pair], masks, False)
-        self._one_by_one = time.perf_counter() - start > LONGEST_FILL_SECONDS
+        self._one_by_one = not self._one_by_one and time.perf_counter() - start > LONGEST_FILL_SECONDS
 
     def _timed(self, matcher: "Matcher", work: Callable[..., T], *arguments: Any) -> T:
-        """`work(*arguments)`, which is done for this matcher."""
-        start = time.thread_time()
+        """`work(*arguments)`, which is done for this matcher; `_computed` is of a moment before.
+
+        The wall clock costs little. Only if it says that this took long, the computing is asked for: it bounds what
+        the matcher is to blame for, on a machine that does other things too.
+        """
+        start = time.perf_counter()
         result = work(*arguments)
-        seconds = time.thread_time() - start - STEADY_SECONDS
+        seconds = time.perf_counter() - start
+        if seconds > STEADY_SECONDS:
+            before, self._computed = self._computed, time.thread_time()
+            seconds = min(seconds, self._computed - before)
+        seconds -= STEADY_SECONDS
         if seconds > 0 or matcher in self._spent:
             self._spent[matcher] = max(0.0, self._spent.get(matcher, 0.0) + seconds)
         return result
@@ -207,7 +221,9 @@ class GrammarRows:
 
     def _follow(self) -> None:
         for matchers, result in self._expected:
-            for matcher, token in zip(matchers, result.result().token_ids, strict=True):
+            tokens = result.result().token_ids
+            self._computed = time.thread_time()
+            for matcher, token in zip(matchers, tokens, strict=True):
                 if matcher is not None and token is not None and not matcher.is_stopped():
                     self._timed(matcher, matcher.consume_token, token)
         self._expected.clear()

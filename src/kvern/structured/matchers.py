@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 CHEAP_SECONDS = 0.005
 """Of computing: a matcher that is made faster is made anew for each row, others are copied, which share their work."""
+PREPARING_THREADS = 2
+"""Make the matchers of new grammars; requests that begin do not wait for these."""
 CHEAP_GRAMMARS = 1024
 """So many are remembered to be cheap."""
 MATCHER_BYTES, CHARACTER_BYTES = 1 << 20, 300
@@ -83,26 +85,29 @@ class Matchers:
         self._making: dict[str, Future[None]] = {}
 
     def prepare(self, grammar: str) -> "Future[None] | None":
-        """Make a matcher of a new grammar in a thread, so that `take` will be fast; None: it will be."""
+        """Begin to make a matcher of a new grammar in a thread; None: one was made, and `take` is fast.
+
+        `take` finds it there once it is done, unless so many others came since that it was dropped.
+        """
         for made in [name for name, future in self._making.items() if future.done()]:
             del self._making[made]
         if grammar in self._cheap or grammar in self._patterns:
             return None
         if grammar not in self._making:
-            self._making[grammar] = self._threads.submit(self._prepare, grammar)
+            self._making[grammar] = self._preparing.submit(self._prepare, grammar)
         return self._making[grammar]
 
     def take(self, grammars: Sequence[str]) -> "list[Matcher]":
-        """One for each, at the beginning of an answer; new ones are made side by side."""
-        return list(self._threads.map(self._take, grammars)) if grammars else []
+        """One for each, at the beginning of an answer: kept ones, and the others made side by side."""
+        kept = [self._spare.take(grammar) or self._patterns.copy(grammar) for grammar in grammars]
+        missing = [grammar for grammar, matcher in zip(grammars, kept, strict=True) if matcher is None]
+        made = self._threads.map(self._make, missing) if missing else iter(())
+        return [matcher or next(made) for matcher in kept]
 
     def give_back(self, grammar: str, matcher: "Matcher") -> None:
         """Keep the matcher of an answer that ended: it has learnt what its grammar takes."""
         if not matcher.is_error() and matcher.reset():
             self._spare.add(grammar, matcher)
-
-    def _take(self, grammar: str) -> "Matcher":
-        return self._spare.take(grammar) or self._patterns.copy(grammar) or self._make(grammar)
 
     def _prepare(self, grammar: str) -> None:
         self._spare.add(grammar, self._make(grammar))
@@ -121,3 +126,7 @@ class Matchers:
     @functools.cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(thread_name_prefix="grammar")
+
+    @functools.cached_property
+    def _preparing(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="new-grammar")
