@@ -160,6 +160,32 @@ def test_blank_lines_do_not_keep_a_connection() -> None:
     asyncio.run(talk())
 
 
+def test_too_many_headers_begin_no_request() -> None:
+    """Nor when they come at once with their end and the body."""
+    begun: list[str] = []
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+        await Response("said")(scope, receive, send)
+
+    async def talk() -> None:
+        http = functools.partial(Connection, 30.0)
+        config = uvicorn.Config(answer, http=http, lifespan="off", log_config=None)  # type: ignore[arg-type]
+        server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+        serving_it = asyncio.create_task(server.serve([listener]))
+        for count in (1, 300):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            request = f"POST /{count} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n" + "a: b\r\n" * count
+            writer.write(f"{request}Connection: close\r\n\r\na".encode() + b"GET /more HTTP/1.1\r\n\r\n")
+            await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+        server.should_exit = True
+        await serving_it
+
+    asyncio.run(talk())
+    assert begun == ["/1"]
+
+
 @pytest.mark.parametrize("route", ["GET /v1/models", "POST /nothing", "DELETE /v1/models"])
 def test_bodies_that_nobody_wants_and_that_do_not_end(server: Served, route: str) -> None:
     with connect(server) as connection:

@@ -252,20 +252,22 @@ def test_uploads_leave_the_reserve(tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "files") == []
 
 
-def work_of(folder: Path, answer: Answerer, owner: str = "alice") -> list[Any]:
-    """The lines of the errors of a batch of five rows that is answered by this."""
+def work_of(folder: Path, answer: Answerer, content: bytes | None = None) -> list[Any]:
+    """The lines of the errors of a batch, of five rows or this content, that is answered by this."""
+    owner = "alice"
 
     async def work() -> list[Any]:
-        store = Store(folder, 1 << 20, 0)
+        store = Store(folder, 1 << 30, 0)
         key = ApiKey(owner, b"", per_minute=7)
+        others = [ApiKey(str(number), b"") for number in range(3)]
 
         async def parts() -> AsyncIterator[bytes]:
-            yield rows(5)
+            yield content or rows(5)
 
         file_id, _ = await store.write(owner, parts())
         body = {"id": "batch_1", "status": "validating", "endpoint": CHAT, "input_file_id": file_id}
         await store.save("batch", owner, {**body, "errors": None, "expires_at": time.time() + 60})
-        batches = Batches(store, [key], {CHAT: answer}, 2)
+        batches = Batches(store, [key, *others], {CHAT: answer}, 2)
         await batches.resume()
         stands = batches._work["batch_1"]
         await asyncio.wait_for(stands.task, 20)
@@ -284,6 +286,27 @@ def test_a_row_that_fails_in_an_unforeseen_way_fails_alone(tmp_path: Path) -> No
     responses = [line["response"] for line in work_of(tmp_path, answer)]
     assert [response["status_code"] for response in responses] == [500] * 5
     assert "fault" in responses[0]["body"]["error"]["message"] and "big" not in str(responses)
+
+
+@pytest.mark.parametrize(("size", "together"), [(9 << 20, 1), (1 << 19, 2)])
+def test_a_key_has_a_share_for_its_large_rows(tmp_path: Path, size: int, together: int) -> None:
+    running: list[int] = []
+    most = []
+
+    async def answer(body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
+        running.append(len(body["pad"]))
+        most.append(len(running))
+        await asyncio.sleep(0.2)
+        running.pop()
+        raise OverflowError
+
+    content = (
+        rows(3, pad="a" * size)
+        + b"\n"
+        + rows(3).replace(b"row-", b"small-").replace(b'"body": {', b'"body": {"pad": "",')
+    )
+    assert len(work_of(tmp_path, answer, content)) == 6
+    assert max(most[:3]) == together
 
 
 def test_a_batch_whose_key_is_gone_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """What one key can do to another, and learn of it: nothing."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +9,18 @@ import openai
 import pytest
 
 from kvern.errors import ConfigError
+from kvern.server.bodies import LARGE_BODIES_BYTES, MAX_BODY_BYTES, Lane
 from kvern.server.config import ServerConfig
 from kvern.server.http import HttpError
 from kvern.server.keys import read_keys
-from kvern.server.response_memory import MOST_STORED, MOST_STORED_BYTES, ResponseMemory, Stored
+from kvern.server.response_memory import (
+    MOST_RESPONSE_BYTES,
+    MOST_STORED,
+    MOST_STORED_BYTES,
+    Packed,
+    ResponseMemory,
+    Stored,
+)
 from tests.test_server import SMALL, STORY, Served, eventually
 
 KEYS = """
@@ -166,7 +175,14 @@ def test_a_response_that_was_left_has_ended(server: Served) -> None:
 
 
 def response(key: str, name: str, size: int = 0) -> Stored:
-    return Stored(key, {"id": name, "status": "in_progress", "metadata": {"a": "a" * size}}, [])
+    body = {"id": name, "status": "in_progress", "background": False, "metadata": {"a": "a" * size}}
+    return Stored(key, body, [{"role": "user"}])
+
+
+def ended(memory: ResponseMemory, key: str, name: str) -> Stored:
+    found = memory.find(key, name)
+    assert isinstance(found, Packed)
+    return found.unpacked()
 
 
 def test_responses_of_one_key_take_no_room_of_another() -> None:
@@ -180,9 +196,9 @@ def test_responses_of_one_key_take_no_room_of_another() -> None:
         one = response("alice", str(number))
         memory.add(one)
         memory.end(one)
-    assert memory.find("bob", "bob's").body == kept.body
+    assert ended(memory, "bob", "bob's") == Stored("bob", kept.body, kept.messages)
     assert memory.find("alice", "running") is running
-    assert memory.find("alice", "2").body["id"] == "2"
+    assert ended(memory, "alice", "2").body["id"] == "2"
     for key, name in (("alice", "1"), ("alice", "bob's"), ("bob", "running")):
         with pytest.raises(HttpError, match="there is no response"):
             memory.find(key, name)
@@ -190,19 +206,40 @@ def test_responses_of_one_key_take_no_room_of_another() -> None:
 
 def test_what_is_remembered_is_counted_and_what_runs_stays() -> None:
     memory = ResponseMemory(2)
-    part = MOST_STORED_BYTES // 2
-    with pytest.raises(HttpError, match=f"and {part} are kept: send less, or store false"):
-        memory.add(response("alice", "large", part))
-    first = response("alice", "first", part // 2)
-    memory.add(first)
-    with pytest.raises(HttpError, match="alice has 1 responses that run") as full:
-        memory.add(response("alice", "second", part // 2))
+    with pytest.raises(HttpError, match=f"and at most {MOST_RESPONSE_BYTES} are kept: send less, or store false"):
+        memory.add(response("alice", "large", MOST_RESPONSE_BYTES))
+    size, fit = MOST_RESPONSE_BYTES - 1024, MOST_STORED_BYTES // 2 // MOST_RESPONSE_BYTES
+    first, *others = [response("alice", str(number), size) for number in range(fit)]
+    for one in (first, *others):
+        memory.add(one)
+    with pytest.raises(HttpError, match=f"alice has {fit} responses that run") as full:
+        memory.add(response("alice", "more", size))
     assert full.value.status == 429
     memory.end(first)
-    assert memory.find("alice", "first").body == first.body
-    memory.add(response("alice", "second", part // 2))
+    assert ended(memory, "alice", "0").body == first.body
+    memory.add(response("alice", "more", size))
     with pytest.raises(HttpError):
-        memory.find("alice", "first")
+        memory.find("alice", "0")
+
+
+def test_large_bodies_of_one_key_leave_room_for_another() -> None:
+    async def take() -> None:
+        lane = Lane(2)
+        part = LARGE_BODIES_BYTES // 2 // MAX_BODY_BYTES
+        held = [asyncio.create_task(lane.take("alice", MAX_BODY_BYTES)) for _ in range(2 * part)]
+        await asyncio.wait_for(lane.take("bob", MAX_BODY_BYTES), 10)
+        assert [task.done() for task in held] == [True] * part + [False] * part
+        held.pop().cancel()
+        lane.give("alice", MAX_BODY_BYTES)
+        await asyncio.wait(held, timeout=10, return_when=asyncio.ALL_COMPLETED)
+        assert all(task.done() for task in held) == (part == 2)
+        for _ in range(part):
+            lane.give("alice", MAX_BODY_BYTES)
+        lane.give("bob", MAX_BODY_BYTES)
+        whole = [lane.take(str(number), MAX_BODY_BYTES) for number in range(LARGE_BODIES_BYTES // MAX_BODY_BYTES)]
+        await asyncio.wait_for(asyncio.gather(*whole), 10)  # all of it is free
+
+    asyncio.run(take())
 
 
 def test_names_of_keys_stay_when_others_go() -> None:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvern.engine.client import EngineClient
 from kvern.server.http import HttpError
@@ -47,13 +47,20 @@ class Admission:
             _subtract(self._concurrent, key.line, 1)
 
     @contextlib.contextmanager
-    def arriving(self, key: ApiKey, sequences: int) -> Iterator[None]:
-        """While these sequences are made ready for the engine, they wait as well."""
+    def arriving(self, key: ApiKey, sequences: int) -> Iterator[Callable[[int], None]]:
+        """While these sequences are made ready for the engine, they wait as well. Call with how many the engine has."""
+        left = sequences
         self._arriving[key.line] += sequences
+
+        def arrived(number: int) -> None:
+            nonlocal left
+            left -= number
+            _subtract(self._arriving, key.line, number)
+
         try:
-            yield
+            yield arrived
         finally:
-            _subtract(self._arriving, key.line, sequences)
+            arrived(left)
 
     def _check_limits(self, key: ApiKey) -> None:
         running = self._concurrent[key.line]

@@ -121,7 +121,7 @@ class Server:
         }
         app = Starlette(routes=routes, exception_handlers=handled)
         config = self.service.config
-        return Gate(_walled(app), self._keys, self.service.users[0], config)
+        return Gate(_walled(app), self._keys, self.service.users, config)
 
     async def health(self, request: Request) -> Response:
         """The process lives."""
@@ -184,12 +184,14 @@ class Server:
             else:
                 special = typed(body, "add_special_tokens", bool, True)
                 token_ids = await service.client.encode(typed(body, "prompt", str, ""), special)
+        with_texts = typed(body, "return_token_strs", bool, False)
+        let_go(request, body)
         answer: dict[str, Any] = {
             "tokens": token_ids,
             "count": len(token_ids),
             "max_model_len": service.client.inputs.max_model_len,
         }
-        if typed(body, "return_token_strs", bool, False):
+        if with_texts:
             name = service.client.tokenizer.id_to_token
             answer["token_strs"] = await asyncio.to_thread(lambda: [name(token) for token in token_ids])
         return json_response(answer)
@@ -227,6 +229,7 @@ class Server:
     def _answerer(self, url: str) -> Answerer:
         async def answer(body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
             call = await openai.read_call(body, url, self.service, key)
+            body.clear()
             return openai.answer(call, await self.service.run(call.ask), self.service)
 
         return answer

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from kvern.errors import shown
 from kvern.server.batches import RUNNING, WINDOW_SECONDS, Answerer, Work
-from kvern.server.bodies import read_object
+from kvern.server.bodies import Lane, read_object
 from kvern.server.files import page_of
 from kvern.server.http import HttpError, json_response
 from kvern.server.keys import ApiKey
@@ -26,12 +26,16 @@ MOST_UNFINISHED = 16
 
 
 class Batches:
-    """The handlers. `answerers` answer the requests of each endpoint; `width` rows of a key run at once."""
+    """The handlers. `answerers` answer the requests of each endpoint; `width` rows of a key run at once.
+
+    Large ones have a lane of their own, so that none of them waits for a body that somebody sends.
+    """
 
     def __init__(self, store: Store, users: Sequence[ApiKey], answerers: dict[str, Answerer], width: int) -> None:
         self._store = store
         self._users = {key.name: key for key in users}
         self._places = {key.name: asyncio.Semaphore(min(width, key.concurrent or width)) for key in users}
+        self._lane = Lane(len(users))
         self._beginning: Counter[str] = Counter()
         self._answerers = answerers
         self._width = width
@@ -136,6 +140,6 @@ class Batches:
 
     def _begin(self, key: ApiKey, body: Object) -> None:
         answer, places = self._answerers[body["endpoint"]], self._places[key.name]
-        work = Work(self._store, key, body, answer, self._width, places)
+        work = Work(self._store, key, body, answer, self._width, places, self._lane)
         self._work[body["id"]] = work
         work.task.add_done_callback(lambda _: self._work.pop(body["id"]) if work.saved else None)

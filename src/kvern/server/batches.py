@@ -23,7 +23,7 @@ import msgspec
 
 from kvern.batch.openai_format import CHAT, COMPLETIONS
 from kvern.errors import EngineClosed, EngineUnavailable, KvernError, ServerBusy, shown
-from kvern.server.bodies import MAX_BODY_BYTES, check_counts, decode_object
+from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
 from kvern.server.files import OUTPUT, PART_BYTES, file_object
 from kvern.server.http import HttpError, error_body, status_of
 from kvern.server.keys import ApiKey
@@ -32,7 +32,7 @@ from kvern.server.store import NoRoom, Object, Store, paths_of_batch
 logger = logging.getLogger("kvern")
 
 Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[dict[str, Any]]]
-"""From the body of a request to the body of its answer."""
+"""From the body of a request, which it may change and empty, to the body of its answer."""
 
 EMBEDDINGS = "/v1/embeddings"
 SCORE = "/v1/score"
@@ -54,7 +54,14 @@ class Work:
     """One batch that runs; `body` is how it stands."""
 
     def __init__(
-        self, store: Store, key: ApiKey, body: Object, answer: Answerer, width: int, places: asyncio.Semaphore
+        self,
+        store: Store,
+        key: ApiKey,
+        body: Object,
+        answer: Answerer,
+        width: int,
+        places: asyncio.Semaphore,
+        lane: Lane,
     ) -> None:
         self.body = body
         self.key = dataclasses.replace(key, is_batch=True)
@@ -62,6 +69,8 @@ class Work:
         self._answer = answer
         self._width = width
         self._places = places
+        self._lane = lane
+        self._reading = asyncio.Lock()
         self.saved = False
         """The end is written down. If the disk did not take it, this object is all that knows of it."""
         self._cancelled = asyncio.Event()
@@ -123,16 +132,22 @@ class Work:
                 task.cancel()
             await asyncio.gather(*tasks, stopper, counter, everything, return_exceptions=True)
 
-    async def _worker(self, rows: Iterator[Object]) -> None:
+    async def _worker(self, rows: Iterator[bytes]) -> None:
         while True:
-            async with self._places:
-                row = next(rows, None)
-                if row is None:
+            async with contextlib.AsyncExitStack() as held:
+                async with self._reading:  # so that one row of this batch waits for its turn, and in one place
+                    await held.enter_async_context(self._places)
+                    row = await asyncio.to_thread(next, rows, b"")
+                    if len(row) > SMALL_BODY_BYTES:
+                        await held.enter_async_context(self._lane.room(self.key.name, len(row)))
+                if not row:
                     return
-                status, answer = await self._answer_row(row["body"])
+                name = msgspec.json.decode(row, type=Named).custom_id
+                status, answer = await self._answer_row(row)
+                del row
             request_id = uuid.uuid4().hex
             response = {"status_code": status, "request_id": request_id, "body": answer}
-            line = {"id": f"batch_req_{request_id}", "custom_id": row["custom_id"], "response": response, "error": None}
+            line = {"id": f"batch_req_{request_id}", "custom_id": name, "response": response, "error": None}
             await self._until_room(
                 functools.partial(self._write_whole, msgspec.json.encode(line) + b"\n", status == 200)
             )
@@ -165,10 +180,10 @@ class Work:
                 self.body["paused"] = None
                 return
 
-    async def _answer_row(self, body: dict[str, Any]) -> tuple[int, Object]:
+    async def _answer_row(self, row: bytes) -> tuple[int, Object]:
         while True:
             try:
-                return 200, await self._answer(dict(body), self.key)
+                return 200, await self._answer((await asyncio.to_thread(msgspec.json.decode, row))["body"], self.key)
             except HttpError as error:
                 if error.headers is not None and "retry-after" in error.headers:
                     await asyncio.sleep(float(error.headers["retry-after"]))
@@ -277,13 +292,18 @@ def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
     return None
 
 
-def iter_rows(path: Path, done: set[str]) -> Iterator[Object]:
-    """The rows that have no answer yet."""
+class Named(msgspec.Struct):
+    """A row or an answer, of which the rest is not needed."""
+
+    custom_id: str
+
+
+def iter_rows(path: Path, done: set[str]) -> Iterator[bytes]:
+    """The lines of the rows that have no answer yet."""
     with path.open("rb") as file:
         for line in lines_of(file):
-            row = msgspec.json.decode(line)
-            if row["custom_id"] not in done:
-                yield row
+            if not done or msgspec.json.decode(line, type=Named).custom_id not in done:
+                yield line
 
 
 def answered(path: Path) -> list[str]:
@@ -295,7 +315,7 @@ def answered(path: Path) -> list[str]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            names.append(msgspec.json.decode(line)["custom_id"])
+            names.append(msgspec.json.decode(line, type=Named).custom_id)
             size += len(line)
     with path.open("r+b") as file:
         file.truncate(size)

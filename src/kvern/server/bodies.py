@@ -5,8 +5,10 @@ Decoding holds the interpreter's lock, in a thread as well, so what takes long i
 
 import asyncio
 import concurrent.futures
+import contextlib
 import ctypes
-from collections import deque
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -32,30 +34,46 @@ MOST_PARTS = 8192
 
 
 class Lane:
-    """Bytes of large bodies that are there at the same time, taken in the order of asking."""
+    """Bytes of large bodies that are there at the same time, taken in the order of asking.
 
-    def __init__(self) -> None:
+    None of `users` may have more than its part of them, or one body of any size: it waits, and those behind it pass.
+    """
+
+    def __init__(self, users: int) -> None:
         self.threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="large-body")
+        self._most = max(MAX_BODY_BYTES, LARGE_BODIES_BYTES // users)
         self._free = LARGE_BODIES_BYTES
+        self._taken: Counter[str] = Counter()
         self._trimming: asyncio.TimerHandle | None = None
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
 
-    async def take(self, size: int) -> None:
-        """Wait until so many bytes are free."""
+    @contextlib.asynccontextmanager
+    async def room(self, owner: str, size: int) -> AsyncIterator[None]:
+        """Take so many bytes until the block ends."""
+        await self.take(owner, size)
+        try:
+            yield
+        finally:
+            self.give(owner, size)
+
+    async def take(self, owner: str, size: int) -> None:
+        """Wait until so many bytes are free, and this owner may have them."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
+        self._waiting[turn] = owner, size
         self._next()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if self._waiting.pop(turn, None) is None:
                 self._free += size
+                self._taken[owner] -= size
             self._next()
             raise
 
-    def give(self, size: int) -> None:
+    def give(self, owner: str, size: int) -> None:
         """They are free again."""
         self._free += size
+        self._taken[owner] -= size
         self._next()
         if self._trimming is not None:
             self._trimming.cancel()
@@ -63,11 +81,15 @@ class Lane:
         self._trimming = loop.call_later(QUIET_SECONDS, self.threads.submit, trim_memory)
 
     def _next(self) -> None:
-        while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= self._free):
-            size, turn = self._waiting.popleft()
-            if not turn.done():
-                self._free -= size
-                turn.set_result(None)
+        for turn, (owner, size) in list(self._waiting.items()):
+            if turn.cancelled() or self._taken[owner] + size > self._most:
+                continue
+            if size > self._free:
+                return
+            del self._waiting[turn]
+            self._free -= size
+            self._taken[owner] += size
+            turn.set_result(None)
 
 
 def _find_trim() -> Any:
@@ -127,13 +149,14 @@ async def _take(request: Request, patience: asyncio.Timeout, seconds: float) -> 
     size = min(int(length), MAX_BODY_BYTES) if len(length) < 20 and length.isdecimal() else MAX_BODY_BYTES
     patience.reschedule(None)
     lane: Lane = request.state.lane
+    owner: str = request.state.key.name
     try:
         async with asyncio.timeout(seconds):
-            await lane.take(size)
+            await lane.take(owner, size)
     except TimeoutError as error:
         message = "the server is busy with other large bodies: try again, or send less than 256 KiB"
         raise HttpError(503, message, headers={"retry-after": "1", "connection": "close"}) from error
-    request.state.held.callback(lane.give, size)
+    request.state.held.callback(lane.give, owner, size)
     patience.reschedule(asyncio.get_running_loop().time() + seconds)
 
 

@@ -75,6 +75,8 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def on_headers_complete(self) -> None:
+        if self.transport.is_closing():  # in what the parser was given at once with it
+            return
         self._wait_no_more()
         self._bytes = 0
         super().on_headers_complete()
@@ -83,10 +85,14 @@ class Connection(HttpToolsProtocol):
             cycle.send = functools.partial(send_until_closed, cycle, cycle.send)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
         self._bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.transport.is_closing():
+            return
         self._in_message, self._bytes = False, 0
         self._wait_no_more()
         super().on_message_complete()

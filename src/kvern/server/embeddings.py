@@ -2,6 +2,7 @@
 
 import base64
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -25,11 +26,17 @@ class Embeddings:
 
     async def create(self, request: Request) -> Response:
         """POST /v1/embeddings."""
-        work = self.answer(await read_object(request), request.state.key)
+        body = await read_object(request)
+        work = self.answer(body, request.state.key, request.state.held.close)
         return json_response(await until_gone(work, request.receive))
 
-    async def answer(self, body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
-        """The body of the answer. Raises HttpError, InvalidRequest or EngineDied."""
+    async def answer(
+        self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The body of the answer; `body` is emptied and `has_read` called as soon as it is read.
+
+        Raises HttpError, InvalidRequest or EngineDied.
+        """
         service = self._service
         model = service.model(body)
         check_pooling(service.client.folder, model)
@@ -42,6 +49,8 @@ class Embeddings:
             raise HttpError(400, "input is missing: a text, a list of token ids, or a list of these", param="input")
         prompts = read_prompts({"prompt": body["input"]})
         ask = service.ask(body, prompts, SamplingParams(), key, embed=True)
+        body.clear()
+        has_read()
         outputs = await service.run(ask)
         data = []
         for index, output in enumerate(outputs):

@@ -30,16 +30,17 @@ class Gate:
     """Lets requests pass that carry one of the keys; without keys, all. Each answer has a header `x-request-id`.
 
     Handlers find an `ApiKey` as `key` in the request's state, the id as `request_id`, `body_seconds`, the `lane` of
-    large bodies, and what is `held` until the answer begins. `default` is for requests when there are no keys.
+    large bodies, and what is `held` until the answer begins. Of `users`, the keys that may
+    ask the model or who stands for anyone, the first is for requests without a key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], default: ApiKey, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], users: Sequence[ApiKey], config: ServerConfig) -> None:
         self._app = app
         self._keys = keys
-        self._default = default
+        self._default = users[0]
         self._config = config
         self._origins = Origins(config, bool(keys))
-        self._lane = Lane()
+        self._lane = Lane(len(users))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -23,7 +23,7 @@ from kvern.server.http import EventStream, HttpError, ignored_header, json_respo
 from kvern.server.keys import ApiKey
 from kvern.server.openai import chat_request, merge_extra
 from kvern.server.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages
-from kvern.server.response_memory import ResponseMemory, Stored
+from kvern.server.response_memory import Packed, ResponseMemory, Stored
 from kvern.server.service import OWN_FIELDS, Ask, Running, Service, read_metadata, typed
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools
@@ -32,7 +32,8 @@ logger = logging.getLogger("kvern")
 
 REFUSED = {"conversation": None, "prompt": None, "max_tool_calls": None, "truncation": "disabled"}
 """Fields that are accepted only with the value that asks for nothing."""
-
+LONGEST_USER = 512
+"""Characters."""
 
 # fmt: off
 KNOWN = frozenset({
@@ -74,10 +75,10 @@ class Responses:
                 return EventStream(events, lambda: self._close(stored, running), headers, b"", failed)
             outputs = await until_gone(self._service.run(ask), request.receive)
         except BaseException:
-            self._memory.forget(stored)  # nobody knows its id
+            self._memory.forget(stored.key, stored.body["id"])  # nobody knows it
             raise
         if outputs is None:
-            self._memory.forget(stored)
+            self._memory.forget(stored.key, stored.body["id"])
         else:
             complete(stored, chat, outputs[0])
             self._end(stored)
@@ -90,9 +91,9 @@ class Responses:
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{response_id}/cancel, for work in the background."""
         stored = self._find(request)
-        if not stored.body["background"]:
+        if not stored.background:
             raise HttpError(400, "the response was not made with background: close its connection to cancel it")
-        if stored.task is not None and not stored.task.done():
+        if isinstance(stored, Stored) and stored.task is not None and not stored.task.done():
             stored.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await stored.task
@@ -100,11 +101,12 @@ class Responses:
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{response_id}."""
-        stored = self._find(request)
-        self._memory.forget(stored)
-        return json_response({"id": stored.body["id"], "object": "response", "deleted": True})
+        self._find(request)
+        response_id = request.path_params["response_id"]
+        self._memory.forget(request.state.key.name, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    def _find(self, request: Request) -> Stored:
+    def _find(self, request: Request) -> Stored | Packed:
         return self._memory.find(request.state.key.name, request.path_params["response_id"])
 
     async def _read(self, body: dict[str, Any], key: ApiKey) -> tuple[Stored, Ask, ChatRequest]:
@@ -121,6 +123,9 @@ class Responses:
         prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
         use = read_tools(chat_tools(tools), chat_tool_choice(body.get("tool_choice")), body.get("parallel_tool_calls"))
         reasoning = typed(body, "reasoning", dict, {})
+        user = typed(body, "user", str, None)
+        if user is not None and len(user) > LONGEST_USER:
+            raise HttpError(400, f"user has {len(user)} characters: at most {LONGEST_USER}", param="user")
         variables = template_variables({"reasoning_effort": reasoning.get("effort"), **body})
         values = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
         values.pop("logprobs", None)
@@ -160,7 +165,7 @@ class Responses:
             "top_p": params.top_p if params.top_p is not None else 1.0,
             "truncation": "disabled",
             "usage": None,
-            "user": body.get("user"),
+            "user": user,
         }
         return Stored(key.name, response, messages), service.ask(body, [chat.prompt], params, key), chat
 
@@ -168,7 +173,8 @@ class Responses:
         response_id = typed(body, "previous_response_id", str, None)
         if response_id is None:
             return []
-        stored = self._memory.find(key.name, response_id)
+        found = self._memory.find(key.name, response_id)
+        stored = found.unpacked() if isinstance(found, Packed) else found
         if stored.body["status"] not in ("completed", "incomplete"):
             message = f"response {response_id} is {stored.body['status']}: wait until it is completed"
             raise HttpError(400, message, param="previous_response_id")

@@ -6,6 +6,7 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -34,11 +35,18 @@ class Scores:
         body = await read_object(request)
         if self._service.config.log_requests == "prompts":
             log_body(body, request.state.request_id)
-        answer = await until_gone(self.answer(body, request.state.key), request.receive)
-        return json_response(answer, headers=ignored_header(body, FIELDS | WITHOUT_EFFECT | set(OWN_FIELDS)))
+        merge_extra(body)
+        headers = ignored_header(body, FIELDS | WITHOUT_EFFECT | set(OWN_FIELDS))
+        work = self.answer(body, request.state.key, request.state.held.close)
+        return json_response(await until_gone(work, request.receive), headers=headers)
 
-    async def answer(self, body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
-        """The body of the answer. Raises HttpError, InvalidRequest, EngineDied or DeadlineExceeded."""
+    async def answer(
+        self, body: dict[str, Any], key: ApiKey, has_read: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The body of the answer; `body` is emptied and `has_read` called as soon as it is read.
+
+        Raises HttpError, InvalidRequest, EngineDied or DeadlineExceeded.
+        """
         merge_extra(body)
         service = self._service
         model = service.model(body)
@@ -46,7 +54,10 @@ class Scores:
         special = typed(body, "add_special_tokens", bool, True)
         prompts = await service.client.scored_prompts(read_pairs(body), special)
         params = [prompt.params for prompt in prompts]
-        outputs = await service.run(service.ask(body, [prompt.token_ids for prompt in prompts], params, key))
+        ask = service.ask(body, [prompt.token_ids for prompt in prompts], params, key)
+        body.clear()
+        has_read()
+        outputs = await service.run(ask)
         scores = [score_of(output, prompt) for output, prompt in zip(outputs, prompts, strict=True)]
         return {
             "id": f"score-{uuid.uuid4().hex}",

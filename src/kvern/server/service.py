@@ -162,7 +162,8 @@ class Service:
         with contextlib.ExitStack() as held:
             held.enter_context(self.admission.enter(ask.key, ask.sequences))
             held.callback(self.client.abort, generations)
-            with self.admission.arriving(ask.key, ask.sequences):
+            reported = 0
+            with self.admission.arriving(ask.key, ask.sequences) as arrived:
                 for prompt, params in zip(ask.prompts, ask.params, strict=True):
                     generation = await self.client.submit(
                         prompt,
@@ -176,7 +177,9 @@ class Service:
                         adapter=ask.adapter,
                     )
                     generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
-                    check_reported(generations, ask.params)
+                    arrived(params.sequences)
+                    reported += reported_by(generation, params)
+                    check_reported(reported)
             return Running(self, ask, generations, news, held.pop_all())
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
@@ -236,13 +239,16 @@ def read_metadata(body: Mapping[str, Any]) -> dict[str, str]:
     return metadata
 
 
-def check_reported(generations: Sequence[Generation], params: Sequence[SamplingParams]) -> None:
+def reported_by(generation: Generation, params: SamplingParams) -> int:
+    """How many log-probabilities of its prompt are asked for."""
+    if params.prompt_logprobs is None:
+        return 0
+    tokens = len(generation.output.prompt_token_ids) - params.prompt_logprobs_from
+    return max(tokens, 0) * (1 + params.prompt_logprobs)
+
+
+def check_reported(entries: int) -> None:
     """Refuse log-probabilities of prompts that nobody could read, or the server hold. Raises InvalidParameter."""
-    entries = 0
-    for generation, asked in zip(generations, params, strict=False):
-        if asked.prompt_logprobs is not None:
-            tokens = len(generation.output.prompt_token_ids) - asked.prompt_logprobs_from
-            entries += max(tokens, 0) * (1 + asked.prompt_logprobs)
     if entries > MOST_PROMPT_LOGPROBS:
         raise InvalidParameter(
             f"prompt_logprobs asks for {entries} log-probabilities: this server gives {MOST_PROMPT_LOGPROBS} at most "
