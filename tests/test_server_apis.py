@@ -144,7 +144,9 @@ def test_a_response_and_what_follows_it(client: openai.OpenAI, llm: LLM) -> None
     )
     text = answer(llm, QUESTION, max_tokens=24)
     assert (first.output_text, first.status) == (text, "completed")
-    assert client.responses.retrieve(first.id).output_text == text
+    assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
+    with pytest.raises(openai.BadRequestError, match="was not made with background"):
+        client.responses.cancel(first.id)
     more = "What is 20 - 5?"
     second = client.responses.create(
         model="kvern-12m", input=more, previous_response_id=first.id, temperature=0, max_output_tokens=24
@@ -155,6 +157,12 @@ def test_a_response_and_what_follows_it(client: openai.OpenAI, llm: LLM) -> None
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="there is no response"):
         client.responses.retrieve(first.id)
+
+
+def test_who_asks_for_a_response_is_a_short_text(client: openai.OpenAI) -> None:
+    for user, said in (("a" * 513, "user has 513 characters: at most 512"), ({}, "user is {}: it must be a text")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.responses.create(model="kvern-12m", input="a", max_output_tokens=1, user=user)  # type: ignore[arg-type]
 
 
 def test_events_of_a_response(client: openai.OpenAI) -> None:

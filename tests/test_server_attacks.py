@@ -334,14 +334,24 @@ def test_memory_goes_back_after_large_bodies() -> None:
         eventually(lambda: resident(server) < before + 250, 60)
 
 
-def test_large_bodies_do_not_wait_for_answers(server: Served) -> None:
+@pytest.mark.parametrize(
+    ("path", "begin"),
+    [
+        (TEXT, b'{"max_tokens":500,"n":16,"ignore_eos":true,"prompt":"Once'),
+        (SCORE, b'{"continuations":[' + b",".join([b'"%s"' % (b" fox" * 100)] * 256) + b'],"context":"Once'),
+    ],
+    ids=["completions", "scores"],
+)
+def test_large_bodies_do_not_wait_for_answers(server: Served, path: str, begin: bytes) -> None:
     """More than are worked on at the same time, whose answers take long: another one is read meanwhile."""
     field = b'","user":"' + b"a" * (15 * MEGABYTE) + b'"}'
-    body = b'{"max_tokens":500,"n":16,"ignore_eos":true,"prompt":"Once' + field
+    body = begin + field
     with contextlib.ExitStack() as connections:
         for _ in range(8):
             connection = connections.enter_context(connect(server))
-            connection.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            connection.sendall(
+                POST.replace(TEXT.encode(), path.encode()) + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+            )
         assert server.raw("POST", "/tokenize", b'{"prompt":"Once' + field)[2]["count"] == 2
         assert server.figure("num_requests_running") + server.figure("num_requests_waiting") > 0
 

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import openai
 import pytest
 
+from kvern.engine.client import EngineClient
+from kvern.server.admission import Admission
+from kvern.server.keys import ApiKey
 from tests.test_server import KEY, SMALL, STORY, Served, eventually, serving
 
 LONG: dict[str, Any] = STORY | {"max_tokens": 450}
@@ -55,6 +58,14 @@ def test_limits_of_a_key(tmp_path: Path) -> None:
         assert 50 <= int(limited.value.response.headers["retry-after"]) <= 60
         list(stream)
         assert alice.completions.create(model="kvern-1m", prompt="Once", max_tokens=1)
+
+
+def test_what_the_engine_has_does_not_arrive_any_more() -> None:
+    admission, key = Admission(cast("EngineClient", None), 1, 1), ApiKey("alice", b"")
+    with admission.arriving(key, 3) as arrived:
+        arrived(2)
+        assert admission._arriving == {"alice": 1}
+    assert not admission._arriving
 
 
 def test_no_key_starves_another() -> None:
