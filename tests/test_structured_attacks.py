@@ -174,8 +174,9 @@ def test_a_process_that_dies_costs_its_form(form: str) -> None:
     assert os.waitpid(child, 0)[1] != 0
 
 
-def test_owners_take_turns() -> None:
+def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner's slow forms stand behind each other, and another's good one beside them."""
+    monkeypatch.setattr(apart, "LONGEST_WAIT", 200.0)
 
     async def told() -> list[str]:
         with LLM("kvern-1m", threads=1) as llm:
