@@ -5,9 +5,13 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.errors import InvalidRequest
+from kvern.errors import InvalidRequest, shown
 from kvern.server.http import HttpError, json_response, read_object
 from kvern.server.service import Service, typed
+
+LONGEST_NAME = 256
+LONGEST_PATH = 1024
+"""Characters."""
 
 
 class Adapters:
@@ -21,8 +25,9 @@ class Adapters:
         """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""
         name, body = await self._read(request)
         path = typed(body, "lora_path", str, "")
-        if not path or "\0" in path:
-            raise HttpError(400, f"lora_path is {path!r:.60}: it must be the folder of an adapter", param="lora_path")
+        if not path or "\0" in path or len(path) > LONGEST_PATH:
+            message = f"lora_path is {shown(path)}: it must be the folder of an adapter, {LONGEST_PATH} characters at most"
+            raise HttpError(400, message, param="lora_path")
         await self._client.load_adapter(name, str(self._allowed(path)))
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
@@ -42,8 +47,9 @@ class Adapters:
             raise HttpError(403, "this server was started without adapter_folder", code="permission_denied")
         body = await read_object(request)
         name = typed(body, "lora_name", str, "")
-        if not name:
-            raise HttpError(400, "lora_name is missing: the name of the adapter", param="lora_name")
+        if not 0 < len(name) <= LONGEST_NAME:
+            message = f"lora_name is {shown(name)}: it must be the adapter's name, 1 to {LONGEST_NAME} characters"
+            raise HttpError(400, message, param="lora_name")
         return name, body
 
     def _allowed(self, path: str) -> Path:
