@@ -25,8 +25,8 @@ class Adapters:
         """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""
         name, body = await self._read(request)
         path = typed(body, "lora_path", str, "")
-        if not path or "\0" in path or len(path) > LONGEST_PATH:
-            message = f"lora_path is {shown(path)}: it must be the folder of an adapter, {LONGEST_PATH} characters at most"
+        if not path or not path.isprintable() or len(path) > LONGEST_PATH:
+            message = f"lora_path is {shown(path)}: it must be a folder, {LONGEST_PATH} printable characters at most"
             raise HttpError(400, message, param="lora_path")
         await self._client.load_adapter(name, str(self._allowed(path)))
         return json_response({"id": name, "object": "adapter", "loaded": True})
@@ -47,8 +47,8 @@ class Adapters:
             raise HttpError(403, "this server was started without adapter_folder", code="permission_denied")
         body = await read_object(request)
         name = typed(body, "lora_name", str, "")
-        if not 0 < len(name) <= LONGEST_NAME:
-            message = f"lora_name is {shown(name)}: it must be the adapter's name, 1 to {LONGEST_NAME} characters"
+        if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+            message = f"lora_name is {shown(name)}: it must be a name of 1 to {LONGEST_NAME} printable characters"
             raise HttpError(400, message, param="lora_name")
         return name, body
 
