@@ -10,6 +10,10 @@ from kvern.server.bodies import read_object
 from kvern.server.http import HttpError, json_response, until_gone
 from kvern.server.service import Service, typed
 
+LONGEST_NAME = 256
+LONGEST_PATH = 1024
+"""Characters."""
+
 
 class Adapters:
     """The handlers. Adapters come from below the server's `adapter_folder`, and never from the network."""
@@ -22,8 +26,9 @@ class Adapters:
         """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""
         name, body = await self._read(request)
         path = typed(body, "lora_path", str, "")
-        if not path or "\0" in path:
-            raise HttpError(400, f"lora_path is {shown(path)}: it must be the folder of an adapter", param="lora_path")
+        if not path or not path.isprintable() or len(path) > LONGEST_PATH:
+            message = f"lora_path is {shown(path)}: it must be a folder, {LONGEST_PATH} printable characters at most"
+            raise HttpError(400, message, param="lora_path")
         await until_gone(self._client.load_adapter(name, str(self._allowed(path))), request.receive)
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
@@ -43,8 +48,9 @@ class Adapters:
             raise HttpError(403, "this server was started without adapter_folder", code="permission_denied")
         body = await read_object(request)
         name = typed(body, "lora_name", str, "")
-        if not name:
-            raise HttpError(400, "lora_name is missing: the name of the adapter", param="lora_name")
+        if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+            message = f"lora_name is {shown(name)}: it must be a name of 1 to {LONGEST_NAME} printable characters"
+            raise HttpError(400, message, param="lora_name")
         return name, body
 
     def _allowed(self, path: str) -> Path:
