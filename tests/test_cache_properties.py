@@ -129,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.forget(request)
             return
         assert self.cache.available_count >= reserve
-        assert request.computed_tokens == request.cached_tokens == expected < len(tokens)
+        assert request.num_computed_tokens == request.cached_tokens == expected < len(tokens)
         assert len(request.block_ids) == self.cache.blocks_for(len(tokens))
         for copy in copies:
             self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
@@ -147,10 +147,12 @@ class CacheMachine(RuleBasedStateMachine):
                 return
             request.token_ids.append(next_token)
         self.steps += 1
-        for position in range(request.computed_tokens, min(request.computed_tokens + count, len(request.token_ids))):
+        for position in range(
+            request.num_computed_tokens, min(request.num_computed_tokens + count, len(request.token_ids))
+        ):
             block, offset = divmod(position, self.cache.block_size)
             self.memory[request.block_ids[block]][offset] = self.key(request, position)
-            request.computed_tokens = position + 1
+            request.num_computed_tokens = position + 1
         self.read(request)
         self.cache.publish(request, self.steps)
 
@@ -158,7 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(place=st.integers(0, 99))
     def free(self, place: int) -> None:
         request = self.running.pop(place % len(self.running))
-        known = request.token_ids[: request.computed_tokens]
+        known = request.token_ids[: request.num_computed_tokens]
         self.cache.free(request, self.steps)
         if self.cache.prefix_cache:
             path, _, partial = self.cache.tree.match(request.namespace, known, len(known))
@@ -206,7 +208,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.namespace(request), tuple(request.token_ids[: position + 1])
 
     def read(self, request: Request) -> None:
-        for position in range(request.computed_tokens):
+        for position in range(request.num_computed_tokens):
             block, offset = divmod(position, self.cache.block_size)
             held = self.memory[request.block_ids[block]][offset]
             assert held == self.key(request, position), "the request would read what is not its own"
@@ -233,7 +235,7 @@ def finished_request(cache: KVCacheManager, tokens: list[int], step: int) -> Non
     """A request that computed all its tokens and left."""
     request = Request("", tokens, SamplingParams(), 1)
     assert cache.admit(request, step) is not None
-    request.computed_tokens = len(tokens)
+    request.num_computed_tokens = len(tokens)
     cache.free(request, step)
 
 
@@ -259,22 +261,22 @@ def test_the_head_of_a_block_is_copied_and_the_rest_computed() -> None:
     request = Request("", [1, 2, 3, 4, 5, 6, 0, 0, 0], SamplingParams(), 1)
     copies = cache.admit(request, 2)
     assert copies is not None and [copy.tokens for copy in copies] == [2]
-    assert request.computed_tokens == 6 and copies[0].target == request.block_ids[1] != copies[0].source
+    assert request.num_computed_tokens == 6 and copies[0].target == request.block_ids[1] != copies[0].source
 
 
 def test_a_copy_never_reads_what_its_own_step_writes() -> None:
     cache = KVCacheManager(8, 4)
     leader = Request("", [1, 2, 3, 4, 5], SamplingParams(), 1)
     assert cache.admit(leader, 7) is not None
-    leader.computed_tokens = 5
+    leader.num_computed_tokens = 5
     cache.publish(leader, 7)
     whole = Request("", [1, 2, 3, 4, 6], SamplingParams(), 1)
-    assert cache.admit(whole, 7) == [] and whole.computed_tokens == 4  # blocks are written before they are read
+    assert cache.admit(whole, 7) == [] and whole.num_computed_tokens == 4  # blocks are written before they are read
     head = Request("", [1, 2, 3, 0], SamplingParams(), 1)
-    assert cache.admit(head, 7) == [] and head.computed_tokens == 0
+    assert cache.admit(head, 7) == [] and head.num_computed_tokens == 0
     later = Request("", [1, 2, 3, 0], SamplingParams(), 1)
     copies = cache.admit(later, 8)
-    assert copies is not None and later.computed_tokens == 3
+    assert copies is not None and later.num_computed_tokens == 3
 
 
 def test_hits_are_counted_once_a_request() -> None:

@@ -220,7 +220,7 @@ def wait_of_the_unfavoured(policy: str, aging_steps: int, give_up: int) -> int |
     for step in range(give_up):
         engine.add(favoured, 6, priority=-1)
         engine.step()
-        if unfavoured.computed_tokens:
+        if unfavoured.num_computed_tokens:
             return step
     return None
 
@@ -406,7 +406,7 @@ def forks_that_share_a_partial_block(monkeypatch: pytest.MonkeyPatch) -> None:
         self.pool.share(parent.block_ids)
         self.tree.acquire(parent.nodes)
         child.block_ids, child.nodes = list(parent.block_ids), list(parent.nodes)
-        child.computed_tokens = parent.computed_tokens
+        child.num_computed_tokens = parent.num_computed_tokens
         return []
 
     monkeypatch.setattr(KVCacheManager, "fork", fork_sharing_all)

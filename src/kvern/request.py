@@ -33,7 +33,7 @@ class State(enum.Enum):
 class Request:
     """What scheduler, cache and runner know of one sequence. Only the engine core changes it.
 
-    `computed_tokens` counts the tokens whose keys and values the steps scheduled so far will have written;
+    `num_computed_tokens` counts the tokens whose keys and values the steps scheduled so far will have written;
     `in_flight` the sampled tokens that the host has not seen yet.
     """
 
@@ -72,7 +72,7 @@ class Request:
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     nodes: "list[Node]" = field(default_factory=list)
-    computed_tokens: int = 0
+    num_computed_tokens: int = 0
     cached_tokens: int = 0
     in_flight: int = 0
     waiting_since: int = 0
@@ -101,7 +101,7 @@ class Request:
         What follows a beam is chosen on the host: until then nothing remains.
         """
         sampled = self.in_flight if self.beams is None else 0
-        return len(self.token_ids) + sampled - self.computed_tokens
+        return len(self.token_ids) + sampled - self.num_computed_tokens
 
     @property
     def unit(self) -> str:
@@ -135,4 +135,4 @@ class Request:
     @property
     def prompt_scheduled(self) -> bool:
         """All of the prompt has been given to a step, so that its blocks can be shared."""
-        return self.state is State.FINISHED or self.computed_tokens >= self.prompt_length
+        return self.state is State.FINISHED or self.num_computed_tokens >= self.prompt_length

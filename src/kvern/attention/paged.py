@@ -67,7 +67,7 @@ class PagedStep:
     def __init__(self, backend: PagedAttention, batch: DeviceBatch) -> None:
         self._backend = backend
         self._batch = batch
-        self.cache_slots = batch.cache_slots
+        self.slot_mapping = batch.slot_mapping
         phases, requests = backend.phases, len(batch.slots)
         decodes = 0 if backend.deterministic else batch.decodes
         self._decodes = decodes
@@ -86,8 +86,8 @@ class PagedStep:
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cache = self._backend.caches[layer]
-        cache[0].flatten(0, 1).index_copy_(0, self.cache_slots, key.to(cache.dtype))
-        cache[1].flatten(0, 1).index_copy_(0, self.cache_slots, value.to(cache.dtype))
+        cache[0].flatten(0, 1).index_copy_(0, self.slot_mapping, key.to(cache.dtype))
+        cache[1].flatten(0, 1).index_copy_(0, self.slot_mapping, value.to(cache.dtype))
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,6 +114,6 @@ class PagedStep:
             block_table=batch.block_table,
             device_slots=batch.device_sample_slots,
             device_starts=batch.sample_positions - 1,
-            device_firsts=batch.device_firsts,
+            query_start_loc=batch.query_start_loc,
             device_counts=batch.device_counts,
         )

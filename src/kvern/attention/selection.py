@@ -165,7 +165,7 @@ def make_queries(
         block_table=table.to(shapes.device),
         device_slots=slots,
         device_starts=starts,
-        device_firsts=first_tokens,
+        query_start_loc=first_tokens,
         device_counts=lengths,
     )
 

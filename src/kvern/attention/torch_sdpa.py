@@ -109,7 +109,7 @@ class TorchAttention:
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
         windows = {layer.window for layer in self._layers}
-        return TorchAttend(self, batch.cache_slots, {window: list(self._gathers(batch, window)) for window in windows})
+        return TorchAttend(self, batch.slot_mapping, {window: list(self._gathers(batch, window)) for window in windows})
 
     def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
         """One group for each set of similar decodes and one for each longer run of tokens."""
@@ -205,18 +205,18 @@ class TorchAttend:
     """One step over the cache of `backend`: for each window size, the keys of each group of requests."""
 
     def __init__(
-        self, backend: TorchAttention, cache_slots: torch.Tensor, gathers: dict[int | None, list[Gather]]
+        self, backend: TorchAttention, slot_mapping: torch.Tensor, gathers: dict[int | None, list[Gather]]
     ) -> None:
         self._backend = backend
         self._gathers = gathers
-        self.cache_slots = cache_slots
+        self.slot_mapping = slot_mapping
 
     def cache(self, layer: int) -> torch.Tensor:
         return self._backend._caches[layer]
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         for store, new in zip(self._backend._stores[layer], (key, value), strict=True):
-            store.slots.index_copy_(0, self.cache_slots, new.to(self._backend._dtype))
+            store.slots.index_copy_(0, self.slot_mapping, new.to(self._backend._dtype))
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:

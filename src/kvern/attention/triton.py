@@ -75,7 +75,7 @@ class TritonKernels:
                 queries.block_table,
                 queries.device_slots,
                 queries.device_starts,
-                queries.device_firsts,
+                queries.query_start_loc,
                 queries.device_counts,
                 *tiles[shape.queries],
                 out,

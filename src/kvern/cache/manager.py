@@ -90,7 +90,7 @@ class KVCacheManager:
     def admit(self, request: Request, step: int, reserve: int = 0) -> list[BlockCopy] | None:
         """Give a waiting request its cached prefix and blocks for all tokens that it has now.
 
-        Sets block_ids, nodes and computed_tokens and returns the copies to run before the step; None, and nothing
+        Sets block_ids, nodes and num_computed_tokens and returns the copies to run before the step; None, and nothing
         changed, when there are not enough blocks to leave `reserve` of them for others.
         """
         tokens, namespace = request.token_ids, self._namespace(request)
@@ -112,11 +112,11 @@ class KVCacheManager:
         self.pool.share(node.block for node in path)
         request.block_ids = [node.block for node in path] + blocks
         request.nodes = path
-        request.computed_tokens = len(path) * self.block_size + shared
+        request.num_computed_tokens = len(path) * self.block_size + shared
         if request.preemptions == 0:
-            request.cached_tokens = request.computed_tokens
+            request.cached_tokens = request.num_computed_tokens
             self.statistics.queried_tokens += request.prompt_length
-            self.statistics.hit_tokens += request.computed_tokens
+            self.statistics.hit_tokens += request.num_computed_tokens
         return [BlockCopy(partial.block, blocks[0], shared)] if partial is not None and shared else []
 
     def extend(self, request: Request, tokens: int) -> list[int] | None:
@@ -133,10 +133,10 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> list[BlockCopy] | None:
         """Let `child`, which has no blocks, share what `parent` has computed.
 
-        Sets block_ids, nodes and computed_tokens and returns the copies to run before either writes; None, and nothing
-        changed, when there is no block for the part that cannot be shared.
+        Sets block_ids, nodes and num_computed_tokens; returns the copies to run before either writes; None, and
+        nothing changed, when there is no block for the part that cannot be shared.
         """
-        full, tail = divmod(parent.computed_tokens, self.block_size)
+        full, tail = divmod(parent.num_computed_tokens, self.block_size)
         if tail and not self.available_count:
             return None
         own = self._allocate(1) if tail else []
@@ -144,7 +144,7 @@ class KVCacheManager:
         self.pool.share(shared)
         self.tree.acquire(parent.nodes)
         child.block_ids, child.nodes = shared + own, list(parent.nodes)
-        child.computed_tokens = parent.computed_tokens
+        child.num_computed_tokens = parent.num_computed_tokens
         return [BlockCopy(parent.block_ids[full], own[0], tail)] if tail else []
 
     def publish(self, request: Request, step: int) -> None:
@@ -153,7 +153,7 @@ class KVCacheManager:
         if namespace is None:
             return
         size = self.block_size
-        full = min(request.computed_tokens, len(request.token_ids)) // size
+        full = min(request.num_computed_tokens, len(request.token_ids)) // size
         for index in range(len(request.nodes), full):
             parent = request.nodes[-1] if request.nodes else None
             tokens = tuple(request.token_ids[index * size : (index + 1) * size])
@@ -166,7 +166,7 @@ class KVCacheManager:
         self.publish(request, step)
         namespace = self._namespace(request)
         start = len(request.nodes) * self.block_size
-        known = min(request.computed_tokens, len(request.token_ids))
+        known = min(request.num_computed_tokens, len(request.token_ids))
         if namespace is not None and self.prefix_cache and start < known:
             parent = request.nodes[-1] if request.nodes else None
             tail = tuple(request.token_ids[start:known])
@@ -177,7 +177,7 @@ class KVCacheManager:
         """Drop the request's references; of its blocks only those stay cached that are in the tree already."""
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
-        request.block_ids, request.nodes, request.computed_tokens = [], [], 0
+        request.block_ids, request.nodes, request.num_computed_tokens = [], [], 0
 
     def check_integrity(self, running: list[Request]) -> None:
         """Raise AssertionError unless every block is free, in the tree, or owned by one of `running`."""

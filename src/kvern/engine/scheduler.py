@@ -211,7 +211,7 @@ class Scheduler:
         sibling.request_id = f"{parent.request_id}/{self._names}"
         self._names += 1
         sibling.params = parent.params.replace(prompt_logprobs=None)
-        sibling.block_ids, sibling.nodes, sibling.computed_tokens, sibling.slot = [], [], 0, -1
+        sibling.block_ids, sibling.nodes, sibling.num_computed_tokens, sibling.slot = [], [], 0, -1
         self._by_id[sibling.request_id] = sibling
         self.cache.register(sibling)
         return sibling
@@ -258,13 +258,13 @@ class Scheduler:
             if count == 0:
                 continue
             known = len(request.block_ids)
-            blocks = self.cache.extend(request, request.computed_tokens + count)
+            blocks = self.cache.extend(request, request.num_computed_tokens + count)
             while blocks is None and request in pending:
                 victim, _ = pending.popitem()
                 self._preempt(victim)
                 preempted = True
                 if victim is not request:
-                    blocks = self.cache.extend(request, request.computed_tokens + count)
+                    blocks = self.cache.extend(request, request.num_computed_tokens + count)
             if blocks is None:
                 continue
             del pending[request]
@@ -338,9 +338,9 @@ class Scheduler:
 
     def _take(self, request: Request, count: int, output: SchedulerOutput) -> None:
         sample = count == request.remaining_tokens
-        output.scheduled.append(ScheduledTokens(request.slot, request.computed_tokens, count, sample))
+        output.scheduled.append(ScheduledTokens(request.slot, request.num_computed_tokens, count, sample))
         output.request_ids.append(request.request_id)
-        request.computed_tokens += count
+        request.num_computed_tokens += count
         request.in_flight += sample
         self.cache.publish(request, self.step)
 
@@ -360,7 +360,7 @@ class Scheduler:
         self.running.remove(request)
         self._free_slots.append(request.slot)
         if self._forks.pop(request.slot, (None, []))[1]:  # the head of its last block was not copied yet
-            request.computed_tokens -= request.computed_tokens % self.cache.block_size
+            request.num_computed_tokens -= request.num_computed_tokens % self.cache.block_size
         request.slot = -1
         if request.adapter is not None:
             self.adapters.leave(request.adapter)
@@ -385,8 +385,8 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_batch_requests)), "slots do not add up"
         assert set(self._by_id.values()) == {*self.waiting, *self.running}, "a request is lost"
         for request in self.running:
-            assert request.state is State.RUNNING and request.computed_tokens > 0
-            assert len(request.block_ids) >= self.cache.blocks_for(request.computed_tokens), "tokens without blocks"
+            assert request.state is State.RUNNING and request.num_computed_tokens > 0
+            assert len(request.block_ids) >= self.cache.blocks_for(request.num_computed_tokens), "tokens without blocks"
         assert all(request.state is State.WAITING and not request.block_ids for request in self.waiting)
         self.cache.check_integrity(self.running)
         self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])

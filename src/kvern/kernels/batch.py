@@ -8,7 +8,7 @@ from kvern.kernels.launch import overlaps, wait_for_previous
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_ids", "positions", "cache_slots"]
+    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_ids", "positions", "slot_mapping"]
 )
 def _read_tokens_kernel(
     tokens: tl.tensor,
@@ -19,7 +19,7 @@ def _read_tokens_kernel(
     counts: tl.tensor,
     token_ids: tl.tensor,
     positions: tl.tensor,
-    cache_slots: tl.tensor,
+    slot_mapping: tl.tensor,
     token_stride: tl.int64,
     table_stride: tl.int64,
     block_size: tl.constexpr,
@@ -35,7 +35,7 @@ def _read_tokens_kernel(
     block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
     tl.store(token_ids + target, token.to(tl.int64), mask=inside)
     tl.store(positions + target, position.to(tl.int64), mask=inside)
-    tl.store(cache_slots + target, block * block_size + position % block_size, mask=inside)
+    tl.store(slot_mapping + target, block * block_size + position % block_size, mask=inside)
 
 
 def read_tokens(
@@ -55,7 +55,7 @@ def read_tokens(
     each [R] int32, say which row, from which position, to which index of the step, and how many tokens (`longest` at
     most).
     """
-    token_ids, positions, cache_slots = torch.empty(3, total, dtype=torch.int64, device=tokens.device)
+    token_ids, positions, slot_mapping = torch.empty(3, total, dtype=torch.int64, device=tokens.device)
     block = 1024
     _read_tokens_kernel[(slots.shape[0], triton.cdiv(longest, block))](
         tokens,
@@ -66,19 +66,19 @@ def read_tokens(
         counts,
         token_ids,
         positions,
-        cache_slots,
+        slot_mapping,
         tokens.stride(0),
         block_table.stride(0),
         block_size,
         block,
         num_warps=4,
     )
-    return token_ids, positions, cache_slots
+    return token_ids, positions, slot_mapping
 
 
 @triton.jit(
     do_not_specialize=["requests"],
-    do_not_specialize_on_alignment=["slots", "starts", "token_ids", "positions", "cache_slots", "next_positions"],
+    do_not_specialize_on_alignment=["slots", "starts", "token_ids", "positions", "slot_mapping", "next_positions"],
 )
 def _read_decodes_kernel(
     tokens: tl.tensor,
@@ -87,7 +87,7 @@ def _read_decodes_kernel(
     starts: tl.tensor,
     token_ids: tl.tensor,
     positions: tl.tensor,
-    cache_slots: tl.tensor,
+    slot_mapping: tl.tensor,
     next_positions: tl.tensor,
     requests,
     token_stride: tl.int64,
@@ -106,7 +106,7 @@ def _read_decodes_kernel(
     block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
     tl.store(token_ids + request, token.to(tl.int64), mask=inside)
     tl.store(positions + request, position.to(tl.int64), mask=inside)
-    tl.store(cache_slots + request, block * block_size + position % block_size, mask=inside)
+    tl.store(slot_mapping + request, block * block_size + position % block_size, mask=inside)
     tl.store(next_positions + request, position.to(tl.int64) + 1, mask=inside)
 
 
@@ -116,7 +116,7 @@ def read_decodes(
     """`read_tokens` for one token of each request, and the positions that are sampled; each [R] int64."""
     requests = slots.shape[0]
     overlap = overlaps(tokens.device)
-    token_ids, positions, cache_slots, next_positions = torch.empty(
+    token_ids, positions, slot_mapping, next_positions = torch.empty(
         4, requests, dtype=torch.int64, device=tokens.device
     )
     _read_decodes_kernel[(triton.cdiv(requests, 64),)](
@@ -126,7 +126,7 @@ def read_decodes(
         starts,
         token_ids,
         positions,
-        cache_slots,
+        slot_mapping,
         next_positions,
         requests,
         tokens.stride(0),
@@ -137,7 +137,7 @@ def read_decodes(
         num_warps=2,
         launch_pdl=overlap,
     )
-    return token_ids, positions, cache_slots, next_positions
+    return token_ids, positions, slot_mapping, next_positions
 
 
 @triton.jit(

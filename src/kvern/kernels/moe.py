@@ -3,7 +3,7 @@
     x [T, hidden] -> activation(gate) * up [T * top_k, width] -> down, times its weight -> sum [T, hidden]
 
 For one or a few tokens whose experts hardly meet, a program takes the outputs of one token and reads the expert from
-`chosen` (direct). Otherwise pairs of token and expert are sorted into blocks of rows of one expert, and each block's
+`topk_ids` (direct). Otherwise pairs of token and expert are sorted into blocks of rows of one expert, and each block's
 product runs on the matrix units (grouped), reading an expert's weights once for each of its blocks.
 """
 
@@ -176,7 +176,7 @@ def fused_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     weights: torch.Tensor,
-    chosen: torch.Tensor,
+    topk_ids: torch.Tensor,
     activation: str,
     *,
     add: torch.Tensor | None = None,
@@ -188,7 +188,7 @@ def fused_experts(
     gate_up        [experts, 2 * width, hidden] in the dtype of x: rows of the gate, then rows of up
     down           [experts, hidden, width]
     weights        [T, top_k] float32
-    chosen         [T, top_k] int32 or int64
+    topk_ids       [T, top_k] int32 or int64
     add            [T, hidden] that is added to the sum, or None; rows may have gaps
     deterministic  a token's result depends on no other token, and on no number of tokens
     returns        [T, hidden] in the dtype of x; sums in float32
@@ -196,19 +196,19 @@ def fused_experts(
     Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits, if it gets no more rows
     than a block has.
     """
-    tokens, top_k = chosen.shape
+    tokens, top_k = topk_ids.shape
     experts, _, width = down.shape
-    chosen, weights = chosen.contiguous(), weights.contiguous()
+    topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * x.element_size()
     if not deterministic and runs_direct(tokens, top_k, experts, expert_bytes):
         gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-        direct_gate_up(x, gate_up, chosen, gated, activation)
-        return direct_down(gated, down, weights, chosen, add)
+        direct_gate_up(x, gate_up, topk_ids, gated, activation)
+        return direct_down(gated, down, weights, topk_ids, add)
     rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, experts)
     tile = TILES[rows]
     if x.element_size() == 4:
         rows, tile = 16, FLOAT32_TILE
-    blocks = align(chosen, experts, rows, tile.group)
+    blocks = align(topk_ids, experts, rows, tile.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, tile)
     parts = _grouped_down(gated, down, weights, blocks, rows, tile)

@@ -1,4 +1,4 @@
-"""The experts of one or a few tokens: a program computes outputs of one token, and reads the expert from `chosen`.
+"""The experts of one or a few tokens: a program computes outputs of one token, and reads the expert from `topk_ids`.
 
 Nothing has to be sorted; an expert's weights are read once for each token that chose it.
 """
@@ -52,7 +52,7 @@ def load_tile(tile, rows, columns, EVEN: tl.constexpr):
 def _direct_gate_up_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    chosen: tl.tensor,
+    topk_ids: tl.tensor,
     out: tl.tensor,
     x_stride: tl.int64,
     hidden: tl.constexpr,
@@ -67,7 +67,7 @@ def _direct_gate_up_kernel(
         wait_for_previous()
     EVEN: tl.constexpr = hidden % INPUTS == 0
     pair = tl.program_id(1).to(tl.int64)
-    expert = tl.load(chosen + pair).to(tl.int64)
+    expert = tl.load(topk_ids + pair).to(tl.int64)
     row = x + pair // top_k * x_stride
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < width
@@ -91,7 +91,7 @@ def _direct_down_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     weights: tl.tensor,
-    chosen: tl.tensor,
+    topk_ids: tl.tensor,
     add: tl.tensor,
     out: tl.tensor,
     add_stride: tl.int64,
@@ -111,7 +111,7 @@ def _direct_down_kernel(
     slot = tl.arange(0, SLOTS)
     taken = slot < top_k
     pair = token * top_k + slot
-    expert = tl.load(chosen + pair, mask=taken, other=0).to(tl.int64)
+    expert = tl.load(topk_ids + pair, mask=taken, other=0).to(tl.int64)
     scale = tl.load(weights + pair, mask=taken, other=0.0)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < hidden
@@ -132,7 +132,7 @@ def _direct_down_kernel(
 
 
 def direct_gate_up(
-    x: torch.Tensor, gate_up: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor, activation: str
+    x: torch.Tensor, gate_up: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor, activation: str
 ) -> None:
     """`activation(gate) * up` of every pair: x [T, hidden], gate_up [experts, 2 * width, hidden] -> out [pairs, width].
 
@@ -145,12 +145,12 @@ def direct_gate_up(
     _direct_gate_up_kernel[(triton.cdiv(width, outputs), pairs)](
         x,
         gate_up,
-        chosen,
+        topk_ids,
         out,
         x.stride(0),
         hidden,
         width,
-        chosen.shape[1],
+        topk_ids.shape[1],
         activation,
         outputs,
         inputs,
@@ -161,14 +161,14 @@ def direct_gate_up(
 
 
 def direct_down(
-    gated: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, add: torch.Tensor | None
+    gated: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, topk_ids: torch.Tensor, add: torch.Tensor | None
 ) -> torch.Tensor:
     """gated [T * top_k, width] times down [experts, hidden, width], summed with `weights [T, top_k]` -> [T, hidden].
 
     Moves the down weights of every pair's expert: 2 * width * hidden bytes in 16 bits. The sum is never rounded.
     """
     overlap = overlaps(gated.device)
-    (tokens, top_k), (_, hidden, width) = chosen.shape, down.shape
+    (tokens, top_k), (_, hidden, width) = topk_ids.shape, down.shape
     out = torch.empty(tokens, hidden, dtype=gated.dtype, device=gated.device)
     slots = triton.next_power_of_2(top_k)
     inputs = inputs_of_step(width, DIRECT_DOWN.inputs)
@@ -177,7 +177,7 @@ def direct_down(
         gated,
         down,
         weights,
-        chosen,
+        topk_ids,
         out if add is None else add,
         out,
         0 if add is None else add.stride(0),

@@ -16,7 +16,7 @@ CHUNK = 4096
 def _route_kernel(
     logits: tl.tensor,
     weights: tl.tensor,
-    chosen: tl.tensor,
+    topk_ids: tl.tensor,
     counts: tl.tensor,
     stride: tl.int64,
     routed_scale: tl.float32,
@@ -50,7 +50,7 @@ def _route_kernel(
         kept = kept / tl.sum(kept, axis=0)
     taken = slot < top_k
     tl.store(weights + token * top_k + slot, kept * routed_scale, mask=taken)
-    tl.store(chosen + token * top_k + slot, ids, mask=taken)
+    tl.store(topk_ids + token * top_k + slot, ids, mask=taken)
     if COUNT:
         tl.atomic_add(counts + ids, tl.full([SLOTS], 1, tl.int64), mask=taken, sem="relaxed")
 
@@ -63,19 +63,19 @@ def route(
     logits   [T, experts], any float dtype, rows may have gaps; the softmax is computed in float32
     counts   [experts] int64 or None: each expert's number of tokens is added to it
     returns  weights [T, top_k] float32, divided by their sum if `renormalize`, then times `routed_scale`, and the
-             experts chosen, [T, top_k] int32
+             topk_ids, [T, top_k] int32
 
     Moves the logits once; one program a token.
     """
     tokens, experts = logits.shape
     overlap = overlaps(logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     _route_kernel[(tokens,)](
         logits,
         weights,
-        chosen,
-        chosen if counts is None else counts,
+        topk_ids,
+        topk_ids if counts is None else counts,
         logits.stride(0),
         routed_scale,
         experts,
@@ -88,7 +88,7 @@ def route(
         num_warps=1,
         launch_pdl=overlap,
     )
-    return weights, chosen
+    return weights, topk_ids
 
 
 class Alignment(NamedTuple):
@@ -110,7 +110,7 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
 
 @triton.jit
 def _count_kernel(
-    chosen: tl.tensor,
+    topk_ids: tl.tensor,
     partial: tl.tensor,
     pairs,
     EXPERTS: tl.constexpr,
@@ -122,13 +122,13 @@ def _count_kernel(
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = pair < pairs
-    expert = tl.load(chosen + pair, mask=inside, other=0).to(tl.int32)
+    expert = tl.load(topk_ids + pair, mask=inside, other=0).to(tl.int32)
     tl.store(partial + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=inside))
 
 
 @triton.jit
 def _align_kernel(
-    chosen: tl.tensor,
+    topk_ids: tl.tensor,
     partial: tl.tensor,
     sorted_pairs: tl.tensor,
     block_experts: tl.tensor,
@@ -149,7 +149,7 @@ def _align_kernel(
     chunk = tl.program_id(1)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = pair < pairs
-    choice = tl.load(chosen + pair, mask=inside, other=-1).to(tl.int32)
+    choice = tl.load(topk_ids + pair, mask=inside, other=-1).to(tl.int32)
     other = tl.arange(0, EXPERTS)
     before = 0  # this expert's pairs in the chunks before this one
     if COUNTED:
@@ -178,18 +178,18 @@ def _align_kernel(
                 tl.store(block_experts + start + step, tl.full([64], -1, tl.int32), mask=start + step < blocks)
 
 
-def align(chosen: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> Alignment:
+def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> Alignment:
     """Sort token-expert pairs by expert, each expert's run padded to a multiple of `rows`; pairs keep their order.
 
-    chosen    [T, top_k], int32 or int64
+    topk_ids  [T, top_k], int32 or int64
     multiple  the number of blocks is one of this
 
-    One launch up to `CHUNK` pairs, two beyond; reads `chosen` once for each expert, from the cache.
+    One launch up to `CHUNK` pairs, two beyond; reads `topk_ids` once for each expert, from the cache.
     """
-    overlap = overlaps(chosen.device)
-    pairs = chosen.numel()
+    overlap = overlaps(topk_ids.device)
+    pairs = topk_ids.numel()
     blocks = triton.cdiv(most_blocks(pairs, experts, rows), multiple) * multiple
-    device = chosen.device
+    device = topk_ids.device
     result = Alignment(
         torch.empty(blocks * rows, dtype=torch.int32, device=device),
         torch.empty(blocks, dtype=torch.int32, device=device),
@@ -197,12 +197,12 @@ def align(chosen: torch.Tensor, experts: int, rows: int, multiple: int = 1) -> A
     bins = max(32, triton.next_power_of_2(experts))
     chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
     chunks = triton.cdiv(pairs, chunk)
-    partial = chosen
+    partial = topk_ids
     if chunks > 1:
         partial = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](chosen, partial, pairs, bins, chunk, overlap, num_warps=4, launch_pdl=overlap)
+        _count_kernel[(chunks,)](topk_ids, partial, pairs, bins, chunk, overlap, num_warps=4, launch_pdl=overlap)
     _align_kernel[(experts, chunks)](
-        chosen,
+        topk_ids,
         partial,
         result.pairs,
         result.experts,

@@ -7,11 +7,11 @@ import triton.language as tl
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "cache_slots"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotate_and_store_kernel(
     qkv: tl.tensor,
     positions: tl.tensor,
-    cache_slots: tl.tensor,
+    slot_mapping: tl.tensor,
     table: tl.tensor,
     norm_weight: tl.tensor,
     key_cache: tl.tensor,
@@ -31,7 +31,7 @@ def _rotate_and_store_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     # Where the token stands was written well before the kernel that this one overlaps with.
-    place = tl.load(cache_slots + token) * kv_heads * head_dim
+    place = tl.load(slot_mapping + token) * kv_heads * head_dim
     position = tl.load(positions + token)
     if OVERLAP:
         wait_for_previous()
@@ -91,7 +91,7 @@ def _rotate_and_store_kernel(
 def rotate_and_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    cache_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     table: torch.Tensor | None,
     cache: torch.Tensor,
     *,
@@ -104,7 +104,7 @@ def rotate_and_store(
 
     qkv          [T, (query_heads + 2 * kv_heads) * head_dim], contiguous
     positions    [T] int64
-    cache_slots  [T] int64: block * block_size + offset
+    slot_mapping  [T] int64: block * block_size + offset
     table        [positions, 2, 1, rotary_dim]: cosines and signed sines, see `layers.rope`; None: no rotation
     cache        [2, blocks, block_size, kv_heads, head_dim]
     norm_weight  [query_heads + kv_heads, head_dim] float32 of a root-mean-square norm of each head; None: no norm
@@ -123,7 +123,7 @@ def rotate_and_store(
     _rotate_and_store_kernel[(tokens, triton.cdiv(heads, group))](
         qkv,
         positions,
-        cache_slots,
+        slot_mapping,
         qkv if table is None else table,
         qkv if norm_weight is None else norm_weight,
         cache[0],

@@ -24,7 +24,7 @@ class Attend(Protocol):
 class PagedAttend(Attend, Protocol):
     """An `Attend` whose cache others write to: queries then attend to what is stored."""
 
-    cache_slots: Tensor
+    slot_mapping: Tensor
     """`[T] int64`, where each token's key and value go: block * block_size + offset."""
 
     def cache(self, layer: int) -> Tensor:

@@ -61,7 +61,7 @@ class FusedAttention(Attention):
         query = rotate_and_store(
             qkv,
             positions,
-            paged.cache_slots,
+            paged.slot_mapping,
             table if self.rotates else None,
             paged.cache(self.index),
             query_heads=self.heads,

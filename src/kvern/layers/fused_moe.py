@@ -18,13 +18,13 @@ class FusedExperts(Experts):
         super().__init__(hidden_size, spec, build)
         self.deterministic = build.deterministic
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         return fused_experts(
             x,
             self.gate_up_proj,
             self.down_proj,
             weights,
-            chosen,
+            topk_ids,
             self.spec.activation,
             add=add,
             deterministic=self.deterministic,
@@ -56,6 +56,6 @@ class CountingSigmoidRouter(SigmoidRouter):
         self.one = torch.ones(1, dtype=torch.int64, device=build.device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = super().forward(x)
-        self.counts.scatter_add_(0, chosen.flatten(), self.one.expand(chosen.numel()))
-        return weights, chosen
+        weights, topk_ids = super().forward(x)
+        self.counts.scatter_add_(0, topk_ids.flatten(), self.one.expand(topk_ids.numel()))
+        return weights, topk_ids

@@ -34,14 +34,14 @@ class Experts(Loadable):
         counts = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
         self.register_buffer("expert_counts", counts, persistent=False)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, add: Tensor | None = None) -> Tensor:
-        """Sum `x [T, hidden]` through the experts `chosen [T, top_k]`, times `weights [T, top_k]`.
+    def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
+        """Sum `x [T, hidden]` through the experts `topk_ids [T, top_k]`, times `weights [T, top_k]`.
 
         `add [T, hidden]`, if given, is added to the sum.
         """
         out, weights = torch.zeros_like(x), weights.to(x.dtype)
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self.spec.experts).tolist()
+        order = topk_ids.flatten().argsort(stable=True)
+        counts = torch.bincount(topk_ids.flatten(), minlength=self.spec.experts).tolist()
         start = 0
         for expert, count in enumerate(counts):
             if count:
@@ -94,8 +94,8 @@ class MoE(Module):
         self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x)
-        out: Tensor = self.experts(x, weights, chosen)
+        weights, topk_ids = self.gate(x)
+        out: Tensor = self.experts(x, weights, topk_ids)
         return out
 
 
@@ -111,8 +111,8 @@ class SharedMoE(MoE):
         shared: Tensor = self.shared_expert(x)
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(x).sigmoid()
-        weights, chosen = self.gate(x)
-        out: Tensor = self.experts(x, weights, chosen, shared)
+        weights, topk_ids = self.gate(x)
+        out: Tensor = self.experts(x, weights, topk_ids, shared)
         return out
 
 

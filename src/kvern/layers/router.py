@@ -18,8 +18,8 @@ class SoftmaxRouter(Loadable):
         self.weight = build.empty(spec.experts, hidden_size)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = F.linear(x, self.weight).softmax(-1, dtype=torch.float32).topk(self.spec.top_k, dim=-1)
-        return self._scale(weights), chosen
+        weights, topk_ids = F.linear(x, self.weight).softmax(-1, dtype=torch.float32).topk(self.spec.top_k, dim=-1)
+        return self._scale(weights), topk_ids
 
     def _scale(self, weights: Tensor) -> Tensor:
         if self.spec.renormalize:
@@ -43,8 +43,8 @@ class SigmoidRouter(SoftmaxRouter):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = F.linear(x.float(), self.weight).sigmoid()
-        chosen = (scores + self.e_score_correction_bias).topk(self.spec.top_k, dim=-1).indices
-        return self._scale(scores.gather(-1, chosen)), chosen
+        topk_ids = (scores + self.e_score_correction_bias).topk(self.spec.top_k, dim=-1).indices
+        return self._scale(scores.gather(-1, topk_ids)), topk_ids
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return super().parts() | {"gate.e_score_correction_bias": (self.spec.experts,)}

@@ -193,7 +193,7 @@ class DecodeGraphs:
         slots, starts = inputs
         requests, zeros, ones = indices
         size = slots.shape[0]
-        token_ids, positions, cache_slots, next_positions = read_decodes(
+        token_ids, positions, slot_mapping, next_positions = read_decodes(
             rows.tokens, rows.block_table, slots, starts, self._block_size
         )
         batch = DeviceBatch(
@@ -202,16 +202,16 @@ class DecodeGraphs:
             counts=[1] * size,
             positions=positions,
             token_ids=token_ids,
-            cache_slots=cache_slots,
+            slot_mapping=slot_mapping,
             block_table=rows.block_table,
             sample_slots=[],
-            sample_tokens=requests,
+            logits_indices=requests,
             sample_positions=next_positions,
             decodes=size,
             device_slots=slots,
             device_starts=starts,
             device_counts=ones,
-            device_firsts=requests,
+            query_start_loc=requests,
             device_sample_slots=slots,
             tiles=(requests, zeros),
             shared=shared,

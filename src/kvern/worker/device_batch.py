@@ -42,7 +42,8 @@ class Queries:
 
     slots, starts, counts   row, first position and number of tokens of each
     block_table             [slots, max_blocks] int32, indexed by slot
-    device_slots, device_starts, device_counts, device_firsts   [R] int32: the same, and the first token's index among T
+    device_slots, device_starts, device_counts   [R] int32: the same
+    query_start_loc                              [R] int32: the index of each one's first token among T
     """
 
     slots: Sequence[int]
@@ -51,7 +52,7 @@ class Queries:
     block_table: torch.Tensor
     device_slots: torch.Tensor
     device_starts: torch.Tensor
-    device_firsts: torch.Tensor
+    query_start_loc: torch.Tensor
     device_counts: torch.Tensor
     known_tiles: tuple[torch.Tensor, torch.Tensor] | None = None
     shared: SharedPrefix | None = None
@@ -79,7 +80,7 @@ class Queries:
 class DeviceBatch(InputBatch):
     """An InputBatch whose description is on the device too; R requests, the first `decodes` of which have one token.
 
-    device_slots, device_starts, device_counts, device_firsts   [R] int32: row, first position, number of tokens, and
+    device_slots, device_starts, device_counts, query_start_loc   [R] int32: row, first position, number of tokens, and
     index of the first token among the T
     device_sample_slots                                         [S] int64: the rows that sample
     """
@@ -88,7 +89,7 @@ class DeviceBatch(InputBatch):
     device_slots: torch.Tensor
     device_starts: torch.Tensor
     device_counts: torch.Tensor
-    device_firsts: torch.Tensor
+    query_start_loc: torch.Tensor
     device_sample_slots: torch.Tensor
     tiles: tuple[torch.Tensor, torch.Tensor] | None = None
     """What `Queries.tiles` returns for all requests, if it was made before."""
@@ -98,7 +99,7 @@ class DeviceBatch(InputBatch):
     def queries(self, first: int, last: int) -> Queries:
         """Of the requests from `first` to before `last`, which is the first run, the last request, or both."""
         requests = slice(first, last)
-        firsts = self.device_firsts[requests]
+        firsts = self.query_start_loc[requests]
         return Queries(
             slots=self.slots[requests],
             starts=self.starts[requests],
@@ -106,7 +107,7 @@ class DeviceBatch(InputBatch):
             block_table=self.block_table,
             device_slots=self.device_slots[requests],
             device_starts=self.device_starts[requests],
-            device_firsts=firsts - first if first else firsts,  # each request before is one token
+            query_start_loc=firsts - first if first else firsts,  # each request before is one token
             device_counts=self.device_counts[requests],
             known_tiles=self.tiles,
             shared=None if first else self.shared,
@@ -126,14 +127,14 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     sampling = np.array([index for index, _ in samples] + sample_positions + sample_slots, dtype=np.int64)
     packed = np.concatenate((sampling.view(np.int32), numbers))
     sent = _send(packed, rows.device)
-    sample_tokens, sample_at, device_sample_slots = sent[: 6 * len(samples)].view(torch.int64).view(3, -1)
-    device_slots, device_starts, device_counts, device_firsts = sent[6 * len(samples) :].view(4, -1)
-    token_ids, positions, cache_slots = read_tokens(
+    logits_indices, sample_at, device_sample_slots = sent[: 6 * len(samples)].view(torch.int64).view(3, -1)
+    device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(samples) :].view(4, -1)
+    token_ids, positions, slot_mapping = read_tokens(
         rows.tokens,
         rows.block_table,
         device_slots,
         device_starts,
-        device_firsts,
+        query_start_loc,
         device_counts,
         sum(counts),
         max(counts),
@@ -146,16 +147,16 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         counts=counts,
         positions=positions,
         token_ids=token_ids,
-        cache_slots=cache_slots,
+        slot_mapping=slot_mapping,
         block_table=rows.block_table,
         sample_slots=sample_slots,
-        sample_tokens=sample_tokens,
+        logits_indices=logits_indices,
         sample_positions=sample_at,
         decodes=decodes,
         device_slots=device_slots,
         device_starts=device_starts,
         device_counts=device_counts,
-        device_firsts=device_firsts,
+        query_start_loc=query_start_loc,
         device_sample_slots=device_sample_slots,
     )
 

@@ -220,7 +220,7 @@ class DeviceRunner:
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
         if len(batch.sample_slots) != hidden.shape[0]:
-            hidden = hidden.index_select(0, batch.sample_tokens)
+            hidden = hidden.index_select(0, batch.logits_indices)
         decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions, None)
         return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts)
 

@@ -15,10 +15,10 @@ class InputBatch:
     slots, starts, counts   R row, first position and number of tokens of each request
     positions               [T] int64
     token_ids               [T] int64
-    cache_slots             [T] int64   where key and value go: block * block_size + offset
+    slot_mapping             [T] int64   where key and value go: block * block_size + offset
     block_table             [slots, max_blocks] int32   of all rows, indexed by slot
     sample_slots            rows that sample, in the order of the requests
-    sample_tokens           [S] int64   index of their last token among the T
+    logits_indices          [S] int64   index of their last token among the T
     sample_positions        [S] int64   the position of the token that is sampled
     """
 
@@ -27,10 +27,10 @@ class InputBatch:
     counts: list[int]
     positions: torch.Tensor
     token_ids: torch.Tensor
-    cache_slots: torch.Tensor
+    slot_mapping: torch.Tensor
     block_table: torch.Tensor
     sample_slots: list[int]
-    sample_tokens: torch.Tensor
+    logits_indices: torch.Tensor
     sample_positions: torch.Tensor
 
 
@@ -58,10 +58,10 @@ def build_input_batch(rows: BatchRows, scheduled: list[ScheduledTokens], block_s
         counts=counts,
         positions=positions,
         token_ids=rows.tokens[row, positions].long(),
-        cache_slots=blocks * block_size + positions % block_size,
+        slot_mapping=blocks * block_size + positions % block_size,
         block_table=rows.block_table,
         sample_slots=[item.slot for _, item in samples],
-        sample_tokens=torch.tensor([end for end, _ in samples], dtype=torch.int64, device=device),
+        logits_indices=torch.tensor([end for end, _ in samples], dtype=torch.int64, device=device),
         sample_positions=torch.tensor(
             [item.start + item.count for _, item in samples], dtype=torch.int64, device=device
         ),

@@ -134,7 +134,7 @@ def embeddings(
 def tokens_wanted(batch: InputBatch, runs: Sequence[PromptRun]) -> torch.Tensor | None:
     """Indices of the tokens whose hidden states the step needs: those that are sampled from; None: all."""
     samples = len(batch.sample_slots)
-    return None if runs or samples in (0, len(batch.token_ids)) else batch.sample_tokens
+    return None if runs or samples in (0, len(batch.token_ids)) else batch.logits_indices
 
 
 def prompt_runs(rows: BatchRows, batch: InputBatch) -> list[PromptRun]:

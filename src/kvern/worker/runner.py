@@ -67,7 +67,7 @@ class ModelRunner:
         counts = [item.logprobs for item in params]
         beams = any(item.beam_width for item in params)
         everyone = len(batch.sample_slots) == hidden.shape[0]
-        hidden = hidden if everyone else hidden[batch.sample_tokens]
+        hidden = hidden if everyone else hidden[batch.logits_indices]
         most = max((count for count in counts if count is not None), default=None)
         chosen, logprobs, candidates, broken, verdict = self._sample(batch, hidden, most, beams)
         states = embeddings(self._rows, batch.sample_slots, hidden)
