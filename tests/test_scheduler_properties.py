@@ -420,6 +420,10 @@ def lost_blocks_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixCache, "forget_since", lambda self, step: None)
 
 
+def scheduled_means_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RadixCache, "is_written", lambda self, node: True)
+
+
 def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdapterSlots, "clear", lambda self: None)
 
@@ -460,6 +464,7 @@ MISTAKES: list[Mistake] = [
     forks_that_share_a_partial_block,
     held_beams_keep_their_blocks,
     lost_blocks_reused,
+    scheduled_means_written,
     lost_adapters_not_loaded,
     lost_tokens_awaited,
     everybody_runs_during_a_trial,

@@ -9,6 +9,7 @@ is one request, from which others are forked when its prompt is computed.
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -51,6 +52,10 @@ class Request:
     """Only requests of one namespace share cached blocks; see `cache_namespace`."""
     adapter: int | None = None
     """The key of the adapter that changes the model for it."""
+    adapter_digest: bytes = b""
+    """Names the adapter's content in every process; b"": unknown, its key names it in this one."""
+    block_keys: Mapping[int, bytes] = field(default_factory=dict)
+    """By position: what the token there stands for, if that is more than a token, as a part of an image is."""
     turn: int = 0
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
     grammar: str | None = None
@@ -118,7 +123,9 @@ class Request:
     @property
     def cache_namespace(self) -> bytes:
         """Only requests of one namespace and one adapter share cached blocks."""
-        return self.namespace if self.adapter is None else b"adapter %d\0%s" % (self.adapter, self.namespace)
+        if self.adapter is None:
+            return self.namespace
+        return b"adapter %s\0%s" % (self.adapter_digest.hex().encode() or b"%d" % self.adapter, self.namespace)
 
     @property
     def most_cached(self) -> int:

@@ -12,6 +12,7 @@ The contiguous cache is the same code with blocks as long as the longest sequenc
 from dataclasses import dataclass
 
 from kvern.cache.block_pool import BlockPool
+from kvern.cache.keys import contents_of
 from kvern.cache.radix import Node, RadixCache
 from kvern.request import Request
 
@@ -40,11 +41,12 @@ class KVCacheManager:
     blocks are dropped with it.
     """
 
-    def __init__(self, capacity: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(self, capacity: int, block_size: int, prefix_cache: bool = True, identity: bytes = b"") -> None:
+        """`identity` says which model's keys and values these are, for others that know blocks by content keys."""
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(capacity)
-        self.tree = RadixCache(self.pool, block_size)
+        self.tree = RadixCache(self.pool, block_size, identity)
         self.statistics = CacheStatistics()
         self._groups: dict[bytes, int] = {}  # requests alive in each private namespace
 
@@ -84,7 +86,7 @@ class KVCacheManager:
         namespace = self._namespace(request)
         if namespace is None:
             return 0
-        path, _, shared = self.tree.match(namespace, request.token_ids, request.most_cached)
+        path, _, shared = self.tree.match(namespace, _contents(request), request.most_cached)
         return len(path) * self.block_size + shared
 
     def admit(self, request: Request, step: int, reserve: int = 0) -> list[BlockCopy] | None:
@@ -93,7 +95,7 @@ class KVCacheManager:
         Sets block_ids, nodes and num_computed_tokens and returns the copies to run before the step; None, and nothing
         changed, when there are not enough blocks to leave `reserve` of them for others.
         """
-        tokens, namespace = request.token_ids, self._namespace(request)
+        tokens, namespace = _contents(request), self._namespace(request)
         path: list[Node] = []
         partial: Node | None = None
         shared = 0
@@ -154,9 +156,12 @@ class KVCacheManager:
             return
         size = self.block_size
         full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        if full == len(request.nodes):
+            return
+        contents = _contents(request)
         for index in range(len(request.nodes), full):
             parent = request.nodes[-1] if request.nodes else None
-            tokens = tuple(request.token_ids[index * size : (index + 1) * size])
+            tokens = tuple(contents[index * size : (index + 1) * size])
             node = self.tree.insert(namespace, parent, tokens, request.block_ids[index], step)
             self.tree.acquire([node])
             request.nodes.append(node)
@@ -169,7 +174,7 @@ class KVCacheManager:
         known = min(request.num_computed_tokens, len(request.token_ids))
         if namespace is not None and self.prefix_cache and start < known:
             parent = request.nodes[-1] if request.nodes else None
-            tail = tuple(request.token_ids[start:known])
+            tail = tuple(_contents(request)[start:known])
             self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
         self.drop(request)
 
@@ -178,6 +183,10 @@ class KVCacheManager:
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
         request.block_ids, request.nodes, request.num_computed_tokens = [], [], 0
+
+    def completed(self, step: int) -> None:
+        """All steps up to this one have come back or were undone: what they computed is written."""
+        self.tree.completed = step
 
     def check_integrity(self, running: list[Request]) -> None:
         """Raise AssertionError unless every block is free, in the tree, or owned by one of `running`."""
@@ -198,3 +207,8 @@ class KVCacheManager:
         if self.prefix_cache:
             return request.cache_namespace
         return None if request.group is None else b"group\x00" + request.group.encode()
+
+
+def _contents(request: Request) -> list[int]:
+    """What each of the request's positions holds; see `contents_of`."""
+    return contents_of(request.token_ids, request.block_keys)
