@@ -26,7 +26,7 @@ from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.engine.output import CompletionOutput
 from kvern.errors import InvalidRequest
 from kvern.request import Request
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools
 from tests.feature_matrix import page
 from tests.idle import is_idle

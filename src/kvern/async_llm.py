@@ -27,7 +27,7 @@ from kvern.llm import (
     one_adapter_for_each,
     one_for_each,
 )
-from kvern.models.spec import ModelSpec
+from kvern.model_spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest

@@ -15,7 +15,7 @@ from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import InvalidRequest, KvernError, RequestFailed
-from kvern.models.spec import ModelSpec
+from kvern.model_spec import ModelSpec
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest

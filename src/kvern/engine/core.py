@@ -29,7 +29,8 @@ from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.adapters.store import AdapterStore
-    from kvern.worker.executor import Executor, StepResult
+    from kvern.step import StepResult
+    from kvern.worker.executor import Executor
 
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
