@@ -268,7 +268,7 @@ def test_statistics_count_what_was_done(tiny_model: Path) -> None:
         after = llm.statistics()
         assert again.cached_tokens == after.cached_tokens == 39, "all but the last token, which must be computed"
         assert after.prefix_cache_hit_rate == pytest.approx(39 / 82)
-        assert after.num_computed_tokens == 42 + 2 * 11 + 1 + 11
+        assert after.computed_tokens == 42 + 2 * 11 + 1 + 11
 
 
 def test_preemption_changes_no_answer(tiny_model: Path) -> None:
