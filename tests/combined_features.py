@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
-from kvern.engine.output import CompletionOutput
+from kvern.outputs import CompletionOutput
 from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools
 from tests.idle import is_idle
