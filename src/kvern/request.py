@@ -2,7 +2,9 @@
 
     WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
        ^                     |
-       +-----preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+     | ^ +---preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+     v |
+    LOADING                         (a tier brings more of its cached prefix, which it will then find in the tree)
 
 `n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks. A beam search
 is one request, from which others are forked when its prompt is computed.
@@ -26,6 +28,7 @@ class State(enum.Enum):
     """Where a request stands; see the module's drawing."""
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -80,6 +83,8 @@ class Request:
     num_computed_tokens: int = 0
     cached_tokens: int = 0
     in_flight: int = 0
+    asked_tier: bool = False
+    """Since it waits; blocks are loaded for it once at most."""
     waiting_since: int = 0
     aged: bool = False
     preemptions: int = 0

@@ -22,9 +22,8 @@ from torch import Tensor
 from kvern.adapters.check import MOST_CONFIG_BYTES, WEIGHTS_NAME, Checked, Matrix, Module, check_files
 from kvern.adapters.peft_config import CONFIG_NAME, ends_with_any
 from kvern.adapters.targets import Target
-from kvern.cache.keys import digest_of
 from kvern.errors import InvalidAdapter
-from kvern.files import open_regular, read_at, reason
+from kvern.files import digest_of, open_regular, read_at, reason
 from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import DTYPES
 from kvern.models.loader import llama_name

@@ -15,33 +15,23 @@ id, or for a marked position the digest as a number, with a bit above it that no
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+
+from kvern.files import open_regular, read_at, read_whole
 
 KEY_BYTES = 16
+
 MARK = 1 << 8 * KEY_BYTES
 SAMPLES = 16
 SAMPLE_BYTES = 4096
-PIECE_BYTES = 1 << 20
 
 
 def digest(data: bytes) -> bytes:
-    """Of any bytes that a position or a namespace stands for, 16 bytes."""
+    """Of any bytes that a position stands for, 16 bytes."""
     return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
-
-
-def digest_of(*files: BinaryIO) -> bytes:
-    """Of the contents of files, one after the other, 16 bytes. Raises OSError."""
-    digests = b""
-    for file in files:
-        state = hashlib.blake2b(digest_size=KEY_BYTES)
-        file.seek(0)
-        while piece := file.read(PIECE_BYTES):
-            state.update(piece)
-        digests += state.digest()
-    return digest(digests)
 
 
 def root_key(identity: bytes, namespace: bytes) -> bytes:
@@ -81,19 +71,18 @@ def model_identity(folder: Path, *layout: object) -> bytes:
 
     Reads config.json and of each safetensors file the size, the header and SAMPLES pieces of the weights, which tell
     a model from another one trained from it. `layout` is whatever else makes blocks differ: dtypes, block size.
-    Raises OSError.
+    Raises OSError, ValueError or CorruptCheckpoint.
     """
     state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvern model")
-    for part in (repr(layout).encode(), (folder / "config.json").read_bytes()):
+    for part in (repr(layout).encode(), read_whole(folder / "config.json")):
         state.update(digest(part))
     for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        state.update(digest(file.name.encode()) + size.to_bytes(8, "little"))
-        with file.open("rb") as stream:
-            header = stream.read(8)
-            header += stream.read(min(int.from_bytes(header, "little"), size))
-            state.update(digest(header))
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            state.update(digest(file.name.encode()) + size.to_bytes(8, "little"))
+            header = min(int.from_bytes(read_at(stream, 0, min(8, size)), "little") + 8, size)
+            state.update(read_at(stream, 0, header))
+            piece = min(SAMPLE_BYTES, size - header)
             for index in range(SAMPLES):
-                stream.seek(len(header) + (size - len(header)) * index // SAMPLES)
-                state.update(stream.read(SAMPLE_BYTES))
+                state.update(read_at(stream, header + (size - header - piece) * index // (SAMPLES - 1), piece))
     return state.digest()
