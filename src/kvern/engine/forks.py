@@ -1,7 +1,6 @@
 """Rows that go on behind others: planned when a beam search has chosen, done by the next step before all else."""
 
-from kvern.cache.manager import BlockCopy
-from kvern.step import Fork, SchedulerOutput
+from kvern.step import BlockCopy, Fork, SchedulerOutput
 
 
 class PendingForks:
