@@ -389,7 +389,7 @@ def aging_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_chunk", lambda self, request, budget: min(request.remaining_tokens, budget, 2))
+    monkeypatch.setattr(Scheduler, "_chunk", lambda self, remaining, budget: min(remaining, budget, 2))
 
 
 def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,22 +182,23 @@ class Scheduler:
         budget = self.limits.max_batch_tokens
         behind: list[Request] = []
         for request in list(self.running):
-            if request.remaining_tokens > 1:
+            remaining = request.remaining_tokens
+            if remaining > 1:
                 behind.append(request)
-            else:
-                budget -= self._advance(request, budget, output)
+            elif remaining == 1 <= budget:
+                budget -= self._advance(request, 1, 1, output)
         for request in behind:
-            budget -= self._advance(request, budget, output)
+            remaining = request.remaining_tokens
+            budget -= self._advance(request, remaining, self._chunk(remaining, budget), output)
         return budget
 
-    def _advance(self, request: Request, budget: int, output: SchedulerOutput) -> int:
-        """Compute what can be computed of a running request, unless it was preempted; how many tokens that is."""
+    def _advance(self, request: Request, remaining: int, count: int, output: SchedulerOutput) -> int:
+        """Compute `count` of a running request's tokens, if it has not been preempted; how many are computed."""
         if request.state is not State.RUNNING or request.output_length + request.in_flight >= request.max_tokens:
             return 0
-        count = self._chunk(request, budget)
         if not count or not self._extend(request, count, output):
             return 0
-        self._take(request, count, output)
+        self._take(request, count, count == remaining, output)
         return count
 
     def _extend(self, request: Request, count: int, output: SchedulerOutput) -> bool:
@@ -252,8 +253,9 @@ class Scheduler:
                 output.adapters.append((adapter_slot, request.adapter))
             output.copies += copies
             output.joined.append(NewRequest.of(request, adapter_slot))
-            count = self._chunk(request, budget)
-            self._take(request, count, output)
+            remaining = request.remaining_tokens
+            count = self._chunk(remaining, budget)
+            self._take(request, count, count == remaining, output)
             budget -= count
         self._batch_open = budget <= 0 and bool(self.waiting and self._free_slots)
 
@@ -265,15 +267,14 @@ class Scheduler:
             return request.leader
         return None if self._allowed is None or request.unit in self._allowed else request.unit
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        """How many of the request's tokens this step can compute."""
-        remaining = request.remaining_tokens
+    def _chunk(self, remaining: int, budget: int) -> int:
+        """How many of a request's remaining tokens this step can compute."""
         if remaining <= budget:
             return remaining
         return budget if self.limits.chunked_prefill else 0
 
-    def _take(self, request: Request, count: int, output: SchedulerOutput) -> None:
-        start, sample = request.num_computed_tokens, count == request.remaining_tokens
+    def _take(self, request: Request, count: int, sample: bool, output: SchedulerOutput) -> None:
+        start = request.num_computed_tokens
         output.scheduled.append(ScheduledTokens(request.slot, start, count, sample))
         output.request_ids.append(request.request_id)
         request.num_computed_tokens = start + count
