@@ -141,11 +141,13 @@ class KVCacheManager:
 
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
+        size = self.block_size
+        full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        if full <= len(request.nodes):
+            return
         namespace = self._namespace(request)
         if namespace is None:
             return
-        size = self.block_size
-        full = min(request.num_computed_tokens, len(request.token_ids)) // size
         for index in range(len(request.nodes), full):
             parent = request.nodes[-1] if request.nodes else None
             tokens = tuple(request.token_ids[index * size : (index + 1) * size])
