@@ -549,7 +549,7 @@ class SimulatedEngine:
             for request in self.scheduler.waiting
             if (request in self._aged or fcfs)
             and self._waiting_before.get(request)
-            and self.scheduler._can_run(request)
+            and self.scheduler._cause(request) is None
             and request.waiting_since != step  # a beam that ran and lost its place
         ]
         for newcomer in admitted:

@@ -18,6 +18,7 @@ from kvern.cache.radix import RadixCache
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
+from kvern.engine.waiting import WaitingQueue
 from kvern.request import FinishReason, Request
 from kvern.step import BlockCopy, SchedulerOutput
 from tests.simulated_engine import STOP_TOKEN, Setup, SimulatedEngine
@@ -384,11 +385,11 @@ def adapter_replaced_while_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def aging_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_age", lambda self: None)
+    monkeypatch.setattr(WaitingQueue, "age", lambda self, step: None)
 
 
 def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_chunk", lambda self, request, budget: min(request.remaining_tokens, budget, 2))
+    monkeypatch.setattr(Scheduler, "_chunk", lambda self, remaining, budget: min(remaining, budget, 2))
 
 
 def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

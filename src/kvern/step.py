@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,8 +68,7 @@ class NewRequest:
         return self.block_ids[: self.prompt_length // block_size]
 
 
-@dataclass(frozen=True)
-class ScheduledTokens:
+class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     """Compute `count` tokens of row `slot` from position `start`, then sample the next token if `sample`."""
 
     slot: int

@@ -161,12 +161,12 @@ class KVCacheManager:
 
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
-        namespace = self._namespace(request)
-        if namespace is None:
-            return
         size = self.block_size
         full = min(request.num_computed_tokens, len(request.token_ids)) // size
-        if full == len(request.nodes):
+        if full <= len(request.nodes):
+            return
+        namespace = self._namespace(request)
+        if namespace is None:
             return
         contents = _contents(request)
         for index in range(len(request.nodes), full):
