@@ -388,6 +388,10 @@ def aging_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitingQueue, "age", lambda self, step: None)
 
 
+def passed_by_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "wake", lambda self, cause: None)
+
+
 def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_chunk", lambda self, remaining, budget: min(remaining, budget, 2))
 
@@ -460,6 +464,7 @@ MISTAKES: list[Mistake] = [
     adapters_mixed,
     adapter_replaced_while_used,
     aging_forgotten,
+    passed_by_for_ever,
     prefill_split,
     forks_that_copy_nothing,
     forks_that_share_a_partial_block,
