@@ -19,9 +19,10 @@ from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.events import TokenEvent
-from kvern.request import FinishReason, Request
+from kvern.request import FinishReason, Request, State
 from kvern.sampling_params import SamplingParams
-from kvern.step import BeamCandidates, Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvern.step import BeamCandidates, BlockLoad, Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput
+from tests.host_tier import HostTier
 
 VOCABULARY = 4
 STOP_TOKEN = 3
@@ -46,6 +47,12 @@ class Setup:
     spare_budget: int = 3
     aging_steps: int = 30
     adapter_slots: int = 2
+    tier_blocks: int = 0
+    """Blocks that are kept beside the cache."""
+    tier_delay: int = 0
+    """Steps until a load has arrived; 0: the result of its own step says so."""
+    tier_faults: int = 0
+    """Every so many loads bring fewer blocks than they should; 0: none."""
 
     @property
     def size(self) -> int:
@@ -163,6 +170,9 @@ class SimulatedDevice:
         """Steps with both units fail."""
         self.failed_steps = 0
         self._lost = False
+        self.kept: dict[bytes, list[int | None]] = {}
+        self.arriving: dict[int, tuple[int, list[BlockLoad]]] = {}
+        """By number of the load: in so many steps."""
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         future = PendingResult(self)
@@ -182,6 +192,7 @@ class SimulatedDevice:
         while self.queue:
             self.run_next()
         self._lost = False
+        self.arriving.clear()
         self.rows.clear()
         self.adapters.clear()
 
@@ -203,7 +214,10 @@ class SimulatedDevice:
         raise StepFailed("as\nplanned")
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Copy, fork, join, grow, write all tokens, then check what each token would attend to and sample."""
+        """Save, copy, fork, join, grow, write all tokens, check what each would attend to and sample, then load."""
+        failing = self._lost or self._fails(output)
+        for save in output.saves:
+            self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
         for slot, adapter in output.adapters:
             assert slot < self.setup.adapter_slots
             self.adapters[slot] = adapter
@@ -225,7 +239,7 @@ class SimulatedDevice:
             table = self.rows[slot].table
             assert len(table) >= first, "a block table has a gap"
             table[first:] = blocks
-        if self._lost or self._fails(output):
+        if failing:
             self._lose(output)
         keys = []
         written: set[tuple[int, int]] = set()
@@ -263,7 +277,29 @@ class SimulatedDevice:
             wanted = row.request.params.prompt_logprobs is not None and last >= first
             marks = [{position: Logprob(0.0, 1)} for position in range(first, last + 1)]
             result.prompt_logprobs.append(marks if wanted else None)
+        result.loaded = self._load(output)
         return result
+
+    def _load(self, output: SchedulerOutput) -> list[tuple[int, int]]:
+        """Begin to load; what has arrived already."""
+        for load in output.loads:
+            self.memory[load.block] = [None] * self.setup.size
+            self.arriving.setdefault(load.load, (self.setup.tier_delay, []))[1].append(load)
+        return [] if self.setup.tier_delay else [self.arrive(number) for number in list(self.arriving)]
+
+    def arrive(self, number: int) -> tuple[int, int]:
+        """The blocks of a load arrive, or some of them; the load and how many."""
+        _, loads = self.arriving.pop(number)
+        faults = self.setup.tier_faults
+        count = number % len(loads) if faults and number % faults == 0 else len(loads)
+        for load in loads[:count]:
+            self.memory[load.block] = list(self.kept[load.key])
+        return number, count
+
+    def wait(self) -> list[tuple[int, int]]:
+        """A step's time passes; the loads that have arrived."""
+        self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
+        return [self.arrive(number) for number, (steps, _) in list(self.arriving.items()) if steps <= 0]
 
     def _joined_names(self, output: SchedulerOutput) -> list[str]:
         names = dict(zip((item.slot for item in output.scheduled), output.request_ids, strict=True))
@@ -291,7 +327,8 @@ class SimulatedEngine:
         self.setup = setup
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
-        self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache)
+        self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
+        self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache, tier=self.tier)
         self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_slots)
         self.device = SimulatedDevice(setup, self.requests)
         self.core = EngineCore(self.scheduler, self, setup.depth)
@@ -300,6 +337,7 @@ class SimulatedEngine:
         self._preemptions: dict[Request, int] = {}
         self._aged: set[Request] = set()
         self._ended_outside: set[Request] = set()
+        self._loading: set[Request] = set()  # when the last step was submitted; its result may have ended that
         self._first_keys: dict[bytes | None, int] = {}
 
     # Requests
@@ -379,6 +417,8 @@ class SimulatedEngine:
     def step(self) -> None:
         """One call of the core, with all checks."""
         self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
+        for load, count in self.device.wait() if self.setup.tier_delay else ():
+            self.core.loaded(load, count)
         step_before = self.scheduler.step
         events = self.core.step()
         for request in self.scheduler.waiting:
@@ -397,7 +437,7 @@ class SimulatedEngine:
     def run(self) -> None:
         """Until nothing is left to do; then nothing may be left behind."""
         for _ in range(LONG_ENOUGH):
-            if not self.core.has_work:
+            if not self.core.has_work and not self.device.arriving:
                 break
             self.step()
         assert not self.core.has_work, "the engine does not come to an end"
@@ -406,7 +446,9 @@ class SimulatedEngine:
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         """The executor's side: what was scheduled obeys every limit."""
         limits = self.setup.limits
-        assert 0 < output.token_count <= limits.max_batch_tokens, "the token budget is exceeded"
+        self._loading = {request for request in self.scheduler.waiting if request.state is State.LOADING}
+        assert output.token_count or output.loads, "there is nothing to do"
+        assert output.token_count <= limits.max_batch_tokens, "the token budget is exceeded"
         slots = [item.slot for item in output.scheduled]
         assert len(set(slots)) == len(slots) and set(slots) <= set(range(limits.max_batch_requests))
         assert all(item.count > 0 for item in output.scheduled)
@@ -445,6 +487,7 @@ class SimulatedEngine:
         assert pool.free_count + tree.size == pool.capacity and tree.evictable_count == tree.size
         if not self.setup.prefix_cache:
             assert tree.size == 0, "a group left blocks behind"
+        assert self.tier is None or not any(self.tier.users.values()), "a block of the tier is never released"
         tree.clear()
         tree.check_integrity()
         assert tree.size == 0 and pool.free_count == pool.capacity
@@ -521,7 +564,10 @@ class SimulatedEngine:
     def _is_ready(self, request: Request) -> bool:
         """Could run now, if it were its turn."""
         return (
-            not request.in_flight and not request.held and (request.leader is None or request.leader.prompt_scheduled)
+            not request.in_flight
+            and not request.held
+            and request.state is not State.LOADING
+            and (request.leader is None or request.leader.prompt_scheduled)
         )
 
     def _check_waiting(self) -> None:
@@ -550,6 +596,7 @@ class SimulatedEngine:
             if (request in self._aged or fcfs)
             and self._waiting_before.get(request)
             and self.scheduler._cause(request) is None
+            and request not in self._loading
             and request.waiting_since != step  # a beam that ran and lost its place
         ]
         for newcomer in admitted:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvern.adapters.slots import AdapterSlots
 from kvern.cache.manager import KVCacheManager
-from kvern.cache.radix import RadixCache
+from kvern.cache.radix import Node, RadixCache
+from kvern.cache.tier import TierTraffic
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.engine.waiting import WaitingQueue
 from kvern.request import FinishReason, Request
-from kvern.step import BlockCopy, SchedulerOutput
+from kvern.step import BlockCopy, BlockSave, SchedulerOutput
+from tests.host_tier import HostTier
 from tests.simulated_engine import STOP_TOKEN, Setup, SimulatedEngine
 
 SWITCHES = list(itertools.product((True, False), repeat=4))
@@ -43,6 +46,9 @@ def setups(draw: st.DrawFn) -> Setup:
         spare_budget=draw(st.integers(0, 8)),
         aging_steps=draw(st.integers(1, 12)),
         adapter_slots=draw(st.integers(1, 3)),
+        tier_blocks=draw(st.sampled_from((0, 3, 30))),
+        tier_delay=draw(st.integers(0, 3)),
+        tier_faults=draw(st.integers(0, 3)),
     )
 
 
@@ -184,6 +190,9 @@ def random_setup(seed: int) -> Setup:
         slots=dice.randint(1, 6),
         spare_budget=dice.randint(0, 12),
         aging_steps=dice.randint(1, 20),
+        tier_blocks=dice.choice((0, 3, 30)),
+        tier_delay=dice.randint(0, 3),
+        tier_faults=dice.randint(0, 3),
     )
 
 
@@ -429,6 +438,48 @@ def scheduled_means_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixCache, "is_written", lambda self, node: True)
 
 
+def blocks_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = TierTraffic.plan
+    late: list[BlockSave] = []
+
+    def plan_late(self: TierTraffic, output: SchedulerOutput) -> None:
+        plan(self, output)
+        late[:], output.saves = output.saves, list(late)
+
+    monkeypatch.setattr(TierTraffic, "plan", plan_late)
+
+
+def unwritten_blocks_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    save = TierTraffic._save
+
+    def save_all(self: TierTraffic, node: Node) -> None:
+        step, node.step = node.step, 0
+        save(self, node)
+        node.step = step
+
+    monkeypatch.setattr(TierTraffic, "_save", save_all)
+
+
+def lost_saves_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostTier, "lose", lambda self, keys: None)
+
+
+def failed_loads_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = TierTraffic.loaded
+    monkeypatch.setattr(TierTraffic, "loaded", lambda self, number, count: loaded(self, number, 10**9))
+
+
+def loading_blocks_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = TierTraffic.fetch
+
+    def fetch_and_free(self: TierTraffic, *args: Any) -> bool:
+        waits = fetch(self, *args)
+        self._pool.release([block for load in self._loading.values() for block in load.blocks])
+        return waits
+
+    monkeypatch.setattr(TierTraffic, "fetch", fetch_and_free)
+
+
 def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdapterSlots, "clear", lambda self: None)
 
@@ -454,6 +505,13 @@ def all_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
+TIER_MISTAKES: list[Mistake] = [
+    blocks_saved_a_step_late,
+    unwritten_blocks_saved,
+    lost_saves_believed,
+    failed_loads_believed,
+    loading_blocks_freed,
+]
 MISTAKES: list[Mistake] = [
     without_copies,
     copies_of_what_is_not_written_yet,
@@ -495,6 +553,16 @@ def test_a_crowd_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> N
     mistake(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):
         consume(random_life(random_setup(seed), seed) for seed in range(200))
+
+
+@pytest.mark.parametrize("mistake", TIER_MISTAKES)
+def test_a_crowd_with_a_tier_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def setup(seed: int) -> Setup:
+        return replace(random_setup(seed), paged=True, prefix_cache=True, tier_blocks=30, tier_faults=2)
+
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        consume(random_life(setup(seed), seed, faults=0.3) for seed in range(300))
 
 
 def test_decisions_need_no_torch() -> None:

@@ -140,12 +140,12 @@ class TierTraffic:
 
     def undo(self) -> "list[Request]":
         """All steps on their way failed, and no load goes on; who waited for one."""
-        self._tier.lose([key for _, key in self._saving])
-        self._saving.clear()
         loads = list(self._loading.values())
         self._loading, self._loads = {}, []
         for load in loads:
             self._end(load)
+        self._tier.lose([key for _, key in self._saving])
+        self._saving.clear()
         return [request for load in loads for request in load.waiting]
 
     def check_integrity(self, waiting: "Sequence[Request]") -> None:

@@ -131,6 +131,13 @@ class EngineCore:
                 self.scheduler.finish(request, reason, stop_reason)
         self._forget_unused()
 
+    def loaded(self, load: int, count: int) -> None:
+        """Of a load of blocks, told by its number, the first `count` have arrived and the others will not.
+
+        To be called once for each load, if the result of its step does not say so; a load that was given up is ignored.
+        """
+        self.scheduler.loaded(load, count)
+
     def step(self) -> list[TokenEvent]:
         """Submit and collect once; events of the step that came back, none if it is still on its way.
 
@@ -142,7 +149,7 @@ class EngineCore:
             self._release()
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
             output = self.scheduler.schedule()
-            if output.scheduled:
+            if output.scheduled or output.loads:
                 self._counted.steps += 1
                 self._counted.computed_tokens += output.token_count
                 self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > 1)
@@ -155,6 +162,7 @@ class EngineCore:
                 if len(self._in_flight) < self._depth:
                     return []
         if not self._in_flight:
+            self.scheduler.cache.completed(self.scheduler.step)
             if self._trial.units is not None:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
@@ -216,6 +224,8 @@ class EngineCore:
 
     def _collect(self, output: SchedulerOutput, requests: list[Request], result: ModelRunnerOutput) -> list[TokenEvent]:
         events = []
+        for load, count in result.loaded:
+            self.loaded(load, count)
         for index, request in enumerate(requests):
             if request.state is State.FINISHED:
                 continue  # aborted, or it stopped one step ago

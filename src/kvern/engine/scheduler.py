@@ -17,6 +17,7 @@ an adapter go on, as they take no such place, and requests with an adapter wait 
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvern.adapters.slots import AdapterSlots
@@ -140,7 +141,20 @@ class Scheduler:
                 self._admit(output, budget)
         if output.scheduled:
             self.forks.tell(output)
+        if self.cache.tier is not None:
+            self.cache.tier.plan(output)
         return output
+
+    def loaded(self, load: int, count: int) -> None:
+        """The first `count` blocks of a load have arrived, the others will not: who waited for it may run."""
+        if self.cache.tier is not None:
+            self._end_loading(self.cache.tier.loaded(load, count))
+
+    def _end_loading(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.state is State.LOADING:
+                request.state = State.WAITING
+                self.waiting.wake(request)
 
     def undo(self, step: int) -> None:
         """The steps from `step` on did not happen, though they were planned: all that run lose their places."""
@@ -150,7 +164,9 @@ class Scheduler:
             request.in_flight = 0
             self.waiting.wake(request)
         self._awaited.clear()
-        self.cache.tree.forget_since(step)
+        self._end_loading(self.cache.undo(step))
+        for request in self.waiting:
+            request.asked_tier = True  # whatever failed, they can do without
         self.adapters.clear()
 
     def restrict(self, units: frozenset[str] | None) -> None:
@@ -230,6 +246,9 @@ class Scheduler:
             if not self.limits.chunked_prefill and len(request.token_ids) > budget:
                 budget = 0
                 break
+            if self._allowed is None and self.cache.fetch(request, self.step, self.running.reserved_blocks):
+                request.state = State.LOADING
+                continue
             copies = self.cache.admit(request, self.step, self.running.reserved_blocks)
             if copies is None:
                 break
@@ -248,7 +267,7 @@ class Scheduler:
 
     def _cause(self, request: Request) -> Cause | None:
         """Why a waiting request cannot run: some of its input is still on its way, or it may not."""
-        if request.in_flight or request.held:
+        if request.in_flight or request.held or request.state is State.LOADING:
             return request
         if request.leader is not None and not request.leader.prompt_scheduled:
             return request.leader
@@ -307,7 +326,7 @@ class Scheduler:
 
     def remove(self, request: Request, keep_cached: bool = True) -> None:
         """Let a request neither run nor wait. What it has computed stays cached, or what is in the tree already."""
-        if request.state is State.WAITING:
+        if request.state is not State.RUNNING:
             self.waiting.remove(request)
             self._awaited.discard(request)
             return
@@ -325,6 +344,7 @@ class Scheduler:
         """Let a request wait that has run."""
         request.state = State.WAITING
         request.preemptions += 1
+        request.asked_tier = False
         request.waiting_since = self.step
         if request.in_flight:
             self._awaited.add(request)
@@ -346,11 +366,12 @@ class Scheduler:
         """Raise AssertionError if a request is lost, a slot is shared, or a block is unaccounted for."""
         alive = [*self.waiting, *self.running]
         assert set(self._by_id.values()) == set(alive), "a request is lost"
-        assert all(request.state is State.WAITING and not request.block_ids for request in self.waiting)
+        assert all(request.state is not State.RUNNING and not request.block_ids for request in self.waiting)
         assert self._awaited == {request for request in self.waiting if request.in_flight}
         adapters = [request.adapter for request in alive if request.adapter is not None]
         assert self._adapter_users == Counter(adapters), "the users of adapters do not add up"
         self.waiting.check_integrity(self._cause)
         self.running.check_integrity()
-        self.cache.check_integrity(list(self.running))
+        loading = [request for request in self.waiting if request.state is State.LOADING]
+        self.cache.check_integrity(list(self.running), loading)
         self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])

@@ -1,0 +1,57 @@
+"""Blocks that leave the cache and come back: the same answers as without, and less to compute."""
+
+from pathlib import Path
+from typing import Any
+
+from kvern import LLM, SamplingParams
+from kvern.cache.tier import TierTraffic
+from tests.host_tier import HostTier, TieredRunner
+from tests.idle import is_idle
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "block_size": 4,
+    "max_model_len": 64,
+    "kv_cache_tokens": 120,
+    "max_batch_requests": 2,
+}
+
+
+def with_tier(llm: LLM, blocks: int) -> TieredRunner:
+    """Keep blocks that the engine evicts in host memory, and bring them back."""
+    core: Any = llm._engine.core
+    cache = core.scheduler.cache
+    tier = HostTier(blocks)
+    cache.tier = TierTraffic(tier, cache.pool, cache.tree, cache.block_size)
+    runner = core.executor._runner
+    core.executor._runner = TieredRunner(runner, tier, runner._attention._caches)
+    return core.executor._runner
+
+
+def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:
+    """Each turn evicts the blocks of all other conversations."""
+    plain, tiered = LLM(tiny_model, **OPTIONS), LLM(tiny_model, **OPTIONS)
+    runner = with_tier(tiered, 200)
+    talks = [list(range(20 + 40 * talk, 50 + 40 * talk)) for talk in range(4)]
+    for turn in range(3):
+        expected = plain.generate(talks, PARAMS)
+        outputs = tiered.generate(talks, PARAMS)
+        assert [output.outputs[0].token_ids for output in outputs] == [item.outputs[0].token_ids for item in expected]
+        if turn:
+            computed = [len(talk) - output.cached_tokens for talk, output in zip(talks, outputs, strict=True)]
+            assert max(computed) <= 5, "what was said before was computed again"
+        for talk, output in zip(talks, outputs, strict=True):
+            talk += [*output.outputs[0].token_ids, 7]
+    assert runner.saved and runner.loaded and is_idle(tiered)
+
+
+def test_a_tier_that_forgets_changes_no_answer(tiny_model: Path) -> None:
+    plain, tiered = LLM(tiny_model, **OPTIONS), LLM(tiny_model, **OPTIONS)
+    runner = with_tier(tiered, 5)
+    prompts = [[*range(20, 36), number, *range(number, number + 12)] for number in range(60, 66)] * 2
+    for _ in range(3):
+        expected = [output.outputs[0].token_ids for output in plain.generate(prompts, PARAMS)]
+        assert [output.outputs[0].token_ids for output in tiered.generate(prompts, PARAMS)] == expected
+    assert runner.loaded and is_idle(tiered)
