@@ -10,10 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvern import LLM, SamplingParams
-from kvern.engine.core import TokenEvent
 from kvern.engine.output import Answer
 from kvern.errors import InvalidRequest
-from kvern.llm import FailedRequest, RequestOutput
+from kvern.events import TokenEvent
+from kvern.llm import FailedRequest
+from kvern.outputs import RequestOutput
 from kvern.request import Request
 from kvern.tokenizer import Tokenizer
 from tests.idle import is_idle

@@ -23,8 +23,8 @@ import jsonschema
 import pytest
 
 from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
-from kvern.engine.output import CompletionOutput
 from kvern.errors import InvalidRequest
+from kvern.outputs import CompletionOutput
 from kvern.request import Request
 from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools

@@ -30,7 +30,8 @@ from kvern.progress import generation_progress
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from kvern.llm import LLM, FailedRequest, RequestOutput
+    from kvern.llm import LLM, FailedRequest
+    from kvern.outputs import RequestOutput
     from kvern.tools.chat import ChatRequest
 
 WINDOW = 8192

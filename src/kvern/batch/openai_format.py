@@ -26,7 +26,7 @@ from kvern.sampling_params import SamplingParams
 from kvern.structured.tags import StructuralTag, structural_tags
 
 if TYPE_CHECKING:
-    from kvern.llm import CompletionOutput, RequestOutput
+    from kvern.outputs import CompletionOutput, RequestOutput
     from kvern.tools.chat import ChatRequest
 
 CHAT = "/v1/chat/completions"

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
 from kvern.batch.requests import sampling_params
-from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.errors import shown
+from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (

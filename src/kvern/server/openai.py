@@ -23,8 +23,8 @@ from kvern.batch.openai_format import (
 )
 from kvern.batch.requests import sampling_params
 from kvern.engine.inputs import Prompt
-from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.errors import shown
+from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.server.http import HttpError
 from kvern.server.keys import ApiKey

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvern.batch.chat_body import finish_reason
 from kvern.batch.openai_format import chat_logprobs, text_logprobs
-from kvern.engine.output import CompletionOutput
+from kvern.outputs import CompletionOutput
 from kvern.tools.chat import AnswerReader
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
 from kvern.batch.openai_format import response_format
 from kvern.batch.requests import sampling_params
-from kvern.engine.output import RequestOutput
 from kvern.errors import KvernError, shown
+from kvern.outputs import RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import EventStream, HttpError, ignored_header, json_response, until_gone

@@ -9,8 +9,8 @@ from typing import Any
 from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
 from kvern.engine.inputs import Prompt
-from kvern.engine.output import RequestOutput
 from kvern.errors import InvalidParameter, shown
+from kvern.outputs import RequestOutput
 from kvern.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 from kvern.server.admission import Admission
 from kvern.server.config import ServerConfig
