@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from kvern.device.input_batch import InputBatch
+from kvern.device.input_batch import InputBatch, sampled_tokens
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
 from kvern.kernels.attention import SharedPrefix
@@ -83,7 +83,7 @@ class DeviceBatch(InputBatch):
 
     device_slots, device_starts, device_counts, query_start_loc   [R] int32: row, first position, number of tokens, and
     index of the first token among the T
-    device_sample_slots                                         [S] int64: the rows that sample
+    device_sample_slots                                         [S] int64: the row of each token that is sampled
     """
 
     decodes: int
@@ -121,15 +121,13 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     starts = [item.start for item in scheduled]
     counts = [item.count for item in scheduled]
     firsts = list(accumulate(counts[:-1], initial=0))
-    samples = [(first + item.count - 1, item) for first, item in zip(firsts, scheduled, strict=True) if item.sample]
-    sample_positions = [item.start + item.count for _, item in samples]
+    sampled = sampled_tokens(scheduled)
     numbers = np.array(slots + starts + counts + firsts, dtype=np.int32)
-    sample_slots = [item.slot for _, item in samples]
-    sampling = np.array([index for index, _ in samples] + sample_positions + sample_slots, dtype=np.int64)
+    sampling = np.array(sampled.indices + sampled.positions + sampled.slots, dtype=np.int64)
     packed = np.concatenate((sampling.view(np.int32), numbers))
     sent = _send(packed, rows.device)
-    logits_indices, sample_at, device_sample_slots = sent[: 6 * len(samples)].view(torch.int64).view(3, -1)
-    device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(samples) :].view(4, -1)
+    logits_indices, sample_at, device_sample_slots = sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1)
+    device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(sampled.slots) :].view(4, -1)
     token_ids, positions, slot_mapping = read_tokens(
         rows.tokens,
         rows.block_table,
@@ -150,7 +148,7 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         token_ids=token_ids,
         slot_mapping=slot_mapping,
         block_table=rows.block_table,
-        sample_slots=sample_slots,
+        sample_slots=sampled.slots,
         logits_indices=logits_indices,
         sample_positions=sample_at,
         decodes=decodes,

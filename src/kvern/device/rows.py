@@ -108,6 +108,6 @@ class BatchRows:
     def sampled_slots(self, scheduled: Sequence[ScheduledTokens]) -> list[int | None]:
         """The rows that go on with the token sampled for them, None for others: parts of prompts, and beams."""
         return [
-            item.slot if item.sample and self.request(item.slot).params.beam_width is None else None
+            item.slot if item.sampled and self.request(item.slot).params.beam_width is None else None
             for item in scheduled
         ]

@@ -6,6 +6,7 @@ under a budget. A decode is one token behind, a prompt is many, a preempted requ
     schedule():  1. running requests that are one token behind (decode), best first
                  2. running requests that are further behind (prefill), with what is left of the budget
                  3. waiting requests, best first, while there are slots, blocks and budget
+    A decode with drafts behind it is as many tokens longer as fit: nobody waits or is preempted for drafts.
     When blocks run out in 1 or 2, the worst running request is preempted: its blocks go, its tokens stay.
 
 The beams of a search are requests like others. Each is held when its step has come back, until those of all have; then
@@ -135,7 +136,7 @@ class Scheduler:
         for request in list(self.running):
             self._preempt(request)
         for request in self.waiting:
-            request.in_flight = 0
+            request.in_flight = request.drafts_in_flight = 0
         self.cache.tree.forget_since(step)
         self.adapters.clear()
 
@@ -146,10 +147,14 @@ class Scheduler:
             if units is not None and request.unit not in units:
                 self._preempt(request)
 
-    def update(self, request: Request, token_id: int) -> bool:
-        """Append a sampled token that has arrived; whether the request has reached its length."""
-        request.token_ids.append(token_id)
-        request.in_flight -= 1
+    def update(self, request: Request, token_ids: list[int], sampled: int) -> bool:
+        """Append what is kept of `sampled` tokens that have arrived; whether the request has reached its length."""
+        request.token_ids.extend(token_ids)
+        request.in_flight -= sampled
+        if sampled > 1:
+            request.drafts_in_flight = 0
+            if request.state is State.RUNNING:
+                request.num_computed_tokens -= sampled - len(token_ids)
         if request.state is State.RUNNING:
             self.cache.publish(request, self.step)
         return request.output_length >= request.max_tokens
@@ -251,27 +256,28 @@ class Scheduler:
         budget = self.limits.max_batch_tokens
         order = self._ordered(self.running)
         pending = dict.fromkeys(order)  # not yet scheduled in this step, best first: those that may be preempted
-        for request in sorted(order, key=lambda request: request.remaining_tokens > 1):
+        for request in sorted(order, key=_length_of_run):
             if request not in pending or request.output_length + request.in_flight >= request.max_tokens:
                 continue
             count = self._chunk(request, budget)
             if count == 0:
                 continue
-            known = len(request.block_ids)
-            blocks = self.cache.extend(request, request.num_computed_tokens + count)
+            drafts = self._drafts(request, budget - len(pending)) if request.draft_token_ids else []
+            known, tokens = len(request.block_ids), request.num_computed_tokens + count + len(drafts)
+            blocks = self.cache.extend(request, tokens)
             while blocks is None and request in pending:
                 victim, _ = pending.popitem()
                 self._preempt(victim)
                 preempted = True
                 if victim is not request:
-                    blocks = self.cache.extend(request, request.num_computed_tokens + count)
+                    blocks = self.cache.extend(request, tokens)
             if blocks is None:
                 continue
             del pending[request]
             if blocks:
                 output.grown.append((request.slot, known, blocks))
-            self._take(request, count, output)
-            budget -= count
+            self._take(request, count, output, drafts)
+            budget -= count + len(drafts)
         return preempted
 
     def _admit(self, output: SchedulerOutput) -> None:
@@ -336,12 +342,34 @@ class Scheduler:
             return remaining
         return budget if self.limits.chunked_prefill else 0
 
-    def _take(self, request: Request, count: int, output: SchedulerOutput) -> None:
-        sample = count == request.remaining_tokens
-        output.scheduled.append(ScheduledTokens(request.slot, request.num_computed_tokens, count, sample))
+    def _drafts(self, request: Request, budget: int) -> list[int]:
+        """Drafts that the request's next token is computed with: those for which room is left in every respect.
+
+        None while others are verified: where these will go is not known.
+        """
+        if request.remaining_tokens > 1 or request.drafts_in_flight:
+            return []
+        blocks = len(request.block_ids) + max(0, self.cache.available_count - len(self.running))
+        room = min(
+            budget,
+            request.max_tokens - request.output_length - request.in_flight - 1,
+            blocks * self.cache.block_size - request.num_computed_tokens - 1,
+        )
+        known = request.draft_token_ids[request.in_flight :]  # the first are guesses at tokens sampled meanwhile
+        return known[: max(room, 0)]
+
+    def _take(self, request: Request, count: int, output: SchedulerOutput, drafts: Sequence[int] = ()) -> None:
+        start, sampled = request.num_computed_tokens, int(count == request.remaining_tokens)
+        uncertain = request.drafts_in_flight > 0
+        if drafts:
+            output.drafts.append((request.slot, start + 1, list(drafts)))
+            request.drafts_in_flight = len(drafts)
+            count += len(drafts)
+            sampled = count
+        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, uncertain))
         output.request_ids.append(request.request_id)
         request.num_computed_tokens += count
-        request.in_flight += sample
+        request.in_flight += sampled
         self.cache.publish(request, self.step)
 
     def _preempt(self, request: Request) -> None:
@@ -390,6 +418,11 @@ class Scheduler:
         assert all(request.state is State.WAITING and not request.block_ids for request in self.waiting)
         self.cache.check_integrity(self.running)
         self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])
+
+
+def _length_of_run(request: Request) -> int:
+    """Order within a step: decodes, decodes with drafts, and what is further behind."""
+    return 2 if request.remaining_tokens > 1 else bool(request.draft_token_ids)
 
 
 def _future_siblings(request: Request) -> int:

@@ -188,7 +188,7 @@ class DeviceRunner:
                 item.slot,
                 item.start + first,
                 min(limit, item.count - first),
-                item.sample and first + limit >= item.count,
+                item.sampled if first + limit >= item.count else 0,
             )
             for first in range(0, item.count, limit)
         ]
@@ -200,7 +200,7 @@ class DeviceRunner:
         decodes = True
         for item in scheduled:
             needs |= self._needs[item.slot]
-            decodes = decodes and item.count == 1 and item.sample
+            decodes = decodes and item.count == item.sampled == 1
         wanted = Needs(needs)
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.slots(self._rows, slots)) >= 0
@@ -239,7 +239,7 @@ class DeviceRunner:
         if needs & Needs.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
             original = logits.clone() if needs & CHANGED_LOGITS else logits
-        positions = [item.start + item.count for item in scheduled if item.sample]
+        positions = [item.start + item.count for item in scheduled if item.sampled]
         if needs & Needs.CONSTRAINTS:
             constrain(logits, rows, slots, positions)
         verdict = self._processors.apply(logits, rows.tokens, slots, positions) if needs & Needs.PROCESSORS else None

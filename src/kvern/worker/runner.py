@@ -85,8 +85,7 @@ class ModelRunner:
         slots = batch.sample_slots
         logits = self._decoder.logits(hidden)
         original = None if wanted is None else logits.clone()
-        ends = {slot: sum(run) for slot, *run in zip(batch.slots, batch.starts, batch.counts, strict=True)}
-        positions = [ends[slot] for slot in slots]
+        positions = batch.sample_positions.tolist()
         if any(is_constrained(self._rows.request(slot)) or is_penalized(self._rows.request(slot)) for slot in slots):
             constrain(logits, self._rows, slots, positions)
         verdict = self._processors.apply(logits, self._rows.tokens, slots, positions)
