@@ -26,7 +26,7 @@ from kvern import SamplingParams
 from kvern.adapters.targets import targets_of
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
-from kvern.models.build import Build
+from kvern.layers.build import Build
 from kvern.models.decoder import Decoder
 from kvern.models.hub import resolve_model
 from kvern.models.loader import read_config

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.core import EngineCore, TokenEvent
+from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.events import TokenEvent
 from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 from kvern.step import BeamCandidates, Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput

@@ -18,7 +18,7 @@ from kvern.adapters.peft import read_adapter
 from kvern.adapters.slots import AdapterSlots
 from kvern.errors import ConfigError, InvalidAdapter, InvalidRequest
 from kvern.models.loader import load_model
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint, reference_logits
 from tests.peft_adapters import ATTENTION, EVERYTHING, make_adapter, merge
 from tests.test_model_parity import PROMPT, logits

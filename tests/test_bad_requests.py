@@ -8,7 +8,7 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, InvalidParameter, InvalidRequest, KvernError
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

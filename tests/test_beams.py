@@ -13,7 +13,7 @@ import torch
 
 from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.errors import InvalidParameter
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint
 from tests.idle import is_idle
 

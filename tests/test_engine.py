@@ -10,10 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvern import LLM, SamplingParams
-from kvern.engine.core import TokenEvent
 from kvern.engine.output import Answer
 from kvern.errors import InvalidRequest
-from kvern.llm import FailedRequest, RequestOutput
+from kvern.events import TokenEvent
+from kvern.llm import FailedRequest
+from kvern.outputs import RequestOutput
 from kvern.request import Request
 from kvern.tokenizer import Tokenizer
 from tests.idle import is_idle
@@ -267,7 +268,7 @@ def test_statistics_count_what_was_done(tiny_model: Path) -> None:
         after = llm.statistics()
         assert again.cached_tokens == after.cached_tokens == 39, "all but the last token, which must be computed"
         assert after.prefix_cache_hit_rate == pytest.approx(39 / 82)
-        assert after.num_computed_tokens == 42 + 2 * 11 + 1 + 11
+        assert after.computed_tokens == 42 + 2 * 11 + 1 + 11
 
 
 def test_preemption_changes_no_answer(tiny_model: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvern import SamplingParams
 from kvern.server.batches import ENDPOINTS
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.fuzz_requests import Findings, Requests, encoded, places, send
 from tests.test_server import KEY, Served, eventually
 

@@ -21,7 +21,7 @@ from training.text import TASKS
 import kvern.kernels.norm
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
 from tests.processors import Step, follow, install
 from tests.tiny_model import make_tiny_model

@@ -16,8 +16,8 @@ from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, InvalidParameter
 from kvern.models.hub import resolve_model
 from kvern.structured.grammar import Grammars, grammars_of
-from kvern.structured.output import StructuredOutput
 from kvern.structured.tags import StructuralTag, structural_tags
+from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 
 VOCABULARY = 4096 + 100

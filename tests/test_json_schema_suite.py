@@ -23,7 +23,7 @@ from kvern import LLM, SamplingParams
 from kvern.errors import InvalidParameter
 from kvern.models.hub import resolve_model
 from kvern.structured.grammar import Grammars, grammars_of
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 
 DRAFTS = {

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvern.errors import ConfigError, CorruptCheckpoint, KvernError, ModelNotFound, UnsupportedModel
-from kvern.models.decoder import Build, Decoder
+from kvern.layers.build import Build
+from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, load_weights, read_config
 from kvern.models.registry import spec_from_config
 from kvern.tokenizer import Tokenizer

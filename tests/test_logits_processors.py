@@ -17,7 +17,7 @@ from kvern import LLM, AsyncLLM, EngineConfig, SamplingParams
 from kvern.engine.client import EngineClient
 from kvern.errors import ConfigError, InvalidParameter, RequestFailed
 from kvern.llm import FailedRequest
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
 from tests.processors import NAMES, Step, follow, install
 from tests.test_server import Served, eventually

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvern.models.decoder import Build, Decoder
+from kvern.layers.build import Build
+from kvern.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, load_weights, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from tests.families import FAMILIES, make_checkpoint, reference_logits
 
 TOLERANCE = 1e-4

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern import SamplingParams
+from kvern.device.rows import BatchRows
 from kvern.errors import InvalidParameter
 from kvern.sample import sampler
 from kvern.sample.constraints import constrain
 from kvern.sample.random import uniform
 from kvern.step import NewRequest
-from kvern.worker.rows import BatchRows
 
 VOCABULARY = 23
 DRAWS = 20_000

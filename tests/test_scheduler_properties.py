@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from kvern.adapters.slots import AdapterSlots
-from kvern.cache.manager import BlockCopy, KVCacheManager
+from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.request import FinishReason, Request
-from kvern.step import SchedulerOutput
+from kvern.step import BlockCopy, SchedulerOutput
 from tests.simulated_engine import STOP_TOKEN, Setup, SimulatedEngine
 
 SWITCHES = list(itertools.product((True, False), repeat=4))

@@ -28,7 +28,7 @@ from kvern.engine.wire import (
 from kvern.errors import RequestFailed
 from kvern.llm import FailedRequest
 from kvern.step import ModelRunnerOutput, SchedulerOutput
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from kvern.worker.executor import InProcessExecutor
 from tests.failing_runner import MARKS, FailingRunner
 from tests.idle import is_idle

@@ -15,8 +15,8 @@ import kvern.structured.llguidance_backend
 from kvern import LLM, SamplingParams
 from kvern.api.forms import response_format
 from kvern.errors import InvalidParameter
-from kvern.structured.output import StructuredOutput
 from kvern.structured.tags import StructuralTag, structural_tags
+from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
 from tests.test_server import SMALL, Served, eventually, serving
 

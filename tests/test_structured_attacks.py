@@ -27,7 +27,7 @@ from kvern.structured import apart, masks, worker
 from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import Grammars
 from kvern.structured.matchers import SPARE_BYTES, Kept, Matchers, size
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.test_server import SMALL, Served, children_of, eventually, serving
 
 SOON = 20.0

@@ -22,7 +22,7 @@ from kvern.structured.backend import Matcher
 from kvern.structured.grammar import Grammars, NotCompiled
 from kvern.structured.masks import GrammarRows
 from kvern.structured.matchers import Matchers
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 
 FORM = StructuredOutput(regex="[ab]+")
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidRequest
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools
 from kvern.tools.formats import FORMATS
 from kvern.tools.tool_format import ToolFormat

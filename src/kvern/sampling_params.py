@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.errors import InvalidParameter, shown
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 1024

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from kvern.cache.manager import BlockCopy
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -87,6 +86,15 @@ class Fork:
     token_id: int
 
 
+@dataclass(frozen=True)
+class BlockCopy:
+    """Copy the keys and values of the first `tokens` positions of block `source` to block `target`."""
+
+    source: int
+    target: int
+    tokens: int
+
+
 @dataclass
 class SchedulerOutput:
     """One step: load adapters, copy blocks, let rows fork, then join and grow, compute tokens.
@@ -139,3 +147,11 @@ class ModelRunnerOutput:
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     """By slot, of beams; their sampled token means nothing."""
+
+
+class StepResult(Protocol):
+    """What a step will have computed; a Future is one."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Raises what the step raised."""
+        ...

@@ -12,7 +12,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.device_factory import build_device_core
 from kvern.engine.startup import Startup
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter

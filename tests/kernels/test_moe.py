@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from kvern.kernels import moe, moe_direct
 from kvern.kernels.moe import ACTIVATIONS, fused_experts
 from kvern.kernels.moe_routing import align, most_blocks, route
+from kvern.layers.build import Build
 from kvern.layers.fused_moe import FusedExperts
 from kvern.layers.moe import MoE, make_moe
-from kvern.models.build import Build
-from kvern.models.spec import MoeSpec
+from kvern.model_spec import MoeSpec
 from tests.kernels.test_norm import relative_error
 
 REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvern import SamplingParams
+from kvern.device.rows import BatchRows
 from kvern.kernels.sampling import sample
 from kvern.sample import sampler
 from kvern.step import NewRequest
-from kvern.worker.rows import BatchRows
 
 
 def launch(dtype: torch.dtype, filtered: bool, slots: torch.dtype) -> object:

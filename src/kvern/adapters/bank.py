@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvern.adapters.peft import Adapter
 from kvern.adapters.targets import linear_layers, targets_of
+from kvern.device.transfer import upload
 from kvern.errors import ConfigError
 from kvern.layers.adapted_linear import AdaptedLinear, AdaptedRows, Matrices, Selection, StackedLinear
-from kvern.models.decoder import Decoder, SequentialLayer
-from kvern.worker.rows import upload
+from kvern.layers.block import SequentialLayer
+from kvern.models.decoder import Decoder
 
 
 class AdapterBank:

@@ -24,9 +24,9 @@ from kvern.adapters.peft_config import CONFIG_NAME, ends_with_any
 from kvern.adapters.targets import Target
 from kvern.errors import InvalidAdapter
 from kvern.files import open_regular, read_at, reason
+from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import DTYPES
 from kvern.models.loader import llama_name
-from kvern.models.spec import ModelSpec, Rename
 
 _EXPERTS = re.compile(r"\.(experts|block_sparse_moe|router)\b|\.mlp\.gate$")
 _ENDS = re.compile(r"(^|\.)(lm_head|embed_tokens|embed_in|embed_out|wte)$")

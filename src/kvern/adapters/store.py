@@ -7,7 +7,7 @@ import torch
 
 from kvern.adapters.peft import Adapter, LowRank, read_adapter
 from kvern.adapters.targets import Target
-from kvern.models.spec import ModelSpec
+from kvern.model_spec import ModelSpec
 
 
 class AdapterStore:

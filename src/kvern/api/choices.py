@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvern.api.conversation import assistant_message, finish_reason
-from kvern.engine.output import CompletionOutput
+from kvern.outputs import CompletionOutput
 from kvern.tools.chat import AnswerReader, ChatRequest
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 

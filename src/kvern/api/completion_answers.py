@@ -8,7 +8,7 @@ from typing import Any
 
 from kvern.api.choices import Part, choice_of, text_logprobs
 from kvern.api.completions import AnswerOptions
-from kvern.engine.output import CompletionOutput, RequestOutput
+from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 

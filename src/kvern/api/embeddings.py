@@ -11,8 +11,8 @@ from kvern.api.errors import HttpError
 from kvern.api.fields import CommonFields, read_common, typed
 from kvern.engine.embedding import embedding_of
 from kvern.engine.inputs import Prompt
-from kvern.engine.output import RequestOutput
 from kvern.errors import shown
+from kvern.outputs import RequestOutput
 
 EMBEDDINGS = "/v1/embeddings"
 

@@ -9,8 +9,8 @@ from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, chat_tool_choice, chat_tools, text
-from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.errors import shown
+from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools

@@ -11,8 +11,8 @@ from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, read_metadata, sampling_params, typed
 from kvern.api.forms import response_format
 from kvern.api.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages
-from kvern.engine.output import RequestOutput
 from kvern.errors import shown
+from kvern.outputs import RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools

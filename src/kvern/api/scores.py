@@ -15,9 +15,9 @@ from kvern.api.completion_answers import usage
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
 from kvern.api.limits import MOST_SEQUENCES
-from kvern.engine.output import RequestOutput
 from kvern.engine.scoring import Pair, Score, ScoredPrompt, score_of
 from kvern.errors import shown
+from kvern.outputs import RequestOutput
 
 SCORE = "/v1/score"
 KNOWN = frozenset({"context", "continuations", "logprobs", "add_special_tokens", *WITHOUT_EFFECT, *COMMON_FIELDS})

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from kvern.cache.manager import BlockCopy
+from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import Attend, PagedAttend
-from kvern.worker.input_batch import InputBatch
+from kvern.step import BlockCopy
 
 if TYPE_CHECKING:
-    from kvern.worker.device_batch import Queries
+    from kvern.device.device_batch import Queries
 
 __all__ = ["Attend", "AttentionBackend", "AttentionKernels", "PagedAttend", "copy_cache_blocks"]
 
@@ -63,7 +63,7 @@ def copy_cache_blocks(caches: Sequence[torch.Tensor], copies: Sequence[BlockCopy
     """
     if not copies:
         return
-    from kvern.worker.rows import upload
+    from kvern.device.transfer import upload
 
     blocks = [copy.source for copy in copies] + [copy.target for copy in copies]
     sources, targets = upload(blocks, torch.int64, caches[0].device).view(2, -1)

@@ -6,9 +6,9 @@ from itertools import accumulate
 import torch
 
 from kvern.attention.base import Run
-from kvern.models.spec import AttentionSpec
-from kvern.worker.device_batch import Queries
-from kvern.worker.rows import upload
+from kvern.device.device_batch import Queries
+from kvern.device.transfer import upload
+from kvern.model_spec import AttentionSpec
 
 
 class FlashAttnKernels:

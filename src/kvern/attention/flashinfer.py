@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from kvern.attention.base import Run
-from kvern.models.spec import AttentionSpec
-from kvern.worker.device_batch import Queries
-from kvern.worker.rows import upload
+from kvern.device.device_batch import Queries
+from kvern.device.transfer import upload
+from kvern.model_spec import AttentionSpec
 
 WORKSPACE_BYTES = 256 << 20
 

@@ -7,9 +7,9 @@ import torch
 
 from kvern.attention.base import AttentionKernels, Run, copy_cache_blocks
 from kvern.attention.triton import LONG_CONTEXT, TritonKernels
-from kvern.cache.manager import BlockCopy
-from kvern.models.spec import AttentionSpec
-from kvern.worker.device_batch import DeviceBatch, Queries
+from kvern.device.device_batch import DeviceBatch, Queries
+from kvern.model_spec import AttentionSpec
+from kvern.step import BlockCopy
 
 
 @dataclass(frozen=True)

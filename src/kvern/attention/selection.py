@@ -16,11 +16,11 @@ from kvern.attention.base import AttentionKernels
 from kvern.attention.paged import Phases
 from kvern.attention.triton import TritonKernels
 from kvern.config import EngineConfig
-from kvern.engine.measurements import Measurements
+from kvern.device.device_batch import Queries
+from kvern.device.measurements import Measurements
+from kvern.device.timing import time_launches
 from kvern.errors import ConfigError
-from kvern.models.spec import AttentionSpec
-from kvern.worker.device_batch import Queries
-from kvern.worker.timing import time_launches
+from kvern.model_spec import AttentionSpec
 
 logger = logging.getLogger("kvern")
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from kvern.attention.base import copy_cache_blocks
-from kvern.cache.manager import BlockCopy
+from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import rows_of
-from kvern.models.spec import AttentionSpec
-from kvern.worker.input_batch import InputBatch
+from kvern.model_spec import AttentionSpec
+from kvern.step import BlockCopy
 
 PADDING_LIMIT = 0.7
 """A request joins a group of decodes if it is at least this share of the group's longest."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvern.attention.base import Run
+from kvern.device.device_batch import Queries
 from kvern.kernels.attention import (
     decode_attention,
     decode_shape,
@@ -12,8 +13,7 @@ from kvern.kernels.attention import (
     prefill_shape,
     prefix_members,
 )
-from kvern.models.spec import AttentionSpec
-from kvern.worker.device_batch import Queries
+from kvern.model_spec import AttentionSpec
 
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""

@@ -31,7 +31,8 @@ from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvern.engine.inputs import Prompt
-    from kvern.llm import LLM, FailedRequest, RequestOutput
+    from kvern.llm import LLM, FailedRequest
+    from kvern.outputs import RequestOutput
     from kvern.tools.chat import ChatRequest
 
 WINDOW = 8192

@@ -17,8 +17,8 @@ from kvern.api.choices import choice_of
 from kvern.api.completion_answers import token_counts
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_row, read_completion
 from kvern.batch.requests import BatchRequest
-from kvern.engine.output import RequestOutput
 from kvern.errors import InvalidRequest, shown
+from kvern.outputs import RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tools.chat import ChatRequest
 

@@ -21,7 +21,7 @@ from kvern.tools.definitions import read_tools
 
 if TYPE_CHECKING:
     from kvern.engine.inputs import Prompt
-    from kvern.llm import RequestOutput
+    from kvern.outputs import RequestOutput
     from kvern.tools.chat import ChatRequest
 
 ANSWER_COLUMNS = ("answer", "finish_reason", "prompt_tokens", "completion_tokens")

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from kvern.device.timing import time_calls
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.attention import decode_attention, decode_shape, prefill_attention, prefill_shape
 from kvern.kernels.linear import matvec
@@ -13,8 +14,7 @@ from kvern.kernels.norm import add_rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.kernels.sampling import sample
 from kvern.layers.few_rows import matvec_shape
-from kvern.models.spec import MlpSpec, ModelSpec, MoeSpec
-from kvern.worker.timing import time_calls
+from kvern.model_spec import MlpSpec, ModelSpec, MoeSpec
 
 ROTATED_BYTES = 256 << 20
 """Inputs are taken in turns from this much memory, so that none is still in the L2 cache."""

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.radix import Node, RadixCache
 from kvern.request import Request
-
-
-@dataclass(frozen=True)
-class BlockCopy:
-    """Copy the keys and values of the first `tokens` positions of block `source` to block `target`."""
-
-    source: int
-    target: int
-    tokens: int
+from kvern.step import BlockCopy
 
 
 @dataclass

@@ -7,9 +7,9 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
-from kvern.models.build import Build
+from kvern.layers.build import Build
+from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
-from kvern.models.spec import ModelSpec
 
 LARGEST_HEAD = 256
 """Of the Triton attention: larger heads do not fit into registers."""

@@ -11,6 +11,9 @@ from kvern.attention.base import AttentionBackend
 from kvern.attention.paged import PagedAttention
 from kvern.attention.selection import Shapes, choose
 from kvern.config import EngineConfig
+from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.measurements import Measurements, cache_folder, keep_builds
+from kvern.device.timing import time_calls
 from kvern.engine.core import EngineCore
 from kvern.engine.device import GIGABYTE, LARGEST_HEAD, check_dtype, check_head_dim, check_weights_fit
 from kvern.engine.factory import (
@@ -25,25 +28,22 @@ from kvern.engine.factory import (
     text_decoder,
 )
 from kvern.engine.kernel_check import REQUIRED, working_kernels
-from kvern.engine.measurements import Measurements, cache_folder, keep_builds
 from kvern.engine.startup import Startup
 from kvern.kernels.masks import restrict
 from kvern.layers.linear import Multiply
 from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
+from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import choose_dtype, load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.spec import ModelSpec
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
-from kvern.worker.device_batch import DeviceBatch, DeviceRows
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.executor import InProcessExecutor
 from kvern.worker.processor_rows import ProcessorRows
-from kvern.worker.timing import time_calls
 
 logger = logging.getLogger("kvern")
 

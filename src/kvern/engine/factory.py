@@ -14,6 +14,7 @@ from kvern.adapters.store import AdapterStore
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.cache.manager import KVCacheManager
 from kvern.config import EngineConfig
+from kvern.device.rows import BatchRows
 from kvern.engine.beams import Decode
 from kvern.engine.core import EngineCore
 from kvern.engine.device import resolve_device
@@ -21,10 +22,10 @@ from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.startup import Startup
 from kvern.errors import ConfigError
+from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.spec import ModelSpec
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
@@ -32,7 +33,6 @@ from kvern.tokenizer import Tokenizer
 from kvern.worker.adapters import Adapters
 from kvern.worker.executor import InProcessExecutor
 from kvern.worker.processor_rows import ProcessorRows
-from kvern.worker.rows import BatchRows
 from kvern.worker.runner import ModelRunner
 
 logger = logging.getLogger("kvern")

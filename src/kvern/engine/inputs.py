@@ -9,7 +9,7 @@ from typing import Any
 
 from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest, shown
-from kvern.models.spec import ModelSpec
+from kvern.model_spec import ModelSpec
 from kvern.request import Request
 from kvern.sample.processors import Processors, check_arguments
 from kvern.sampling_params import SamplingParams, check_wide_integer

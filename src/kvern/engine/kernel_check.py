@@ -15,7 +15,7 @@ import torch
 from kvern.kernels import activation, adapters, attention, batch, linear, moe, norm, rotary, sampling
 from kvern.layers.few_rows import matvec_shape
 from kvern.layers.tuned_linear import CANDIDATES
-from kvern.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from kvern.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 logger = logging.getLogger("kvern")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from kvern.step import SchedulerOutput
-    from kvern.worker.executor import Executor, StepResult
+    from kvern.step import SchedulerOutput, StepResult
+    from kvern.worker.executor import Executor
 
 LENGTH_BYTES = 8
 """Before the list, its length: an earlier, longer list may stand behind it."""

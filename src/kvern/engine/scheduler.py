@@ -25,10 +25,10 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvern.adapters.slots import AdapterSlots
-from kvern.cache.manager import BlockCopy, KVCacheManager
+from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import PolicyKey, first_come
 from kvern.request import FinishReason, Request, State
-from kvern.step import Fork, NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.step import BlockCopy, Fork, NewRequest, ScheduledTokens, SchedulerOutput
 
 
 @dataclass(frozen=True)

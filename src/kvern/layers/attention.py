@@ -4,11 +4,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from kvern.layers.build import Build
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import make_query_key_norm
 from kvern.layers.rope import Rotation, make_rotate
-from kvern.models.build import Build
-from kvern.models.spec import LayerSpec, ModelSpec
+from kvern.model_spec import LayerSpec, ModelSpec
 
 
 class Attend(Protocol):

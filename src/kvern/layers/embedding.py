@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable, copy_rows
-from kvern.models.build import Build
 
 
 class Embedding(Loadable):

@@ -14,13 +14,13 @@ from kvern.kernels.linear import Around
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.attention import Attend, Attention, PagedAttend
+from kvern.layers.block import Residual, SequentialLayer
+from kvern.layers.build import Build
 from kvern.layers.few_rows import product
 from kvern.layers.mlp import GatedMLP
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.rope import Rotation, rows_of_table
-from kvern.models.build import Build
-from kvern.models.decoder import Residual, SequentialLayer
-from kvern.models.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, QueryKeyNormSpec
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, QueryKeyNormSpec
 
 
 class FusedRMSNorm(Norm):

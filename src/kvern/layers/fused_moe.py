@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.kernels.moe import fused_experts, route
+from kvern.layers.build import Build
 from kvern.layers.moe import Experts
 from kvern.layers.router import SigmoidRouter, SoftmaxRouter
-from kvern.models.build import Build
-from kvern.models.spec import MoeSpec
+from kvern.model_spec import MoeSpec
 
 
 class FusedExperts(Experts):

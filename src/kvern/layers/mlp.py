@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.layers.build import Build
 from kvern.layers.module import Module
-from kvern.models.build import Build
-from kvern.models.spec import Activation, MlpSpec
+from kvern.model_spec import Activation, MlpSpec
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable, copy_rows
 from kvern.layers.mlp import ACTIVATIONS, make_mlp
 from kvern.layers.module import Module
 from kvern.layers.router import make_router
-from kvern.models.build import Build
-from kvern.models.spec import MlpSpec, MoeSpec
+from kvern.model_spec import MlpSpec, MoeSpec
 
 _EXPERT_PART = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.weight")
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable
 from kvern.layers.module import Module
-from kvern.models.build import Build
-from kvern.models.spec import AttentionSpec, NormSpec, QueryKeyNormSpec
+from kvern.model_spec import AttentionSpec, NormSpec, QueryKeyNormSpec
 
 
 class Norm(Loadable):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvern.layers.build import Build
 from kvern.layers.module import Module
-from kvern.models.build import Build
-from kvern.models.spec import RopeSpec
+from kvern.model_spec import RopeSpec
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of a run of tokens, each `[T, 1, dim]`; for kernels the whole table and the positions."""

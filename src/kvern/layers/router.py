@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable, copy_rows
-from kvern.models.build import Build
-from kvern.models.spec import MoeSpec
+from kvern.model_spec import MoeSpec
 
 
 class SoftmaxRouter(Loadable):

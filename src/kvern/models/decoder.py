@@ -3,102 +3,18 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from kvern.errors import UnsupportedModel
-from kvern.layers.adapted_linear import Selection
-from kvern.layers.attention import Attend, make_attention, rows_of
+from kvern.layers.attention import Attend
+from kvern.layers.block import block_class
+from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Linear
 from kvern.layers.loadable import Loadable
-from kvern.layers.mlp import make_mlp
-from kvern.layers.module import Identity, Module
-from kvern.layers.moe import make_moe
-from kvern.layers.norm import Norm, make_norm
+from kvern.layers.norm import make_norm
 from kvern.layers.rope import RopeTable, Rotation
-from kvern.models.build import Build
-from kvern.models.spec import LayerSpec, MlpSpec, ModelSpec, Placement
-
-__all__ = ["Attend", "Build", "Decoder", "Slot"]
-
-Residual = tuple[Tensor, Tensor | None]
-"""The residual stream `[T, hidden]`, and what is still to be added to it."""
-
-
-class SequentialLayer(Module):
-    """Attention, then the MLP, each added to the residual `[T, hidden]`.
-
-    What a layer has to add last is handed to the next one, which adds it and takes its norm in one go. `selection` is
-    that of its linear layers, if they are adapted.
-    """
-
-    selection: Selection[Any] | None = None
-
-    def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
-        super().__init__()
-
-        def norm(placement: Placement) -> Norm | Identity:
-            name = model.block_norms.get(placement)
-            return make_norm(model.norm, model.hidden_size, name, build) if name else Identity()
-
-        self.scale = model.residual_scale
-        self.attention_in, self.attention_out = norm("attention_in"), norm("attention_out")
-        self.mlp_in, self.mlp_out = norm("mlp_in"), norm("mlp_out")
-        self.self_attn = make_attention(index, model, layer, build)
-        if isinstance(layer.mlp, MlpSpec):
-            self.mlp = make_mlp(model.hidden_size, layer.mlp, build)
-        else:
-            self.mlp = make_moe(model.hidden_size, layer.mlp, build)
-
-    def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
-    ) -> Residual:
-        """All tokens are stored for later attention; the output is that of the tokens `wanted` [S], None: of all."""
-        hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.attention_out(self.self_attn(normal, rotation, attend, wanted))
-        hidden, normal = self.mlp_in.after(rows_of(hidden, wanted), self._scaled(attended))
-        return hidden, self._scaled(self.mlp_out(self.mlp(normal)))
-
-    def _scaled(self, update: Tensor) -> Tensor:
-        return update if self.scale == 1.0 else update * self.scale
-
-
-class ParallelLayer(SequentialLayer):
-    """Attention and MLP read the same residual, through norms of their own."""
-
-    def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
-    ) -> Residual:
-        hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
-        hidden = rows_of(hidden, wanted)
-        return hidden, attended.add_(self.mlp(self.mlp_in(hidden)))
-
-
-class SharedNormLayer(SequentialLayer):
-    """Attention and MLP read the same residual through one norm."""
-
-    def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
-    ) -> Residual:
-        hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
-        return rows_of(hidden, wanted), attended.add_(self.mlp(rows_of(normal, wanted)))
-
-
-def _layer_class(spec: ModelSpec, build: Build) -> type[SequentialLayer]:
-    if not spec.parallel:
-        if "few_rows" in build.kernels and not build.deterministic:
-            from kvern.layers.fused import FusedLayer, can_fuse
-
-            if can_fuse(spec):
-                return FusedLayer
-        return SequentialLayer
-    if spec.residual_scale != 1.0 or {"attention_out", "mlp_out"} & set(spec.block_norms):
-        raise UnsupportedModel(f"{spec.model_type}: parallel blocks with norms after their parts or a residual scale")
-    return ParallelLayer if "mlp_in" in spec.block_norms else SharedNormLayer
+from kvern.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -119,7 +35,7 @@ class Decoder(nn.Module):
         self.rope_tables = nn.ModuleList(RopeTable(rope, build) for rope in ropes)
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
-        make = _layer_class(spec, build)
+        make = block_class(spec, build)
         self.layers = nn.ModuleList(make(index, spec, layer, build) for index, layer in enumerate(spec.layers))
         self.norm = make_norm(spec.norm, spec.hidden_size, "norm", build)
         self.lm_head = self._make_head()

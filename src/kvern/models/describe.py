@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.rope_scaling import Dynamic, Linear, Llama3, LongRope, Proportional, RopeScaling, Yarn
+from kvern.model_spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from kvern.models.registry import Config
-from kvern.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from kvern.rope_scaling import Dynamic, LinearScaling, Llama3, LongRope, Proportional, RopeScaling, Yarn
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -81,11 +81,11 @@ def _first_given(rope: Mapping[str, Any], config: Config, names: Sequence[str], 
 
 
 def _default(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    return Linear()
+    return LinearScaling()
 
 
 def _linear(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    return Linear(rope["factor"])
+    return LinearScaling(rope["factor"])
 
 
 def _proportional(rope: Mapping[str, Any], config: Config) -> RopeScaling:

@@ -7,7 +7,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvern.models.spec import LayerSpec, ModelSpec, MoeSpec, Rename
+from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, Rename
 
 MOST_LAYERS = 1024
 SIZES: Mapping[str, int] = {

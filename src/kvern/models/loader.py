@@ -13,13 +13,14 @@ from torch import nn
 
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from kvern.files import read_object
+from kvern.layers.build import Build
 from kvern.layers.linear import Multiply
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.packed_linear import pack_linears
+from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
-from kvern.models.decoder import Build, Decoder, Slot
+from kvern.models.decoder import Decoder, Slot
 from kvern.models.registry import spec_from_config
-from kvern.models.spec import ModelSpec, Rename
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvern.errors import ConfigError, KvernError, UnsupportedModel
 from kvern.files import reason
+from kvern.model_spec import ModelSpec
 from kvern.models.limits import check_config, check_spec
-from kvern.models.spec import ModelSpec
 
 ENTRY_POINT_GROUP = "kvern.model_families"
 

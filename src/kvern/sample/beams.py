@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvern.sample.logprobs import fetch
+from kvern.device.rows import BatchRows
+from kvern.device.transfer import fetch, upload
 from kvern.step import BeamCandidates, Logprob, NewRequest, TokenLogprobs
-from kvern.worker.rows import BatchRows, upload
 
 
 def candidate_count(request: NewRequest) -> int:

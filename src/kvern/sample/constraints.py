@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kvern.device.rows import BatchRows
+from kvern.device.transfer import upload
 from kvern.step import NewRequest
-from kvern.worker.rows import BatchRows, upload
 
 BANNED = float("-inf")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvern.device.transfer import fetch
 from kvern.step import Logprob, TokenLogprobs
 
 
@@ -39,13 +40,6 @@ class DeviceLogprobs:
                 entry.setdefault(other, Logprob(value, place + 1))
             result.append(entry)
         return result
-
-
-def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which arrives when the device's work so far is done."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceLogprobs:

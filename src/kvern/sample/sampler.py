@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvern.device.rows import BatchRows
 from kvern.sample.random import uniform
-from kvern.worker.rows import BatchRows
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the most probable token: dividing by them would overflow."""

@@ -12,8 +12,8 @@ from kvern.api.limits import check_bounds, check_reported, reported_by
 from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
 from kvern.engine.inputs import Prompt
-from kvern.engine.output import RequestOutput
 from kvern.errors import ConfigError, shown
+from kvern.outputs import RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.server.admission import Admission, KeyLimits
 from kvern.server.config import ServerConfig

@@ -12,7 +12,7 @@ import msgspec
 
 from kvern.errors import ConfigError, InvalidParameter, KvernError, in_a_line
 from kvern.structured.backend import Backend, Matcher
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

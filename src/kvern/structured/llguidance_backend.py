@@ -11,9 +11,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from kvern.errors import InvalidParameter
-from kvern.structured.output import StructuredOutput
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
+from kvern.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from kvern.step import Fork, NewRequest
 from kvern.structured.matchers import Matchers
 
 if TYPE_CHECKING:
+    from kvern.step import StepResult
     from kvern.structured.backend import Matcher
     from kvern.structured.grammar import Grammars
-    from kvern.worker.executor import StepResult
 
 BITS = 32
 FOLLOWING_SECONDS = 0.5

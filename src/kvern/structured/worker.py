@@ -19,7 +19,7 @@ import msgspec
 
 from kvern.errors import InvalidParameter
 from kvern.structured.grammar import Grammars, Setup
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 
 MOST_SECONDS = 2.0
 """Of computing, for one form."""

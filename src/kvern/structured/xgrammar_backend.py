@@ -18,11 +18,11 @@ from xgrammar import (
 )
 
 from kvern.errors import InvalidParameter
-from kvern.structured.output import StructuredOutput
 from kvern.structured.references import check_references
 from kvern.structured.schema import rewrite
 from kvern.structured.xgrammar_patterns import plain_pattern
 from kvern.structured.xgrammar_schema import narrow
+from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 
 MOST_BLANKS = 16

@@ -8,7 +8,7 @@ from typing import Any
 from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import Grammars
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.formats import format_of

@@ -14,7 +14,7 @@ import msgspec
 
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.structured.grammar import Grammars
-from kvern.structured.output import StructuredOutput
+from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.definitions import ToolUse
 from kvern.tools.thinking import Beginning, ThinkingFormat

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.store import AdapterStore
-from kvern.worker.input_batch import InputBatch
-from kvern.worker.rows import BatchRows
+from kvern.device.input_batch import InputBatch
+from kvern.device.rows import BatchRows
 
 
 class Adapters:

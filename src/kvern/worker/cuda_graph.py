@@ -13,13 +13,13 @@ import torch
 
 from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
+from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.transfer import upload
 from kvern.kernels.attention import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
 from kvern.models.decoder import Decoder
 from kvern.step import NewRequest
-from kvern.worker.device_batch import DeviceBatch, DeviceRows
-from kvern.worker.rows import upload
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes, tiles_for
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.models.decoder import Decoder
@@ -23,12 +24,10 @@ from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
-from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
-from kvern.worker.device_batch import DeviceBatch, DeviceRows, build_device_batch
-from kvern.worker.executor import StepResult
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 

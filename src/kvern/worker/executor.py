@@ -3,15 +3,7 @@
 from concurrent.futures import Future
 from typing import Protocol
 
-from kvern.step import ModelRunnerOutput, SchedulerOutput
-
-
-class StepResult(Protocol):
-    """What a step will have computed; a Future is one."""
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for it. Raises what the step raised."""
-        ...
+from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 
 
 class Runner(Protocol):

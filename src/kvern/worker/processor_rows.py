@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvern.device.rows import BatchRows
+from kvern.device.transfer import fetch, upload
 from kvern.errors import ConfigError, in_a_line
-from kvern.sample.logprobs import fetch
 from kvern.sample.processors import (
     LogitsProcessor,
     ProcessedRequest,
@@ -18,7 +19,6 @@ from kvern.sample.processors import (
     arguments,
 )
 from kvern.step import Fork, NewRequest
-from kvern.worker.rows import BatchRows, upload
 
 logger = logging.getLogger("kvern")
 

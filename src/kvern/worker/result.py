@@ -6,13 +6,14 @@ from itertools import islice
 
 import torch
 
+from kvern.device.input_batch import InputBatch
+from kvern.device.rows import BatchRows
+from kvern.device.transfer import fetch, upload
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.logprobs import DeviceLogprobs, fetch, token_logprobs
+from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
 from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
-from kvern.worker.input_batch import InputBatch
 from kvern.worker.processor_rows import Verdict
-from kvern.worker.rows import BatchRows, upload
 
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits are held at once: a row can have 256k entries of 4 bytes."""

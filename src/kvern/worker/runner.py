@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.device.input_batch import InputBatch, build_input_batch
+from kvern.device.rows import BatchRows
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
@@ -14,10 +16,8 @@ from kvern.sampling_params import SamplingParams
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
-from kvern.worker.input_batch import InputBatch, build_input_batch
 from kvern.worker.processor_rows import ProcessorRows, Verdict
 from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
-from kvern.worker.rows import BatchRows
 
 
 class ModelRunner:

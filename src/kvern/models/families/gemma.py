@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvern.model_spec import PRE_NORMS, SANDWICH_NORMS, LayerSpec, ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -14,7 +15,6 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
-from kvern.models.spec import PRE_NORMS, SANDWICH_NORMS, LayerSpec, ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
 
 
 def _gemma(config: Config, layers: tuple[LayerSpec, ...], **fields: object) -> ModelSpec:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
+from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -13,7 +14,6 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
-from kvern.models.spec import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
 
 
 def _sparse(config: Config, layers: tuple[LayerSpec, ...], *, renormalize: bool) -> tuple[LayerSpec, ...]:

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from kvern.layers.rope_scaling import Linear
+from kvern.model_spec import ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
 from kvern.models.describe import describe, read_head_dim, read_rms_norm, read_rope, uniform_layers
 from kvern.models.registry import Config, register_family
-from kvern.models.spec import ModelSpec, QueryKeyNormSpec, Rename, RopeSpec
+from kvern.rope_scaling import LinearScaling
 
 
 def _read_rope(config: Config) -> RopeSpec:
@@ -15,7 +15,7 @@ def _read_rope(config: Config) -> RopeSpec:
     if not parameters.get("alpha"):
         return rope
     dim = read_head_dim(config)
-    return replace(rope, theta=rope.theta * parameters["alpha"] ** (dim / (dim - 2)), scaling=Linear())
+    return replace(rope, theta=rope.theta * parameters["alpha"] ** (dim / (dim - 2)), scaling=LinearScaling())
 
 
 @register_family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")

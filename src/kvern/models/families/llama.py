@@ -1,5 +1,6 @@
 """Llama 2, 3, 3.1 and 3.2, and those that differ from it in a setting or two."""
 
+from kvern.model_spec import ModelSpec
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -9,7 +10,6 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
-from kvern.models.spec import ModelSpec
 
 
 @register_family("llama", "LlamaForCausalLM", "internlm3", "InternLM3ForCausalLM")

@@ -1,6 +1,7 @@
 """OLMo 1 (norms without weights), 2 and 3 (norms after attention and MLP, queries and keys normalised), and OLMoE."""
 
 from kvern.errors import UnsupportedModel
+from kvern.model_spec import POST_NORMS, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -12,7 +13,6 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
-from kvern.models.spec import POST_NORMS, ModelSpec, MoeSpec, NormSpec, QueryKeyNormSpec
 
 
 def _reject_clipping(config: Config) -> None:

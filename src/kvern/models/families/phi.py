@@ -1,5 +1,6 @@
 """Phi 1.5 and 2 (parallel, biased, partly rotated), and Phi-3, 3.5 and 4 (Llama with fused projections)."""
 
+from kvern.model_spec import ModelSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     describe,
     read_attention,
@@ -9,7 +10,6 @@ from kvern.models.describe import (
     uniform_layers,
 )
 from kvern.models.registry import Config, register_family
-from kvern.models.spec import ModelSpec, QueryKeyNormSpec, Rename
 
 
 @register_family("phi", "PhiForCausalLM")

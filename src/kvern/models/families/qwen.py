@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 from kvern.models.describe import describe, layers_by_type, read_activation, read_experts, read_rms_norm
 from kvern.models.registry import Config, register_family
-from kvern.models.spec import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 
 
 def _layers(config: Config) -> tuple[LayerSpec, ...]:

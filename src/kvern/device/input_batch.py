@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvern.device.rows import BatchRows
 from kvern.step import ScheduledTokens
-from kvern.worker.rows import BatchRows
 
 
 @dataclass

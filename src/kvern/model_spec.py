@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from kvern.layers.rope_scaling import Linear, RopeScaling
+from kvern.rope_scaling import LinearScaling, RopeScaling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ class RopeSpec:
 
     theta: float
     dim: int
-    scaling: RopeScaling = Linear()
+    scaling: RopeScaling = LinearScaling()
     interleaved: bool = False
 
 

@@ -7,11 +7,12 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from kvern.device.input_batch import InputBatch
+from kvern.device.rows import BatchRows
+from kvern.device.transfer import upload
 from kvern.kernels.attention import SharedPrefix
 from kvern.kernels.batch import read_tokens, write_runs
 from kvern.step import ScheduledTokens
-from kvern.worker.input_batch import InputBatch
-from kvern.worker.rows import BatchRows, upload
 
 
 class DeviceRows(BatchRows):

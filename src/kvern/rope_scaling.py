@@ -23,7 +23,7 @@ def _plain(theta: float, dim: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """Positions are divided by `factor`; 1 is the unscaled embedding (https://arxiv.org/abs/2306.15595)."""
 
     factor: float = 1.0

@@ -5,14 +5,8 @@ from itertools import chain
 
 import torch
 
+from kvern.device.transfer import upload
 from kvern.step import Fork, NewRequest, ScheduledTokens
-
-
-def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of the host as a tensor [N] on the device, without waiting for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class BatchRows:

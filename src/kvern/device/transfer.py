@@ -1,0 +1,19 @@
+"""Small tensors between host and device, without waiting."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host as a tensor [N] on the device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which arrives when the device's work so far is done."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,94 @@
+"""The blocks of a decoder: attention and MLP around the residual stream."""
+
+from typing import Any
+
+from torch import Tensor
+
+from kvern.errors import UnsupportedModel
+from kvern.layers.adapted_linear import Selection
+from kvern.layers.attention import Attend, make_attention, rows_of
+from kvern.layers.build import Build
+from kvern.layers.mlp import make_mlp
+from kvern.layers.module import Identity, Module
+from kvern.layers.moe import make_moe
+from kvern.layers.norm import Norm, make_norm
+from kvern.layers.rope import Rotation
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, Placement
+
+Residual = tuple[Tensor, Tensor | None]
+"""The residual stream `[T, hidden]`, and what is still to be added to it."""
+
+
+class SequentialLayer(Module):
+    """Attention, then the MLP, each added to the residual `[T, hidden]`.
+
+    What a layer has to add last is handed to the next one, which adds it and takes its norm in one go. `selection` is
+    that of its linear layers, if they are adapted.
+    """
+
+    selection: Selection[Any] | None = None
+
+    def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
+        super().__init__()
+
+        def norm(placement: Placement) -> Norm | Identity:
+            name = model.block_norms.get(placement)
+            return make_norm(model.norm, model.hidden_size, name, build) if name else Identity()
+
+        self.scale = model.residual_scale
+        self.attention_in, self.attention_out = norm("attention_in"), norm("attention_out")
+        self.mlp_in, self.mlp_out = norm("mlp_in"), norm("mlp_out")
+        self.self_attn = make_attention(index, model, layer, build)
+        if isinstance(layer.mlp, MlpSpec):
+            self.mlp = make_mlp(model.hidden_size, layer.mlp, build)
+        else:
+            self.mlp = make_moe(model.hidden_size, layer.mlp, build)
+
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+    ) -> Residual:
+        """All tokens are stored for later attention; the output is that of the tokens `wanted` [S], None: of all."""
+        hidden, normal = self.attention_in.after(hidden, update)
+        attended: Tensor = self.attention_out(self.self_attn(normal, rotation, attend, wanted))
+        hidden, normal = self.mlp_in.after(rows_of(hidden, wanted), self._scaled(attended))
+        return hidden, self._scaled(self.mlp_out(self.mlp(normal)))
+
+    def _scaled(self, update: Tensor) -> Tensor:
+        return update if self.scale == 1.0 else update * self.scale
+
+
+class ParallelLayer(SequentialLayer):
+    """Attention and MLP read the same residual, through norms of their own."""
+
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+    ) -> Residual:
+        hidden, normal = self.attention_in.after(hidden, update)
+        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
+        hidden = rows_of(hidden, wanted)
+        return hidden, attended.add_(self.mlp(self.mlp_in(hidden)))
+
+
+class SharedNormLayer(SequentialLayer):
+    """Attention and MLP read the same residual through one norm."""
+
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+    ) -> Residual:
+        hidden, normal = self.attention_in.after(hidden, update)
+        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
+        return rows_of(hidden, wanted), attended.add_(self.mlp(rows_of(normal, wanted)))
+
+
+def block_class(spec: ModelSpec, build: Build) -> type[SequentialLayer]:
+    """The block of a model's layers, of few launches where the build has the kernels."""
+    if not spec.parallel:
+        if "few_rows" in build.kernels and not build.deterministic:
+            from kvern.layers.fused import FusedLayer, can_fuse
+
+            if can_fuse(spec):
+                return FusedLayer
+        return SequentialLayer
+    if spec.residual_scale != 1.0 or {"attention_out", "mlp_out"} & set(spec.block_norms):
+        raise UnsupportedModel(f"{spec.model_type}: parallel blocks with norms after their parts or a residual scale")
+    return ParallelLayer if "mlp_in" in spec.block_norms else SharedNormLayer
