@@ -53,7 +53,7 @@ class Branching:
         scheduler = self._scheduler
         child.token_ids = [*parent.token_ids, token_id]
         child.held = False
-        fits = parent.state is State.RUNNING and scheduler.has_free_row
+        fits = parent.state is State.RUNNING and scheduler.running.free_rows
         copies = scheduler.cache.fork(parent, child) if fits else None
         if copies is None:
             scheduler.requeue(child)

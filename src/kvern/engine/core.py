@@ -78,6 +78,8 @@ class EngineCore:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
+        if request.adapter is not None and self._store is not None and request.adapter in self._store:
+            request.adapter_digest = self._store[request.adapter].digest
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
         preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
@@ -167,6 +169,7 @@ class EngineCore:
             self._undo(output)
             raise
         self._trial.passed(_computed(output, requests))
+        self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         return self._collect(output, requests, result)
 
     def _undo(self, output: SchedulerOutput) -> None:

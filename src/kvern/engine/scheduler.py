@@ -14,19 +14,16 @@ those that run already and those that aged before it. Those that cannot run yet 
 
 An adapter's place on the device is the one thing that others pass by: while a request waits for one, requests without
 an adapter go on, as they take no such place, and requests with an adapter wait behind it.
-
-Nothing here looks at all that wait. Running requests stand in their order, and what admission leaves for them is
-counted as they come, grow and go.
 """
 
-from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 
 from kvern.adapters.slots import AdapterSlots
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.forks import PendingForks
-from kvern.engine.policy import Order, Policy
+from kvern.engine.policy import Policy
+from kvern.engine.running import RunningRequests, future_siblings
 from kvern.engine.waiting import Cause, WaitingQueue
 from kvern.request import FinishReason, Request, State
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
@@ -51,18 +48,14 @@ class Scheduler:
         self.cache = cache
         self.adapters = AdapterSlots(adapter_slots)
         self.waiting = WaitingQueue(policy, cache, limits.aging_steps)
-        self.running: list[Request] = []  # best first
+        self.running = RunningRequests(limits.max_batch_requests, policy, cache)
         self.forks = PendingForks(cache.block_size)
         self.step = 0
         self.preemption_count = 0
         self._batch_open = True  # a static batch takes requests until slots, blocks or the queue are exhausted
-        self._policy = policy
         self._arrivals = 0
-        self._free_slots = list(range(limits.max_batch_requests - 1, -1, -1))
         self._by_id: dict[str, Request] = {}
         self._adapter_users: Counter[int] = Counter()
-        self._growing: set[Request] = set()  # running requests that may come to need more blocks
-        self._promised: dict[Request, int] = {}  # rows that running searches will take when their prompt is computed
         self._awaited: set[Request] = set()  # waiting requests of which a step in flight samples something
         self._allowed: frozenset[str] | None = None
 
@@ -70,11 +63,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Some request has not ended."""
         return bool(self._by_id)
-
-    @property
-    def has_free_row(self) -> bool:
-        """One more request could run."""
-        return bool(self._free_slots)
 
     def get(self, request_id: str) -> Request | None:
         """The request of this id, unless it has ended."""
@@ -129,7 +117,7 @@ class Scheduler:
         """Let a held beam compute the token that was chosen to follow it."""
         request.token_ids.append(token_id)
         request.held = False
-        self._promised.pop(request, None)
+        self.running.branched(request)
         self.waiting.wake(request)
 
     def _settle(self, request: Request) -> None:
@@ -214,8 +202,7 @@ class Scheduler:
             blocks = self.cache.extend(request, request.num_computed_tokens + count)
         if blocks:
             output.grown.append((request.slot, known, blocks))
-            if not self._may_grow(request):
-                self._growing.discard(request)
+            self.running.grew(request)
         return True
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
@@ -223,11 +210,11 @@ class Scheduler:
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
             return
-        promised = sum(self._promised.values())
+        rows = self.running.free_rows - self.running.promised_rows
         adapters_free = True
-        if budget > 0 and len(self._free_slots) > promised:
+        if budget > 0 and rows > 0:
             self.waiting.refresh()
-        while budget > 0 and len(self._free_slots) > promised:
+        while budget > 0 and rows > 0:
             request = self.waiting.best(adapters_free)
             if request is None:
                 break
@@ -238,17 +225,17 @@ class Scheduler:
             if request.adapter is not None and not self.adapters.fits(request.adapter):
                 adapters_free = False
                 continue
-            if len(self._free_slots) - promised <= _future_siblings(request):
+            if rows <= future_siblings(request):
                 break
             if not self.limits.chunked_prefill and len(request.token_ids) > budget:
                 budget = 0
                 break
-            copies = self.cache.admit(request, self.step, len(self._growing) + promised)
+            copies = self.cache.admit(request, self.step, self.running.reserved_blocks)
             if copies is None:
                 break
             self.waiting.remove(request)
             adapter_slot, load = self.enter(request)
-            promised += self._promised.get(request, 0)
+            rows -= 1 + future_siblings(request)
             if load and request.adapter is not None:
                 output.adapters.append((adapter_slot, request.adapter))
             output.copies += copies
@@ -257,7 +244,7 @@ class Scheduler:
             count = self._chunk(remaining, budget)
             self._take(request, count, count == remaining, output)
             budget -= count
-        self._batch_open = budget <= 0 and bool(self.waiting and self._free_slots)
+        self._batch_open = budget <= 0 and bool(self.waiting and self.running.free_rows)
 
     def _cause(self, request: Request) -> Cause | None:
         """Why a waiting request cannot run: some of its input is still on its way, or it may not."""
@@ -313,13 +300,7 @@ class Scheduler:
 
         Returns where the adapter is (-1: there is none), and whether it must be loaded.
         """
-        request.state, request.slot = State.RUNNING, self._free_slots.pop()
-        insort(self.running, request, key=self._order)
-        if self._may_grow(request):
-            self._growing.add(request)
-        siblings = _future_siblings(request)
-        if siblings:
-            self._promised[request] = siblings
+        self.running.enter(request)
         if request.prompt_scheduled:
             self.waiting.wake(request)
         return (-1, False) if request.adapter is None else self.adapters.enter(request.adapter)
@@ -330,13 +311,9 @@ class Scheduler:
             self.waiting.remove(request)
             self._awaited.discard(request)
             return
-        self.running.remove(request)
-        self._growing.discard(request)
-        self._promised.pop(request, None)
-        self._free_slots.append(request.slot)
         if self.forks.cancel(request.slot):
             request.num_computed_tokens -= request.num_computed_tokens % self.cache.block_size
-        request.slot = -1
+        self.running.leave(request)
         if request.adapter is not None:
             self.adapters.leave(request.adapter)
         if keep_cached:
@@ -362,40 +339,18 @@ class Scheduler:
         """Preempt the worst running request if beams are held that wait for others to be admitted; whether it did."""
         if self._awaited or not self.running or not all(request.held for request in self.running):
             return False
-        self._preempt(self.running[-1])
+        self._preempt(next(reversed(self.running)))
         return True
-
-    def _order(self, request: Request) -> Order:
-        return self._policy.order(request, self.cache)
-
-    def _may_grow(self, request: Request) -> bool:
-        """Admission leaves a block for it, lest it be preempted for a newcomer."""
-        return self.cache.blocks_for(request.prompt_length + request.max_tokens) > len(request.block_ids)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is lost, a slot is shared, or a block is unaccounted for."""
-        slots = [request.slot for request in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.max_batch_requests)), "slots do not add up"
         alive = [*self.waiting, *self.running]
         assert set(self._by_id.values()) == set(alive), "a request is lost"
-        for request in self.running:
-            assert request.state is State.RUNNING and request.num_computed_tokens > 0
-            assert len(request.block_ids) >= self.cache.blocks_for(request.num_computed_tokens), "tokens without blocks"
         assert all(request.state is State.WAITING and not request.block_ids for request in self.waiting)
-        assert self.running == sorted(self.running, key=self._order), "the best do not run first"
-        assert self._growing == {request for request in self.running if self._may_grow(request)}
-        siblings = {request: _future_siblings(request) for request in self.running}
-        assert self._promised == {request: count for request, count in siblings.items() if count}
         assert self._awaited == {request for request in self.waiting if request.in_flight}
         adapters = [request.adapter for request in alive if request.adapter is not None]
         assert self._adapter_users == Counter(adapters), "the users of adapters do not add up"
         self.waiting.check_integrity(self._cause)
-        self.cache.check_integrity(self.running)
+        self.running.check_integrity()
+        self.cache.check_integrity(list(self.running))
         self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])
-
-
-def _future_siblings(request: Request) -> int:
-    """Rows that a search will take when its prompt is computed."""
-    if request.beams is None or request.output_length:
-        return 0
-    return request.beams.width - 1

@@ -9,7 +9,8 @@ Ready requests stand in two heaps, of those without an adapter and of those with
 Whoever leaves a heap or gets another place in it leaves a dead entry, which is dropped when it comes to the top or when
 dead entries are the most.
 
-Requests age in the order in which they began to wait: only the first of them is looked at.
+Requests age in the order in which they began to wait, AGED of them a step at most: of a crowd that came at once, the
+last are as many steps late as there are requests for each of AGED.
 
 A key that changes while its request waits is computed anew for a few requests at each look: those that were the best,
 and those looked at longest ago. So with up to LOOKS requests each decision is made with present keys, and with more the
@@ -31,6 +32,7 @@ Entry = tuple[bool, float, int, int, int, Request]
 """The policy's order, then the order in which requests began to wait."""
 
 LOOKS = 8
+AGED = 32
 
 
 class WaitingQueue:
@@ -104,8 +106,7 @@ class WaitingQueue:
 
     def age(self, step: int) -> None:
         """Let those go before all others that have waited for so many steps."""
-        while self._young:
-            request = next(iter(self._young))
+        for request in list(islice(self._young, AGED)):
             if step - request.waiting_since < self._aging_steps:
                 break
             del self._young[request]
