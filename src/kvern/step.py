@@ -102,16 +102,36 @@ class BlockCopy:
     tokens: int
 
 
+@dataclass(frozen=True)
+class BlockSave:
+    """Keep the keys and values of `block` under `key`."""
+
+    block: int
+    key: bytes
+
+
+@dataclass(frozen=True)
+class BlockLoad:
+    """Write what is kept under `key` to `block`; one of the blocks of the load of this number, in their order."""
+
+    load: int
+    key: bytes
+    block: int
+
+
 @dataclass
 class SchedulerOutput:
-    """One step: load adapters, copy blocks, let rows fork, then join and grow, compute tokens.
+    """One step: load adapters, save and copy blocks, let rows fork, then join and grow, compute tokens, load blocks.
 
+    A step may have nothing to compute when it has blocks to load.
     Rows that left need no message: their slot is simply given to another request.
     """
 
     step: int
     adapters: list[tuple[int, int]] = field(default_factory=list)
     """(slot, key) of adapters to be loaded into a slot before anything is computed."""
+    saves: list[BlockSave] = field(default_factory=list)
+    """Blocks to be kept elsewhere before anything overwrites them."""
     copies: list[BlockCopy] = field(default_factory=list)
     forked: list[Fork] = field(default_factory=list)
     """All sources are meant as they were before the step."""
@@ -121,6 +141,8 @@ class SchedulerOutput:
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
     request_ids: list[str] = field(default_factory=list)
     """The request of each entry of `scheduled`."""
 
@@ -157,6 +179,8 @@ class ModelRunnerOutput:
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     """By slot, of beams; their sampled token means nothing."""
+    loaded: list[tuple[int, int]] = field(default_factory=list)
+    """(number of a load, how many of its blocks, from the first one on, have arrived), each load once."""
 
 
 class StepResult(Protocol):

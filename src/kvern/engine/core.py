@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from kvern.engine.beams import BeamSearch, Decode
+from kvern.engine.branching import Branching
 from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
@@ -57,6 +58,7 @@ class EngineCore:
         proposer: "Proposer | None" = None,
     ) -> None:
         self.scheduler = scheduler
+        self._branching = Branching(scheduler)
         self.prepare = prepare
         self.proposer = proposer
         self._held: dict[str, tuple[Request, Future[None]]] = {}
@@ -80,6 +82,8 @@ class EngineCore:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
+        if request.adapter is not None and self._store is not None and request.adapter in self._store:
+            request.adapter_digest = self._store[request.adapter].digest
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
         preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
@@ -171,6 +175,7 @@ class EngineCore:
             self._undo(output)
             raise
         self._trial.passed(_reached(output, requests, result))
+        self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
         if self.proposer is not None:
             self._propose(
@@ -281,7 +286,7 @@ class EngineCore:
         following = search.choose()
         if not search.done:
             children = [(continuation.beam.request, continuation.token_id) for continuation in following]
-            search.go_on(following, self.scheduler.branch(search.requests, children))
+            search.go_on(following, self._branching.branch(search.requests, children))
             return []
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
