@@ -492,7 +492,7 @@ def drafts_follow_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvern.engine.core, "_until_stop", lambda request, token_ids: (token_ids, True))
+    monkeypatch.setattr(kvern.engine.core, "_until_stop", lambda request, token_ids: token_ids)
 
 
 Mistake = Callable[[pytest.MonkeyPatch], None]

@@ -96,6 +96,8 @@ class DeviceBatch(InputBatch):
     """What `Queries.tiles` returns for all requests, if it was made before."""
     shared: SharedPrefix | None = None
     """What the decodes have in common, if it is to be read once."""
+    uncertain: bool = False
+    """Some of `starts` are bounds: where these requests begin, only the device knows."""
 
     def queries(self, first: int, last: int) -> Queries:
         """Of the requests from `first` to before `last`, which is the first run, the last request, or both."""
@@ -128,6 +130,11 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     sent = _send(packed, rows.device)
     logits_indices, sample_at, device_sample_slots = sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1)
     device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(sampled.slots) :].view(4, -1)
+    uncertain = any(item.uncertain for item in scheduled)
+    if uncertain:
+        device_starts, planned = rows.starts(scheduled), device_starts
+        request = [place for place, item in enumerate(scheduled) for _ in range(item.sampled)]
+        sample_at = sample_at + (device_starts - planned)[upload(request, torch.int64, rows.device)]
     token_ids, positions, slot_mapping = read_tokens(
         rows.tokens,
         rows.block_table,
@@ -157,6 +164,7 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         device_counts=device_counts,
         query_start_loc=query_start_loc,
         device_sample_slots=device_sample_slots,
+        uncertain=uncertain,
     )
 
 

@@ -57,7 +57,7 @@ def sampled_tokens(scheduled: Sequence[ScheduledTokens]) -> SampledTokens:
     return SampledTokens(slots, positions, indices)
 
 
-def build_input_batch(rows: BatchRows, scheduled: list[ScheduledTokens], block_size: int) -> InputBatch:
+def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> InputBatch:
     """Read the step's tokens and cache slots from the rows."""
     device = rows.device
     slots = [item.slot for item in scheduled]

@@ -238,15 +238,15 @@ class EngineCore:
                 if token_ids:
                     events += self._report(request, item.slot, result)
                 continue
-            slot, logprobs, ends = item.slot, result.logprobs[index], False
-            if not request.stop_token_ids.isdisjoint(token_ids):
-                token_ids, ends = _until_stop(request, token_ids)
+            slot, logprobs = item.slot, result.logprobs[index]
+            if item.sampled > 1:
+                token_ids = _until_stop(request, token_ids)
                 logprobs = logprobs and logprobs[: len(token_ids)]
             self._counted.generation_tokens += len(token_ids)
             full = self.scheduler.update(request, token_ids, item.sampled)
             if slot in result.broken:
                 self.scheduler.finish(request, "abort", result.broken[slot])
-            elif ends:
+            elif token_ids[-1] in request.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_ids[-1])
             elif full:
                 self.scheduler.finish(request, "length")
@@ -329,12 +329,12 @@ def _answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
     return events + [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]
 
 
-def _until_stop(request: Request, token_ids: list[int]) -> tuple[list[int], bool]:
-    """New tokens as far as the one that ends the request, and whether there is one."""
+def _until_stop(request: Request, token_ids: list[int]) -> list[int]:
+    """New tokens as far as the first that ends the request."""
     for count, token_id in enumerate(token_ids, 1):
         if token_id in request.stop_token_ids and request.output_length + count > request.params.min_tokens:
-            return token_ids[:count], True
-    return token_ids, False
+            return token_ids[:count]
+    return token_ids
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:

@@ -183,30 +183,37 @@ class Scheduler:
             if remaining > 1:
                 behind.append(request)
             elif remaining == 1 <= budget:
-                drafts = self._drafts(request, budget) if request.draft_token_ids else ()
-                budget -= self._advance(request, 1, 1, output, drafts)
+                drafts = self._drafts(request, budget) if request.draft_token_ids else None
+                budget -= self._verify(request, drafts, output) if drafts else self._advance(request, 1, 1, output)
         for request in behind:
             remaining = request.remaining_tokens
             budget -= self._advance(request, remaining, self._chunk(remaining, budget), output)
         return budget
 
-    def _advance(
-        self, request: Request, remaining: int, count: int, output: SchedulerOutput, drafts: Sequence[int] = ()
-    ) -> int:
-        """Compute `count` of a running request's tokens, and drafts, unless it was preempted; how many are computed."""
+    def _advance(self, request: Request, remaining: int, count: int, output: SchedulerOutput) -> int:
+        """Compute `count` of a running request's tokens, if it has not been preempted; how many are computed."""
         if request.state is not State.RUNNING or request.output_length + request.in_flight >= request.max_tokens:
             return 0
-        if not count or not self._extend(request, count + len(drafts), output):
+        if not count or not self._extend(request, count, output):
             return 0
-        self._take(request, count, count == remaining, output, drafts)
-        return count + len(drafts)
+        self._take(request, count, count == remaining, output)
+        return count
+
+    def _verify(self, request: Request, drafts: Sequence[int], output: SchedulerOutput) -> int:
+        """Compute a decode's next token and drafts behind it, for which there is room; how many are computed."""
+        count = 1 + len(drafts)
+        self._extend(request, count, output)
+        output.drafts.append((request.slot, request.num_computed_tokens + 1, list(drafts)))
+        self._take(request, count, count, output)
+        request.drafts_in_flight = len(drafts)
+        return count
 
     def _drafts(self, request: Request, budget: int) -> Sequence[int]:
         """Drafts to be verified with a request's next token: those that leave a token and a block to everybody.
 
         None while others are verified: where these will go is not known.
         """
-        if request.drafts_in_flight:
+        if request.drafts_in_flight or request.state is not State.RUNNING:
             return ()
         others = len(self.running)
         blocks = len(request.block_ids) + max(0, self.cache.available_count - others)
@@ -289,15 +296,9 @@ class Scheduler:
             return remaining
         return budget if self.limits.chunked_prefill else 0
 
-    def _take(
-        self, request: Request, count: int, sample: bool, output: SchedulerOutput, drafts: Sequence[int] = ()
-    ) -> None:
-        start, sampled, uncertain = request.num_computed_tokens, int(sample), request.drafts_in_flight > 0
-        if drafts:
-            output.drafts.append((request.slot, start + 1, list(drafts)))
-            request.drafts_in_flight = len(drafts)
-            count = sampled = 1 + len(drafts)
-        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, uncertain))
+    def _take(self, request: Request, count: int, sampled: int, output: SchedulerOutput) -> None:
+        start = request.num_computed_tokens
+        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, request.drafts_in_flight > 0))
         output.request_ids.append(request.request_id)
         request.num_computed_tokens = start + count
         request.in_flight += sampled
