@@ -19,7 +19,7 @@ from kvern.cache.keys import contents_of
 from kvern.cache.radix import Node, RadixCache
 from kvern.cache.tier import KVTier, TierTraffic
 from kvern.request import Request
-from kvern.step import BlockCopy
+from kvern.step import BlockCopy, SchedulerOutput
 
 
 @dataclass
@@ -200,8 +200,18 @@ class KVCacheManager:
         if self.tier is not None:
             self.tier.completed(step)
 
+    def plan(self, output: SchedulerOutput) -> None:
+        """Have the step, if there is to be one, move what is to go to the tier and to come from it."""
+        if self.tier is not None:
+            self.tier.plan(output)
+
+    def loaded(self, load: int, count: int) -> list[Request]:
+        """The first `count` blocks of a load have arrived, the others will not; the requests that waited for it."""
+        return [] if self.tier is None else self.tier.loaded(load, count)
+
     def undo(self, step: int) -> list[Request]:
         """The steps from `step` on failed, and no request holds blocks; the requests that waited for loads."""
+        self.completed(step - 1)
         waiting = [] if self.tier is None else self.tier.undo()
         self.tree.forget_since(step)
         return waiting

@@ -19,12 +19,12 @@ key of one that is not among the best is as many looks old as there are requests
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import Policy
-from kvern.request import Request
+from kvern.request import Request, State
 
 Cause = Request | str
 """Why a request cannot run yet: itself (of its last step something is missing), its leader, or its unit."""
@@ -98,6 +98,13 @@ class WaitingQueue:
         for request in self._parked.pop(cause, ()):
             del self._causes[request]
             self._push(request)
+
+    def loaded(self, requests: Iterable[Request]) -> None:
+        """Let those run that still wait for a load, which has ended."""
+        for request in requests:
+            if request.state is State.LOADING:
+                request.state = State.WAITING
+                self.wake(request)
 
     def wake_all(self) -> None:
         """Let everybody be ready."""
