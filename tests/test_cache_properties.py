@@ -1,16 +1,24 @@
 """Block pool, prefix tree and cache manager under random use, beside models that are too simple to be wrong."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.manager import KVCacheManager
-from kvern.cache.radix import Node, RadixCache
+from kvern.cache.radix import NO_STATE, Node, RadixCache
+from kvern.cache.states import StatePool
 from kvern.request import Request, State
 from kvern.sampling_params import SamplingParams
 from kvern.step import BlockLoad, ScheduledTokens, SchedulerOutput
@@ -96,11 +104,14 @@ class CacheMachine(RuleBasedStateMachine):
         spare=st.integers(0, 8),
         prefix_cache=st.booleans(),
         kept=st.sampled_from((None, None, 2, 20)),
+        states=st.sampled_from((0, 0, 1, 3, 12)),
     )
-    def start(self, block_size: int, spare: int, prefix_cache: bool, kept: int | None) -> None:
+    def start(self, block_size: int, spare: int, prefix_cache: bool, kept: int | None, states: int) -> None:
         blocks = -(-LIMIT // block_size) + spare
-        self.tier = None if kept is None else HostTier(kept)
-        self.cache = KVCacheManager(blocks, block_size, prefix_cache, tier=self.tier)
+        self.tier = None if kept is None or states else HostTier(kept)
+        self.cache = KVCacheManager(blocks, block_size, prefix_cache, tier=self.tier, states=states)
+        self.states: list[object] = [None] * states
+        """What stands for everything before: as `key`, or () at the beginning."""
         self.seen: list[list[int]] = []
         self.kept: dict[bytes, list[object]] = {}
         self.loads: dict[int, list[BlockLoad]] = {}
@@ -155,7 +166,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert not request.block_ids and self.cache.available_count == available
             new = self.cache.blocks_for(len(request.token_ids)) - expected // self.cache.block_size
             unused = sum(node.users == 0 for node in self.path_of(request))
-            assert new + unused + reserve > available, "the request would have fitted"
+            all_states = self.cache.states is not None and len(self.running) == self.cache.states.capacity
+            assert all_states or new + unused + reserve > available, "the request would have fitted"
             self.cache.forget(request)
             return
         self.move()
@@ -184,6 +196,10 @@ class CacheMachine(RuleBasedStateMachine):
         ):
             block, offset = divmod(position, self.cache.block_size)
             self.memory[request.block_ids[block]][offset] = self.key(request, position)
+            if self.states:
+                before = self.key(request, position - 1) if position else ()
+                assert self.states[request.state_slot] == before, "the state is not that of all tokens before"
+                self.states[request.state_slot] = self.key(request, position)
             request.num_computed_tokens = position + 1
         self.read(request)
         self.cache.publish(request, self.steps)
@@ -194,13 +210,44 @@ class CacheMachine(RuleBasedStateMachine):
         request = self.running.pop(place % len(self.running))
         known = request.token_ids[: request.num_computed_tokens]
         self.cache.free(request, self.steps)
-        if self.cache.prefix_cache:
+        if self.cache.prefix_cache and self.cache.states is None:
             path, _, partial = self.cache.tree.match(request.namespace, known, len(known))
             assert len(path) * self.cache.block_size + partial == len(known), "what was computed is not cached"
         request.state = State.FINISHED
         self.cache.forget(request)
         if not any(other.group == request.group for other in self.running):
             self.groups.pop(request.group or "", None)
+
+    @precondition(lambda self: self.running)
+    @rule(place=st.integers(0, 99))
+    def snapshot(self, place: int) -> None:
+        self.cache.snapshot(self.running[place % len(self.running)], self.steps)
+        self.move()
+
+    @precondition(lambda self: self.running)
+    @rule(place=st.integers(0, 99), next_token=st.integers(0, 1))
+    def fork(self, place: int, next_token: int) -> None:
+        """Another goes on behind what a request has computed."""
+        parent = self.running[place % len(self.running)]
+        known = parent.token_ids[: parent.num_computed_tokens]
+        if not known or len(known) == LIMIT or (parent.num_computed_tokens < parent.prompt_length):
+            return
+        child = Request("", [*known, next_token], parent.params, LIMIT, namespace=parent.namespace, group=parent.group)
+        copies = self.cache.fork(parent, child)
+        if copies is None:
+            assert not child.block_ids and child.state_slot == NO_STATE
+            return
+        self.move()
+        for copy in copies:
+            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+        if self.cache.extend(child, len(child.token_ids)) is None:
+            self.cache.drop(child)
+            return
+        self.move()
+        self.cache.register(child)
+        child.state = State.RUNNING
+        self.running.append(child)
+        self.read(child)
 
     @precondition(lambda self: self.running)
     @rule(place=st.integers(0, 99))
@@ -237,10 +284,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def move(self) -> None:
         """What the next step saves and loads; between the two come the step's writes."""
-        if self.cache.tier is None:
-            return
-        output = SchedulerOutput(self.steps, scheduled=[ScheduledTokens(0, 0, 1, False)])
-        self.cache.tier.plan(output)
+        output = SchedulerOutput(self.steps, scheduled=[ScheduledTokens(0, 0, 1, 0)])
+        self.cache.plan(output)
+        for source, target in output.state_copies:
+            self.states[target] = () if source == NO_STATE else self.states[source]
         self.kept |= {save.key: list(self.memory[save.block]) for save in output.saves}
         for load in output.loads:
             self.loads.setdefault(load.load, []).append(load)
@@ -269,6 +316,8 @@ class CacheMachine(RuleBasedStateMachine):
                 start = len(tokens) - len(node.tokens)
                 held = self.memory[node.block][: len(node.tokens)]
                 assert held == [(namespace, tokens[: start + offset + 1]) for offset in range(len(node.tokens))]
+                if node.state != NO_STATE:
+                    assert self.states[node.state] == (namespace, tokens), "a kept state is not that of its node"
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
@@ -300,11 +349,18 @@ class CacheMachine(RuleBasedStateMachine):
     def path_of(self, request: Request) -> list[Node]:
         if self.cache._namespace(request) is None:
             return []
-        return self.cache.tree.match(self.namespace(request), request.token_ids, request.most_cached)[0]
+        return self.cache._match(self.namespace(request), request.token_ids, request.most_cached)[0]
 
     def longest_cached(self, request: Request) -> int:
-        """The longest head that any path of the tree begins with, found by looking at all of them."""
+        """The longest head that any path of the tree begins with, found by looking at all of them.
+
+        Or that is a path which ends where a state is kept.
+        """
         limit = request.most_cached
+        if self.cache.states is not None:
+            ends = (tokens for tokens, node in nodes_of(self.cache.tree, self.namespace(request)) if node.state >= 0)
+            head = tuple(request.token_ids[:limit])
+            return max((len(tokens) for tokens in ends if head[: len(tokens)] == tokens), default=0)
         paths = (tokens for tokens, _ in nodes_of(self.cache.tree, self.namespace(request)))
         return max((shared_length(request.token_ids[:limit], tokens) for tokens in paths), default=0)
 
@@ -313,6 +369,41 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40)
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=40)
+
+
+def resumed_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        KVCacheManager, "_match", lambda self, space, held, limit, step=0: self.tree.match(space, held, limit)
+    )
+
+
+def states_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatePool, "plan", lambda self, step: [])
+
+
+def states_of_removed_nodes_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StatePool, "drop", lambda self, node: self._kept.pop(node))
+
+
+def states_kept_at_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = StatePool.keep
+
+    def keep_before(self: StatePool, node: Node, slot: int, step: int) -> None:
+        assert node.parent is not None
+        keep(self, node.parent if node.parent.parent is not None else node, slot, step)
+
+    monkeypatch.setattr(StatePool, "keep", keep_before)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [resumed_without_a_state, states_not_copied, states_of_removed_nodes_lost, states_kept_at_other_nodes],
+)
+def test_the_machine_notices(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    few = settings(max_examples=1000, stateful_step_count=40, report_multiple_bugs=False, phases=[Phase.generate])
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_state_machine_as_test(CacheMachine, settings=few)
 
 
 def finished_request(cache: KVCacheManager, tokens: list[int], step: int) -> None:

@@ -39,6 +39,8 @@ class NewRequest:
     block_ids: list[int]
     grammar: str | None = None
     """Compiled; the answer follows it."""
+    state_slot: int = -1
+    """Where its state is, if the model has recurrent layers."""
     adapter_slot: int = -1
     """Where the adapter that it uses is on the device; -1: it uses none."""
     embed: bool = False
@@ -57,6 +59,7 @@ class NewRequest:
             bad_word_ids=request.bad_word_ids,
             block_ids=list(request.block_ids),
             grammar=request.grammar,
+            state_slot=request.state_slot,
             adapter_slot=adapter_slot,
             embed=request.embed,
         )
@@ -91,6 +94,8 @@ class Fork:
     source: int
     length: int
     token_id: int
+    state_slot: int = -1
+    """Where the row's state is, if the model has recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,8 @@ class SchedulerOutput:
     saves: list[BlockSave] = field(default_factory=list)
     """Blocks to be kept elsewhere before anything overwrites them."""
     copies: list[BlockCopy] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) of state slots, in this order; a source of -1 means zeros."""
     forked: list[Fork] = field(default_factory=list)
     """All sources are meant as they were before the step."""
     joined: list[NewRequest] = field(default_factory=list)

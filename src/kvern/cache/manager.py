@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import contents_of
-from kvern.cache.radix import Node, RadixCache
+from kvern.cache.radix import NO_STATE, Node, RadixCache
+from kvern.cache.states import StatePool
 from kvern.cache.tier import KVTier, TierTraffic
 from kvern.request import Request
 from kvern.step import BlockCopy, SchedulerOutput
@@ -44,13 +45,22 @@ class KVCacheManager:
         prefix_cache: bool = True,
         identity: bytes = b"",
         tier: KVTier | None = None,
+        states: int = 0,
     ) -> None:
-        """`identity` says which model's keys and values these are, for a tier, which knows blocks by content keys."""
+        """`identity` says which model's keys and values these are, for a tier, which knows blocks by content keys.
+
+        `states`: slots for the states of sequences, for models that have them; at least one for each row.
+        """
+        if tier is not None and states:
+            raise ValueError("a tier keeps blocks and no states: models with recurrent layers run without one")
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(capacity)
         self.tree = RadixCache(self.pool, block_size, identity)
         self.tier = None if tier is None or not prefix_cache else TierTraffic(tier, self.pool, self.tree, block_size)
+        self.states = StatePool(states) if states else None
+        if self.states is not None:
+            self.tree.losing_state = self.states.drop
         self.statistics = CacheStatistics()
         self._groups: dict[bytes, int] = {}  # requests alive in each private namespace
 
@@ -90,7 +100,7 @@ class KVCacheManager:
         namespace = self._namespace(request)
         if namespace is None:
             return 0
-        path, _, shared = self.tree.match(namespace, _contents(request), request.most_cached)
+        path, _, shared = self._match(namespace, _contents(request), request.most_cached)
         return len(path) * self.block_size + shared
 
     def fetch(self, request: Request, step: int, reserve: int = 0) -> bool:
@@ -110,12 +120,11 @@ class KVCacheManager:
         partial: Node | None = None
         shared = 0
         if namespace is not None:
-            path, partial, shared = self.tree.match(namespace, tokens, request.most_cached)
-            if partial is not None and partial.step >= step:
-                partial, shared = None, 0  # computed by the very step that would copy it
+            path, partial, shared = self._match(namespace, tokens, request.most_cached, step)
         self.tree.acquire(path)
         needed = self.blocks_for(len(tokens)) - len(path)
-        if needed + reserve > self.available_count:
+        resumed = partial if partial is not None else path[-1] if path else None
+        if needed + reserve > self.available_count or not self._give_state(request, resumed):
             self.tree.release(path)
             return None
         if partial is not None:
@@ -151,6 +160,11 @@ class KVCacheManager:
         full, tail = divmod(parent.num_computed_tokens, self.block_size)
         if tail and not self.available_count:
             return None
+        if self.states is not None:
+            state = self.states.fork(parent.state_slot)
+            if state is None:
+                return None
+            child.state_slot = state
         own = self._allocate(1) if tail else []
         shared = parent.block_ids[:full]
         self.pool.share(shared)
@@ -182,10 +196,16 @@ class KVCacheManager:
         namespace = self._namespace(request)
         start = len(request.nodes) * self.block_size
         known = min(request.num_computed_tokens, len(request.token_ids))
+        end: Node | None = None
         if namespace is not None and self.prefix_cache and start < known:
             parent = request.nodes[-1] if request.nodes else None
             tail = tuple(_contents(request)[start:known])
-            self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
+            end = self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
+        elif request.nodes and start == known:
+            end = request.nodes[-1]
+        if self.states is not None and end is not None and known == request.num_computed_tokens:
+            self.states.keep(end, request.state_slot, step)
+            request.state_slot = NO_STATE
         self.drop(request)
 
     def drop(self, request: Request) -> None:
@@ -193,6 +213,26 @@ class KVCacheManager:
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
         request.block_ids, request.nodes, request.num_computed_tokens = [], [], 0
+        if self.states is not None and request.state_slot != NO_STATE:
+            self.states.release(request.state_slot)
+            request.state_slot = NO_STATE
+
+    def retract(self, request: Request) -> None:
+        """The request was forked, and neither the head of its last block nor its state were copied yet."""
+        request.num_computed_tokens -= request.num_computed_tokens % self.block_size
+        if self.states is not None:
+            self.states.release(request.state_slot)
+            request.state_slot = NO_STATE
+
+    def snapshot(self, request: Request, step: int) -> bool:
+        """Keep a copy of a request's state as it is after `step`, the last one planned, if that ends a block.
+
+        Whether its last token's node has a state now.
+        """
+        full, tail = divmod(request.num_computed_tokens, self.block_size)
+        if self.states is None or tail or not full or len(request.nodes) != full:
+            return False
+        return self.states.snapshot(request.nodes[-1], request.state_slot, step)
 
     def completed(self, step: int) -> None:
         """All steps up to this one have come back or were undone: what they computed is written."""
@@ -204,6 +244,8 @@ class KVCacheManager:
         """Have the step, if there is to be one, move what is to go to the tier and to come from it."""
         if self.tier is not None:
             self.tier.plan(output)
+        if self.states is not None and output.scheduled:
+            output.state_copies = self.states.plan(output.step)
 
     def loaded(self, load: int, count: int) -> list[Request]:
         """The first `count` blocks of a load have arrived, the others will not; the requests that waited for it."""
@@ -213,6 +255,8 @@ class KVCacheManager:
         """The steps from `step` on failed, and no request holds blocks; the requests that waited for loads."""
         self.completed(step - 1)
         waiting = [] if self.tier is None else self.tier.undo()
+        if self.states is not None:
+            self.states.forget_since(step)
         self.tree.forget_since(step)
         return waiting
 
@@ -221,6 +265,8 @@ class KVCacheManager:
 
         And unless those of `loading` wait for blocks.
         """
+        if self.states is not None:
+            self.states.check_integrity([request.state_slot for request in running if request.state_slot != NO_STATE])
         self.pool.check_integrity()
         self.tree.check_integrity()
         owners = self.tree.size + sum(len(request.block_ids) for request in running)
@@ -231,6 +277,28 @@ class KVCacheManager:
         assert owners == counted, f"{owners} references are known and {counted} are counted"
         if not running and (self.tier is None or not self.tier.block_count):
             assert self.available_count == self.pool.capacity, "blocks are missing although nothing runs"
+
+    def _match(
+        self, namespace: bytes, contents: list[int], limit: int, step: int | None = None
+    ) -> tuple[list[Node], Node | None, int]:
+        """The longest cached prefix on which a request can go on in `step`; see `RadixCache.match`."""
+        path, partial, shared = self.tree.match(namespace, contents, limit)
+        if partial is not None and step is not None and partial.step >= step:
+            partial, shared = None, 0  # computed by the very step that would copy it
+        if self.states is not None:  # only where a state is kept, and so never within a block
+            if partial is not None and (partial.state == NO_STATE or shared < len(partial.tokens)):
+                partial, shared = None, 0
+            while partial is None and path and path[-1].state == NO_STATE:
+                path.pop()
+        return path, partial, shared
+
+    def _give_state(self, request: Request, resumed: Node | None) -> bool:
+        """Give a request that resumes behind a node the state there, if the model has states."""
+        if self.states is None:
+            return True
+        slot = self.states.begin(resumed)
+        request.state_slot = NO_STATE if slot is None else slot
+        return slot is not None
 
     def _allocate(self, count: int) -> list[int]:
         self.tree.evict(count - self.pool.free_count)

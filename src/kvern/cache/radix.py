@@ -22,6 +22,8 @@ from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import block_key, root_key
 
 Tokens = tuple[int, ...]
+NO_STATE = -1
+"""Of a node without a state slot."""
 
 
 class Node:
@@ -30,7 +32,7 @@ class Node:
     The edge of marked positions is what `keys.contents_of` puts in their place. `key` is None until it is asked for.
     """
 
-    __slots__ = ("block", "children", "key", "order", "parent", "step", "tokens", "users")
+    __slots__ = ("block", "children", "key", "order", "parent", "state", "step", "tokens", "users")
 
     def __init__(self, parent: "Node | None", tokens: Tokens, block: int, step: int) -> None:
         self.parent = parent
@@ -39,6 +41,7 @@ class Node:
         self.step = step
         self.users = 0
         self.key: bytes | None = None
+        self.state = NO_STATE
         self.children: dict[Tokens, Node] = {}
         self.order: list[Tokens] = []  # the children's edges, sorted: neighbours share the longest prefixes
 
@@ -47,11 +50,12 @@ class RadixCache:
     """Finds, keeps and evicts the blocks of known prefixes.
 
     `identity` says whose keys and values these are; see `cache/keys.py`. `evicting` hears of each node that is about to
-    be evicted.
+    be evicted, `losing_state` of each that is removed and has a state slot (`cache/states.py`).
     """
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
         self.evicting: Callable[[Node], None] | None = None
+        self.losing_state: Callable[[Node], None] | None = None
         self.completed = 0
         """The steps up to this one have completed, but for those that were undone."""
         self._pool = pool
@@ -130,14 +134,14 @@ class RadixCache:
         self._size += 1
         return child
 
-    def insert_tail(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> None:
+    def insert_tail(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> Node | None:
         """Keep a block that is not full, unless the tree already holds a block that begins with its tokens."""
         node = parent if parent is not None else self._roots.get(namespace)
         if node is not None:
             position = bisect_left(node.order, tokens)
             if position < len(node.order) and node.order[position][: len(tokens)] == tokens:
-                return
-        self.insert(namespace, parent, tokens, block, step)
+                return node.children.get(tokens)
+        return self.insert(namespace, parent, tokens, block, step)
 
     def root_key(self, namespace: bytes) -> bytes:
         """The content key of a namespace's root."""
@@ -199,6 +203,8 @@ class RadixCache:
         del self._unused[node]
         parent = node.parent
         assert parent is not None and not node.children, "only an unused leaf can be removed"
+        if node.state != NO_STATE and self.losing_state is not None:
+            self.losing_state(node)
         del parent.children[node.tokens]
         del parent.order[bisect_left(parent.order, node.tokens)]
         self._pool.release([node.block])

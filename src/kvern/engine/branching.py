@@ -41,7 +41,7 @@ class Branching:
                 requests.append(parent)
         for parent, token_id in first.items():
             if parent.state is State.RUNNING:
-                fork = Fork(parent.slot, parent.slot, len(parent.token_ids), token_id)
+                fork = Fork(parent.slot, parent.slot, len(parent.token_ids), token_id, parent.state_slot)
                 self._scheduler.forks.add(fork, [])
             self._scheduler.go_on(parent, token_id)
         for member in spare:
@@ -59,7 +59,8 @@ class Branching:
             scheduler.requeue(child)
             return
         scheduler.enter(child)
-        scheduler.forks.add(Fork(child.slot, parent.slot, len(parent.token_ids), token_id), copies)
+        fork = Fork(child.slot, parent.slot, len(parent.token_ids), token_id, child.state_slot)
+        scheduler.forks.add(fork, copies)
 
     def _sibling(self, parent: Request) -> Request:
         """One more beam of the same search; it reports nothing of the prompt, which its first beam computes."""

@@ -15,9 +15,9 @@ class PendingForks:
         self._forks[fork.slot] = fork, copies
 
     def cancel(self, slot: int) -> bool:
-        """The row's request loses its place; whether the head of its last block has not been copied."""
-        _, copies = self._forks.pop(slot, (None, []))
-        return bool(copies)
+        """The row's request loses its place; whether what it was forked from has not been copied."""
+        fork, _ = self._forks.pop(slot, (None, []))
+        return fork is not None and fork.source != slot
 
     def tell(self, output: SchedulerOutput) -> None:
         """Let a step that was planned do it."""

@@ -354,7 +354,7 @@ class Scheduler:
             self._awaited.discard(request)
             return
         if self.forks.cancel(request.slot):
-            request.num_computed_tokens -= request.num_computed_tokens % self.cache.block_size
+            self.cache.retract(request)
         self.running.leave(request)
         if request.adapter is not None:
             self.adapters.leave(request.adapter)
