@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvern import LLM, SamplingParams
+from kvern.api.limits import LONGEST_LISTS, LONGEST_STOP, check_bounds
 from kvern.engine.output import OutputProcessor
 from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.events import TokenEvent
 from kvern.request import Request
-from kvern.server.service import LONGEST_LISTS, LONGEST_STOP, check_bounds
 from kvern.tokenizer import Tokenizer
 
 MOST, LONGEST = LONGEST_LISTS["stop"], LONGEST_STOP
