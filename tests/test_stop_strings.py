@@ -69,7 +69,7 @@ def test_the_largest_lists_cost_little(tiny_model: Path, stop: list[str], text: 
         output = processor.add("r", None, requests, params)
         tokens = tokenizer.encode(text)
         for token in tokens:
-            processor.process([TokenEvent(request.request_id, token) for request in requests])
+            processor.process([TokenEvent(request.request_id, [token]) for request in requests])
     assert lines.count < MOST_LINES * 2 * len(tokens)
     for answer in output.outputs:
         assert answer.token_ids == tokens and text.startswith(answer.text) and len(answer.text) > len(text) - LONGEST
