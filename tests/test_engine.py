@@ -1,7 +1,9 @@
 """LLM on a tiny random model: what goes in, what comes out, and what is left behind."""
 
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,24 @@ def test_texts_and_token_ids_are_the_same_prompts(llm: LLM) -> None:
         assert (answer.index, answer.finish_reason, answer.stop_reason) == (0, "length", None)
         assert len(answer.token_ids) == 12 and answer.text == llm.tokenizer.decode(answer.token_ids)
         assert answer.logprobs is None and answer.cumulative_logprob is None and first.prompt_logprobs is None
+
+
+def test_requests_made_at_once_draw_different_seeds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads stop between counting their requests and using the count, at the worst moment there is."""
+    inputs = llm._engine.inputs
+    both = threading.Barrier(2)
+
+    class Meeting(type(inputs)):  # type: ignore[misc]
+        @property
+        def _seed(self) -> int:
+            both.wait(30)
+            return 0
+
+    met = Meeting.__new__(Meeting)
+    met.__dict__.update(inputs.__dict__)
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda name: met.requests(name, [5, 6])[0][0], "ab"))
+    assert made[0].seed != made[1].seed
 
 
 def test_one_prompt_and_one_parameter_for_each(llm: LLM) -> None:

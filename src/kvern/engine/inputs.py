@@ -3,6 +3,7 @@
 Everything that can be wrong with a request is found here, before it reaches the engine.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class InputProcessor:
         self.chat = Chat(tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, max_model_len)
         self._seed = config.seed
         self._max_batch_requests = max_batch_requests
-        self._count = 0
+        self._count = itertools.count(1)  # threads make requests at the same time
 
     def requests(
         self,
@@ -75,8 +76,10 @@ class InputProcessor:
         token_ids = self._token_ids(prompt)
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids))
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        self._count += 1
-        seed = params.seed if params.seed is not None else hash((self._seed, self._count))
+        count = next(self._count)
+        seed = (
+            params.seed if params.seed is not None else hash((self._seed, count))
+        )  # integers: in any process the same
         bad_word_ids = self._bad_word_ids(params)
         _check_that_something_can_be_sampled(params, stop, bad_word_ids)
         group = request_id if params.sequences > 1 else None
