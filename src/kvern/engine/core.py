@@ -124,7 +124,7 @@ class EngineCore:
         request.arrived_at = time.monotonic()
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
-        preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
+        preparing = None if request.spec.grammar is None or self.prepare is None else self.prepare(request.spec.grammar)
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
         if preparing is None:
@@ -292,7 +292,7 @@ class EngineCore:
                     request.finish_reason,
                     request.stop_reason,
                     request.begun_at - request.arrived_at if request.output_length == 1 else 0.0,
-                    result.embeddings.get(slot) if request.embed else None,
+                    result.embeddings.get(slot) if request.spec.embed else None,
                 )
             )
         self._forget_unused()

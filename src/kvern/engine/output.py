@@ -1,12 +1,12 @@
 """From sampled tokens to the answers that users see: text, stop strings, log-probabilities, n samples of one prompt."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvern.engine.core import TokenEvent
 from kvern.errors import RequestFailed
-from kvern.request import FinishReason, Request
+from kvern.request import FinishReason, RequestSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -65,14 +65,13 @@ class RequestOutput:
 class Answer:
     """The growing text of one sequence, held back where it may be the beginning of a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, params: SamplingParams, index: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, index: int) -> None:
         self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
         self._params = params
         self._stop_strings = params.stop_strings
         self._eos_token_ids = tokenizer.eos_token_ids
         self._tokenizer = tokenizer
         self._text = ""
-        prompt = request.token_ids[: request.prompt_length]
         kept = frozenset(params.visible_token_ids or ())
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
@@ -154,16 +153,14 @@ class OutputProcessor:
         """Answers that have not ended."""
         return len(self._answers)
 
-    def add(self, output_id: str, prompt: str | None, requests: list[Request], params: SamplingParams) -> RequestOutput:
-        """Announce the requests (samples) that together answer one prompt."""
-        prompt_ids = requests[0].token_ids[: requests[0].prompt_length]
-        owners = [(answer_id, request) for request in requests for answer_id in request.answer_ids]
-        answers = [Answer(self._tokenizer, request, params, index) for index, (_, request) in enumerate(owners)]
-        output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
+    def add(self, prompt: str | None, spec: RequestSpec) -> RequestOutput:
+        """Announce a request, whose prompt was this text."""
+        prompt_ids, params = spec.prompt.token_ids, spec.params
+        answers = [Answer(self._tokenizer, prompt_ids, params, index) for index in range(params.n)]
+        output = RequestOutput(spec.request_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))
-        for (answer_id, _), answer in zip(owners, answers, strict=True):
-            self._answers[answer_id] = output, answer
+        self._answers |= {name: (output, answer) for name, answer in zip(spec.answer_ids, answers, strict=True)}
         return output
 
     def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:

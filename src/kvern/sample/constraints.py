@@ -14,7 +14,7 @@ BANNED = float("-inf")
 def is_constrained(request: NewRequest) -> bool:
     """Whether the request uses anything of this module but penalties."""
     params = request.params
-    return bool(params.allowed_token_ids or params.logit_bias or request.bad_word_ids or params.min_tokens)
+    return bool(params.allowed_token_ids or params.logit_bias or request.spec.bad_word_ids or params.min_tokens)
 
 
 def is_penalized(request: NewRequest) -> bool:
@@ -36,7 +36,7 @@ def constrain(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], posit
 
 def _penalize(logits: torch.Tensor, rows: BatchRows, slot: int, position: int) -> None:
     tokens = rows.tokens[slot, :position].long()
-    output = tokens[rows.request(slot).prompt_length :]
+    output = tokens[rows.request(slot).spec.prompt_length :]
     counts = torch.zeros_like(logits).scatter_add_(0, output, torch.ones_like(output, dtype=logits.dtype))
     seen = torch.zeros_like(logits, dtype=torch.bool)
     seen.index_fill_(0, tokens, True)
@@ -55,11 +55,11 @@ def _constrain_row(logits: torch.Tensor, request: NewRequest, tokens: torch.Tens
         kept = logits[allowed]
         logits.fill_(BANNED)
         logits[allowed] = kept
-    if position - request.prompt_length < params.min_tokens and request.stop_token_ids:
-        logits.index_fill_(0, upload(list(request.stop_token_ids), torch.int64, device), BANNED)
-    for word in request.bad_word_ids:
+    if position - request.spec.prompt_length < params.min_tokens and request.spec.stop_token_ids:
+        logits.index_fill_(0, upload(list(request.spec.stop_token_ids), torch.int64, device), BANNED)
+    for word in request.spec.bad_word_ids:
         head = word[:-1]
-        if len(head) > position - request.prompt_length:
+        if len(head) > position - request.spec.prompt_length:
             continue
         last = logits[word[-1] : word[-1] + 1]
         if head:
