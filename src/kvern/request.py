@@ -5,7 +5,9 @@
 
     WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
        ^                     |
-       +-----preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+     | ^ +---preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+     v |
+    LOADING                         (a tier brings more of its cached prefix, which it will then find in the tree)
 
 `n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks. A beam search
 is one request, from which others are forked when its prompt is computed.
@@ -108,6 +110,7 @@ class State(enum.Enum):
     """Where a request stands; see the module's drawing."""
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -161,6 +164,8 @@ class Request:
     num_computed_tokens: int = 0
     cached_tokens: int = 0
     in_flight: int = 0
+    asked_tier: bool = False
+    """Since it waits; blocks are loaded for it once at most."""
     waiting_since: int = 0
     aged: bool = False
     preemptions: int = 0
@@ -177,8 +182,7 @@ class Request:
         reports = self.index == 0 or spec.params.prompt_logprobs is None
         self.params = spec.params if reports else spec.params.replace(prompt_logprobs=None)
         self.seed = (spec.seed + self.index) % MAX_SEED
-        adapter = b"" if spec.adapter is None else b"adapter %d\0" % spec.adapter
-        self.cache_namespace = adapter + spec.namespace
+        self.cache_namespace = cache_namespace(spec)
         self.block_keys = dict(spec.prompt.block_keys)
         self.prompt_length, self.max_tokens = spec.prompt_length, spec.max_tokens
         self.stop_token_ids = spec.stop_token_ids
@@ -224,6 +228,16 @@ class Request:
     def prompt_scheduled(self) -> bool:
         """All of the prompt has been given to a step, so that its blocks can be shared."""
         return self.state is State.FINISHED or self.num_computed_tokens >= self.prompt_length
+
+
+def cache_namespace(spec: RequestSpec, adapter_digest: bytes = b"") -> bytes:
+    """Only requests of one namespace and one adapter share cached blocks.
+
+    `adapter_digest` names the adapter's content in every process; where it is unknown, its key names it in this one.
+    """
+    if spec.adapter is None:
+        return spec.namespace
+    return b"adapter %s\0%s" % (adapter_digest.hex().encode() or b"%d" % spec.adapter, spec.namespace)
 
 
 def requests_of(spec: RequestSpec, progress: Sequence[Progress] = ()) -> list[Request]:
