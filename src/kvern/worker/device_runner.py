@@ -68,11 +68,11 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.CONSTRAINTS
     if params.logprobs is not None:
         needs |= Needs.LOGPROBS
-    if request.grammar is not None:
+    if request.spec.grammar is not None:
         needs |= Needs.GRAMMAR
     if params.logits_processors:
         needs |= Needs.PROCESSORS
-    if request.embed:
+    if request.spec.embed:
         needs |= Needs.EMBEDDING
     if params.beam_width is not None:
         needs |= Needs.BEAMS
