@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvern.engine.beams import BeamSearch, Decode
+from kvern.engine.branching import Branching
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.errors import InvalidAdapter, in_a_line
+from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Request, State
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
@@ -35,51 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """How long an engine without other work waits for a grammar before it looks for messages."""
-
-
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step did for one answer. `token_id` is None when only prompt log-probabilities came.
-
-    Or when an answer ends without a token: a beam search found fewer answers than were asked for.
-    """
-
-    request_id: str
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    queue_seconds: float = 0.0
-    """From arrival to the first step that computed something of it."""
-    embedding: bytes | None = None
-    """The last hidden state of the prompt, float32, of a request that asked for it."""
-    cumulative_logprob: float | None = None
-    """Of the whole answer, with the first token of an answer that a beam search found."""
-
-
-class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
-    """Counted since the engine started; `running`, `waiting` and `kv_cache_usage` are of this moment."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    computed_tokens: int = 0
-    cached_tokens: int = 0
-    queried_tokens: int = 0
-    prefill_tokens: int = 0
-    """Computed in runs of more than one."""
-    steps: int = 0
-    preemptions: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_cache_usage: float = 0.0
-    """Share of the KV blocks that running requests hold."""
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        """Prompt tokens taken from the prefix cache, as a share of all prompt tokens."""
-        return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
 class EngineCore:
@@ -100,6 +55,7 @@ class EngineCore:
         prepare: "Callable[[str], Future[None] | None] | None" = None,
     ) -> None:
         self.scheduler = scheduler
+        self._branching = Branching(scheduler)
         self.prepare = prepare
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
@@ -122,6 +78,8 @@ class EngineCore:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
+        if request.adapter is not None and self._store is not None and request.adapter in self._store:
+            request.adapter_digest = self._store[request.adapter].digest
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
         preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
@@ -211,6 +169,7 @@ class EngineCore:
             self._undo(output)
             raise
         self._trial.passed(_computed(output, requests))
+        self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         return self._collect(output, requests, result)
 
     def _undo(self, output: SchedulerOutput) -> None:
@@ -303,7 +262,7 @@ class EngineCore:
         following = search.choose()
         if not search.done:
             children = [(continuation.beam.request, continuation.token_id) for continuation in following]
-            search.go_on(following, self.scheduler.branch(search.requests, children))
+            search.go_on(following, self._branching.branch(search.requests, children))
             return []
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
