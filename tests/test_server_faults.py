@@ -22,7 +22,7 @@ from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
-from tests.test_server import SMALL, STORY, Served, eventually, serving
+from tests.served import SMALL, STORY, Served, eventually, serving
 from tests.tiny_model import make_tiny_model
 
 

@@ -28,7 +28,7 @@ from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import Grammars
 from kvern.structured.matchers import SPARE_BYTES, Kept, Matchers, size
 from kvern.structured_output import StructuredOutput
-from tests.test_server import SMALL, Served, children_of, eventually, serving
+from tests.served import SMALL, Served, children_of, eventually, serving
 
 SOON = 20.0
 """Seconds, on a machine that does other things too; each of these once took longer, or its neighbours did."""
