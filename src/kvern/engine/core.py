@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from kvern.engine.beams import BeamSearch, Decode
+from kvern.engine.branching import Branching
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.errors import InvalidAdapter, in_a_line
@@ -54,6 +55,7 @@ class EngineCore:
         prepare: "Callable[[str], Future[None] | None] | None" = None,
     ) -> None:
         self.scheduler = scheduler
+        self._branching = Branching(scheduler)
         self.prepare = prepare
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
@@ -76,6 +78,8 @@ class EngineCore:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
+        if request.adapter is not None and self._store is not None and request.adapter in self._store:
+            request.adapter_digest = self._store[request.adapter].digest
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
         preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
@@ -165,6 +169,7 @@ class EngineCore:
             self._undo(output)
             raise
         self._trial.passed(_computed(output, requests))
+        self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         return self._collect(output, requests, result)
 
     def _undo(self, output: SchedulerOutput) -> None:
@@ -257,7 +262,7 @@ class EngineCore:
         following = search.choose()
         if not search.done:
             children = [(continuation.beam.request, continuation.token_id) for continuation in following]
-            search.go_on(following, self.scheduler.branch(search.requests, children))
+            search.go_on(following, self._branching.branch(search.requests, children))
             return []
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")

@@ -133,7 +133,8 @@ def build_device_core(
         config.shared_prefix_attention,
         adapters,
     )
-    scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS), slots)
+    tokens = batch_tokens(config, plan.max_model_len, slots, GPU_BATCH_TOKENS)
+    scheduler = make_scheduler(config, folder, plan, tokens, slots)
     depth = 2 if config.overlap else 1
     return (
         EngineCore(scheduler, InProcessExecutor(runner), depth, text_decoder(folder), store, grammars.prepare),

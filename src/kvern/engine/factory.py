@@ -12,6 +12,7 @@ import torch
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.store import AdapterStore
 from kvern.attention.torch_sdpa import TorchAttention
+from kvern.cache.keys import model_identity
 from kvern.cache.manager import KVCacheManager
 from kvern.config import EngineConfig
 from kvern.device.rows import BatchRows
@@ -90,7 +91,7 @@ def build_core(
     )
     rows = BatchRows(slots, plan.max_model_len, -(-plan.max_model_len // plan.block_size), device)
     default = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
-    scheduler = make_scheduler(config, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
+    scheduler = make_scheduler(config, folder, plan, batch_tokens(config, plan.max_model_len, slots, default), slots)
     compiled = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
     grammars = GrammarRows(compiled, spec.vocab_size, device)
     model = ProcessorModel(folder, spec.vocab_size, slots, plan.max_model_len, device)
@@ -143,10 +144,11 @@ def batch_tokens(config: EngineConfig, max_model_len: int, slots: int, default: 
     return tokens if config.chunked_prefill else max(tokens, max_model_len)
 
 
-def make_scheduler(config: EngineConfig, plan: CachePlan, tokens: int, slots: int) -> Scheduler:
-    """The scheduler over a KV cache of this plan."""
+def make_scheduler(config: EngineConfig, folder: Path, plan: CachePlan, tokens: int, slots: int) -> Scheduler:
+    """The scheduler over a KV cache of this plan, for the model in `folder`."""
     limits = SchedulerLimits(tokens, slots, config.aging_steps, config.chunked_prefill, config.batching == "continuous")
-    cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache)
+    layout = (config.load_format, config.dtype, str(plan.dtype), plan.block_size)
+    cache = KVCacheManager(plan.blocks, plan.block_size, config.prefix_cache, model_identity(folder, *layout))
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_slots)
 
 
