@@ -5,7 +5,6 @@ new engine gets all of it and computes the next token; a seeded draw depends on 
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
@@ -33,22 +32,22 @@ class EngineClient:
         async for _ in client.generations.follow([generation], news):
             print(generation.output.outputs[0].text)
 
-    `silence`: seconds without a sign of life after which an engine is replaced. `names`: the model's, which no adapter
-    may have, and the first of which stands in the metrics.
+    `names` are the model's, which no adapter may have, and the first of which stands in the metrics.
     """
 
-    def __init__(self, config: EngineConfig, silence: float = 60.0, names: Sequence[str] = ()) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self.names = config.model_names
         self.folder = resolve_model(config.model, revision=config.revision)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder)
-        self.metrics = Metrics(names[0] if names else config.model or self.folder.name)
+        self.metrics = Metrics(self.names[0])
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
-        self.supervisor = Supervisor(self.config, silence, self)
-        adapters, probation, outputs = AdapterNames(frozenset(names)), Probation(), OutputProcessor(self.tokenizer)
+        self.supervisor = Supervisor(self.config, config.engine_timeout, self)
+        adapters, probation = AdapterNames(frozenset(self.names)), Probation()
+        outputs = OutputProcessor(self.tokenizer)
         self.generations = Generations(self.inputs, outputs, adapters, self.supervisor, probation, self.metrics)
         self.adapters = ClientAdapters(adapters, self.supervisor, lambda: self.generations.adapter_keys)
         self._recovery = Recovery(self.generations, probation, self.metrics)
-        self._silence = silence
         self._started = False
 
     @property
@@ -95,7 +94,7 @@ class EngineClient:
     async def prepare(self, link: EngineLink) -> None:
         """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
         self.adapters.interrupt(EngineDied("the engine was replaced"))
-        lost = await self.adapters.read_all(link, self._silence)
+        lost = await self.adapters.read_all(link, self.config.engine_timeout)
         if lost and not self._started:
             raise next(iter(lost.values()))
         self.adapters.lose(lost)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from kvern.config import EngineConfig
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
@@ -13,7 +13,7 @@ from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
 from kvern.engine.wire import Ready
 from kvern.errors import InvalidRequest
 from kvern.models.registry import spec_from_config
-from kvern.request import Request
+from kvern.request import RequestOptions, RequestSpec
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.structured.apart import GrammarProcesses
@@ -76,12 +76,17 @@ class ClientInputs:
         """Token ids are below."""
         return self._ready.vocab_size
 
-    async def requests(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, owner: str, **options: Any
-    ) -> tuple[list[Request], SamplingParams]:
-        """`InputProcessor.requests`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
+    async def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        owner: str,
+        **options: Unpack[RequestOptions],
+    ) -> RequestSpec:
+        """`InputProcessor.request`. Raises InvalidRequest, InvalidParameter or ServerBusy."""
         size = len(prompt) if isinstance(prompt, Sized) else 0
-        work = functools.partial(self._ready.requests, request_id, prompt, params, **options)
+        work = functools.partial(self._ready.request, request_id, prompt, params, **options)
         return await self._grammars.run(lambda: self._in_thread(size, work), owner)
 
     async def chat(

@@ -6,6 +6,9 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Unpack
+
+import msgspec
 
 from kvern.adapters.names import AdapterNames
 from kvern.engine.client_inputs import ClientInputs
@@ -15,10 +18,11 @@ from kvern.engine.output import OutputProcessor
 from kvern.engine.probation import Probation
 from kvern.engine.supervisor import Supervisor
 from kvern.engine.turns import Turns
-from kvern.engine.wire import AddRequests, FinishRequests
+from kvern.engine.wire import FinishRequests
 from kvern.errors import DeadlineExceeded, KvernError, RequestFailed, in_a_line
 from kvern.events import TokenEvent
 from kvern.observe.metrics import Metrics
+from kvern.request import RequestOptions
 from kvern.sampling_params import SamplingParams
 
 logger = logging.getLogger("kvern")
@@ -61,7 +65,7 @@ class Generations:
     @property
     def adapter_keys(self) -> set[int | None]:
         """Of the adapters that they use."""
-        return {generation.adapter for generation in self.running.values()}
+        return {generation.spec.adapter for generation in self.running.values()}
 
     async def submit(
         self,
@@ -69,34 +73,26 @@ class Generations:
         params: SamplingParams | None = None,
         *,
         news: asyncio.Event,
-        priority: int = 0,
         owner: str = "",
-        namespace: bytes = b"",
-        embed: bool = False,
         patient: bool = False,
         adapter: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Check a prompt and hand it to the engine, waiting for one that is being replaced.
 
-        `owner` is who shares the engine with others by turns; only requests of one `namespace` share cached blocks.
-        With `embed` the prompt's last hidden state is computed, and the only token means nothing. With `patient`,
-        `news` is set only at the end. `adapter` is the name of one that is loaded.
+        `owner` is who shares the engine with others by turns. With `patient`, `news` is set only at the end. `adapter`
+        is the name of one that is loaded; `options` are of `RequestSpec`.
 
         Raises InvalidRequest, InvalidParameter, ServerBusy or EngineDied.
         """
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
-        requests, resolved = await self._inputs.requests(
-            request_id, prompt, params, owner, priority=priority, embed=embed
-        )
+        checked = await self._inputs.request(request_id, prompt, params, owner, **options)
         await self._supervisor.until_available()
         key = self._adapters.key(adapter)
-        text = prompt if isinstance(prompt, str) else None
-        output = self._outputs.add(request_id, text, requests, resolved)
-        turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))
-        for request in requests:
-            request.turn, request.namespace, request.adapter = turn, namespace, key
-        generation = Generation(output, requests, news, asked, owner, patient)
+        output = self._outputs.add(prompt if isinstance(prompt, str) else None, checked)
+        spec = msgspec.structs.replace(checked, adapter=key, turn=self._turns.take(owner, checked.params.sequences))
+        generation = Generation(output, spec, news, asked, owner, patient)
         self.running[request_id] = generation
         if not self._probation.active:
             self._begin(generation)
@@ -131,11 +127,11 @@ class Generations:
         """End those that have not ended; their blocks are free after the step that runs."""
         for generation in generations:
             if self.running.pop(generation.output.request_id, None) is not None:
-                self._outputs.abort(generation.request_ids)
+                self._outputs.abort(generation.spec.answer_ids)
                 self._metrics.finished(generation.output, generation.times(time.monotonic()))
                 if not generation.first:
-                    self._turns.give_back(generation.owner, generation.sequences)
-                self._supervisor.send(FinishRequests(generation.request_ids))
+                    self._turns.give_back(generation.owner, generation.spec.params.sequences)
+                self._supervisor.send(FinishRequests(generation.spec.answer_ids))
                 self.clear(generation)
 
     def end(self, generation: Generation, error: RequestFailed) -> None:
@@ -178,7 +174,7 @@ class Generations:
     def lose(self, adapters: Mapping[int, Exception]) -> None:
         """End those whose adapters, by key, cannot be read any more."""
         for generation in list(self.running.values()):
-            error = None if generation.adapter is None else adapters.get(generation.adapter)
+            error = None if generation.spec.adapter is None else adapters.get(generation.spec.adapter)
             if error is not None:
                 self.end(generation, RequestFailed(f"the adapter cannot be read again: {error}"))
 
@@ -200,7 +196,7 @@ class Generations:
     def _begin(self, generation: Generation) -> None:
         generation.begun_at = time.monotonic()
         try:
-            self._supervisor.send(AddRequests(generation.messages()))
+            self._supervisor.send(generation.message())
         except Exception as error:
             logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
             self.end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
@@ -210,7 +206,7 @@ class Generations:
             self._metrics.next_token(now - generation.last)
         else:
             generation.first = now
-            self._turns.began(generation.turn, generation.owner, generation.sequences)
+            self._turns.began(generation.spec.turn, generation.owner, generation.spec.params.sequences)
             self._metrics.first_token(now - generation.asked)
         generation.last = now
         if generation.output.finished:
