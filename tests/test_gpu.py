@@ -215,7 +215,7 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     expected = tokens(LLM(device="cpu", **config).generate(prompts, params))
     llm = LLM(device="cuda", **(config | options))
     assert tokens(llm.generate(prompts, params)) == expected
-    graphs = llm._engine.core.executor._runner._graphs._graphs
+    graphs = llm._engine.core.executor._worker.runner._graphs._graphs
     assert any(with_prefix for _, _, with_prefix, _ in graphs) == llm.config.shared_prefix_attention
 
 
@@ -395,7 +395,7 @@ def test_takes_less_of_a_card_that_others_use(tmp_path: Path, caplog: pytest.Log
     folder = write_config(tmp_path, layers=16, hidden=1024)
     llm = LLM(str(folder), device="cuda", load_format="dummy")
     assert "others hold" in caplog.text
-    plan = llm._engine.cache_plan
+    plan = llm._engine.layout
     total = torch.cuda.mem_get_info()[1]
     cache_bytes = plan.blocks * plan.block_size * plan.token_bytes
     assert 0.2 * total < cache_bytes < 0.5 * total

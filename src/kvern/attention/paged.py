@@ -21,10 +21,6 @@ class Phases:
     long_prefill: AttentionKernels
     mixed: AttentionKernels
 
-    @classmethod
-    def all(cls, kernels: AttentionKernels) -> "Phases":
-        return cls(kernels, kernels, kernels, kernels)
-
 
 class PagedAttention:
     """AttentionBackend over the paged cache; `deterministic` attends to every token the same way in any batch."""

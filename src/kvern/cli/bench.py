@@ -84,10 +84,10 @@ class Kernels:
         import torch
         from rich.table import Table
 
-        from kvern.engine.device import missing_gpu
         from kvern.models.hub import resolve_model
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
+        from kvern.worker.device import missing_gpu
 
         if not torch.cuda.is_available():
             raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")

@@ -19,8 +19,6 @@ from kvern.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSp
 
 logger = logging.getLogger("kvern")
 
-REQUIRED = frozenset({"batch", "sampling"})
-"""Without these the batch cannot live on the device."""
 THREADS = 8
 ROWS = 64
 PROCESSORS = 132
@@ -179,7 +177,8 @@ def working_kernels(
 ) -> frozenset[str]:
     """Launch every kernel once and return the names of the parts all of whose kernels work on this device."""
     launches = KernelLaunches(spec, dtype, block_size, device, adapter_rank).all()
-    with ThreadPoolExecutor(THREADS) as pool:
+    use = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread begins at the first
+    with ThreadPoolExecutor(THREADS, initializer=use) as pool:
         running = {name: [pool.submit(launch) for launch in items] for name, items in launches.items()}
         broken = {}
         for name, futures in running.items():
