@@ -18,7 +18,7 @@ import torch
 from training.exam import questions
 from training.text import TASKS
 
-import kvern.kernels.norm
+import kvern.kernel_list.dense
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
 from kvern.structured_output import StructuredOutput
@@ -424,7 +424,7 @@ def test_a_kernel_that_does_not_work_is_left_to_pytorch(
     def broken(*arguments: object) -> torch.Tensor:
         raise RuntimeError("PTX JIT compilation failed")
 
-    monkeypatch.setattr(kvern.kernels.norm, "rms_norm", broken)
+    monkeypatch.setattr(kvern.kernel_list.dense, "rms_norm", broken)
     with caplog.at_level(logging.WARNING):
         llm = LLM(device="cuda", **SMALL)
     assert "the kernels for norm do not work here, PyTorch does their work: PTX JIT compilation failed" in caplog.text

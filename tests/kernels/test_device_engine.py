@@ -9,6 +9,7 @@ import torch
 
 import kvern.worker.worker
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.kernel_list import KERNELS
 from kvern.structured_output import StructuredOutput
 from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
@@ -38,7 +39,7 @@ PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45],
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., LLM]:
     """Makes engines whose batch lives on the device, through kernels that all work."""
-    groups = {"activation", "adapters", "attention", "batch", "few_rows", "linear", "moe", "norm", "rotary", "sampling"}
+    groups = {kernel.group for kernel in KERNELS}
 
     def make(folder: Path, **options: Any) -> LLM:
         with monkeypatch.context() as patched:

@@ -2,8 +2,8 @@
 
 differences --> rows on the device --> tokens, positions, cache slots read on the device
                                          |
-             a step of decodes alone: one CUDA graph, from embedding to sampled token, or to the hidden states where
-             the host has a say in what is sampled
+             a step of decodes alone: one CUDA graph, from embedding to sampled token; or to the hidden states, where
+             more than filters and a draw is asked for (log-probabilities, penalties, grammars, beams, ...)
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
 sampled tokens <-- copied to the host behind the step, which an event marks as done
@@ -44,7 +44,7 @@ class Needs(enum.IntFlag):
     TYPICAL = 8
     """typical_p sorts the vocabulary; PyTorch does that."""
     EMBEDDING = 16
-    """The hidden state is wanted, which a graph does not give."""
+    """The hidden state is wanted beside the token."""
     GRAMMAR = 32
     """The host says which tokens may follow, when it knows the last one."""
     BEAMS = 64

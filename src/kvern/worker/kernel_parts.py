@@ -1,6 +1,6 @@
 """A worker whose batch lives on a GPU: linear layers and attention are timed, the largest steps are measured."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,13 +12,14 @@ from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.measurements import Measurements, cache_folder
 from kvern.device.timing import time_calls
-from kvern.kernels.masks import restrict
+from kvern.kernels import masks
 from kvern.layers.linear import Multiply
 from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.sampling_params import SamplingParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.structured.masks import restrict
 from kvern.worker.contents import Contents
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.memory import bytes_of_token, cache_bytes, report_others
@@ -28,8 +29,6 @@ from kvern.worker.startup import Startup
 
 class KernelParts:
     """The `Parts` of a worker with kernels."""
-
-    restrict = staticmethod(restrict)
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, plan: Plan, device: torch.device, startup: Startup
@@ -41,6 +40,10 @@ class KernelParts:
         if plan.linear_backend != "cublas" and not config.deterministic:
             self._linear = TunedLinear(device, cublas=plan.linear_backend == "auto")
         self._choice: Choice | None = None
+
+    @property
+    def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        return masks.restrict if "masks" in self._plan.kernels else restrict
 
     @property
     def multiply(self) -> Multiply:
