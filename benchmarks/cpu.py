@@ -86,6 +86,19 @@ def make_model(folder: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
 def make_gguf(folder: Path) -> Path:
     """The same weights as a BF16 GGUF file, with a vocabulary of placeholders."""
     path = folder / "model.gguf"
@@ -115,17 +128,6 @@ def make_gguf(folder: Path) -> Path:
     writer.add_token_types([int(gguf.TokenType.NORMAL)] * VOCABULARY)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
     for name, tensor in load_file(str(folder / "model.safetensors")).items():
         stored = tensor
         if name == "model.embed_tokens.weight":
@@ -134,7 +136,7 @@ def make_gguf(folder: Path) -> Path:
             target = "output_norm.weight"
         else:
             _, _, layer, rest = name.split(".", 3)
-            target = f"blk.{layer}.{names[rest.removesuffix('.weight')]}.weight"
+            target = f"blk.{layer}.{GGUF_NAMES[rest.removesuffix('.weight')]}.weight"
             for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
                 if part in name:  # GGUF rotates neighbouring rows, Hugging Face rows half a head apart
                     rows, columns = tensor.shape

@@ -121,7 +121,7 @@ def linked(test: str) -> str:
 
 def main() -> None:
     tests = collect()
-    from tests.test_feature_matrix import PROMISED  # only now: what pytest imports itself must not be there before
+    from tests.combined_features import PROMISED  # only now: what pytest imports itself must not be there before
 
     print(page(tests, PROMISED), end="")
 

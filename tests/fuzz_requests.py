@@ -18,10 +18,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvern.batch.chat_body import CHAT_FIELDS
-from kvern.batch.openai_format import CHAT, COMPLETIONS, ONLY_VALUES, OWN_FIELDS, WITHOUT_EFFECT
+from kvern.api import messages, responses
+from kvern.api.completions import CHAT, COMPLETIONS, ONLY_VALUES, OWN_FIELDS
+from kvern.api.conversation import CHAT_FIELDS
+from kvern.api.fields import WITHOUT_EFFECT
 from kvern.sampling_params import SamplingParams
-from kvern.server import messages, responses
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -73,7 +74,7 @@ EXTRA_FIELDS: dict[str, frozenset[str]] = {
     COMPLETIONS: frozenset(OWN_FIELDS | set(ONLY_VALUES) | WITHOUT_EFFECT) - CHAT_FIELDS,
     CHAT: frozenset(OWN_FIELDS | set(ONLY_VALUES) | WITHOUT_EFFECT | CHAT_FIELDS),
     "/v1/responses": responses.KNOWN,
-    messages.PATH: messages.KNOWN,
+    messages.MESSAGES: messages.KNOWN,
 }
 """What a route knows beside its description."""
 

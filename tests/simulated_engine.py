@@ -6,6 +6,7 @@ a request that reads a cell of another prefix, or one that was never written, is
 Steps can be made to fail: what they, and those behind them, should have written is then lost, and all rows with it.
 """
 
+import itertools
 import math
 import random
 from collections import deque
@@ -14,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.core import EngineCore, TokenEvent
+from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.events import TokenEvent
 from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 from kvern.step import BeamCandidates, Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -298,6 +300,7 @@ class SimulatedEngine:
         self._preemptions: dict[Request, int] = {}
         self._aged: set[Request] = set()
         self._ended_outside: set[Request] = set()
+        self._first_keys: dict[bytes | None, int] = {}
 
     # Requests
 
@@ -343,6 +346,7 @@ class SimulatedEngine:
             )
             added.append(request)
             self.requests[request.request_id] = request
+            self._first_keys[self.cache._namespace(request)] = first_key(request)
             self.heard |= {answer_id: Heard() for answer_id in request.answer_ids}
             self._waiting_since[request] = self.scheduler.step
             if fault is not None:
@@ -414,15 +418,30 @@ class SimulatedEngine:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        self.check_written()
         assert len(self.scheduler.running) <= self.setup.limits.max_batch_requests
         for request in (*self.scheduler.waiting, *self.scheduler.running):
             assert request.output_length + request.in_flight <= request.max_tokens
             assert 0 <= request.in_flight <= self.setup.depth
 
+    def check_written(self) -> None:
+        """What the tree calls written is in the device's memory."""
+        tree = self.cache.tree
+        for namespace, root in tree._roots.items():
+            pending = [(root, self._first_keys[namespace])]
+            while pending:
+                node, key = pending.pop()
+                for child in node.children.values():
+                    keys = list(itertools.accumulate(child.tokens, extend_key, initial=key))[1:]
+                    if tree.is_written(child):
+                        assert self.device.memory[child.block][: len(keys)] == keys, "a written block is not written"
+                    pending.append((child, keys[-1]))
+
     def check_idle(self) -> None:
         """Every block is in the tree or free, and free when the tree is cleared."""
         assert not self.scheduler.running and not self.scheduler.waiting
         pool, tree = self.cache.pool, self.cache.tree
+        assert all(tree.is_written(node) for node in tree._unused), "nothing is on its way, and a block is not written"
         assert pool.free_count + tree.size == pool.capacity and tree.evictable_count == tree.size
         if not self.setup.prefix_cache:
             assert tree.size == 0, "a group left blocks behind"
@@ -530,7 +549,7 @@ class SimulatedEngine:
             for request in self.scheduler.waiting
             if (request in self._aged or fcfs)
             and self._waiting_before.get(request)
-            and self.scheduler._can_run(request)
+            and self.scheduler._cause(request) is None
             and request.waiting_since != step  # a beam that ran and lost its place
         ]
         for newcomer in admitted:

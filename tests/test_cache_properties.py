@@ -13,6 +13,8 @@ from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import Node, RadixCache
 from kvern.request import Request, State
 from kvern.sampling_params import SamplingParams
+from kvern.step import BlockLoad, ScheduledTokens, SchedulerOutput
+from tests.host_tier import HostTier
 
 LIMIT = 20
 """Tokens of the longest sequence."""
@@ -89,10 +91,20 @@ def shared_length(first: list[int], second: tuple[int, ...]) -> int:
 class CacheMachine(RuleBasedStateMachine):
     """Requests that are admitted, computed and freed in any order, with what is written in each block remembered."""
 
-    @initialize(block_size=st.integers(1, 5), spare=st.integers(0, 8), prefix_cache=st.booleans())
-    def start(self, block_size: int, spare: int, prefix_cache: bool) -> None:
+    @initialize(
+        block_size=st.integers(1, 5),
+        spare=st.integers(0, 8),
+        prefix_cache=st.booleans(),
+        kept=st.sampled_from((None, None, 2, 20)),
+    )
+    def start(self, block_size: int, spare: int, prefix_cache: bool, kept: int | None) -> None:
         blocks = -(-LIMIT // block_size) + spare
-        self.cache = KVCacheManager(blocks, block_size, prefix_cache)
+        self.tier = None if kept is None else HostTier(kept)
+        self.cache = KVCacheManager(blocks, block_size, prefix_cache, tier=self.tier)
+        self.seen: list[list[int]] = []
+        self.kept: dict[bytes, list[object]] = {}
+        self.loads: dict[int, list[BlockLoad]] = {}
+        self.loading: list[Request] = []
         self.memory: list[list[object]] = [[None] * block_size for _ in range(blocks)]
         self.running: list[Request] = []
         self.steps = 0
@@ -104,10 +116,20 @@ class CacheMachine(RuleBasedStateMachine):
         group=st.sampled_from((None, None, "a", "b")),
         scored_from=st.sampled_from((None, None, 1, 2, 5)),
         reserve=st.integers(0, 2),
+        like=st.sampled_from((None, 0, 1, 2, 3)),
     )
     def admit(
-        self, tokens: list[int], namespace: bytes, group: str | None, scored_from: int | None, reserve: int
+        self,
+        tokens: list[int],
+        namespace: bytes,
+        group: str | None,
+        scored_from: int | None,
+        reserve: int,
+        like: int | None,
     ) -> None:
+        if like is not None and self.seen:
+            tokens = [*self.seen[-1 - like % len(self.seen)], *tokens][: LIMIT - 1]
+        self.seen.append(tokens)
         if group is not None:
             tokens = list(self.groups.setdefault(group, tokens))
             namespace = b""
@@ -117,20 +139,29 @@ class CacheMachine(RuleBasedStateMachine):
         request = Request("", tokens, params, LIMIT, namespace=namespace, group=group)
         self.steps += 1
         self.cache.register(request)
+        self.try_to_admit(request, reserve)
+
+    def try_to_admit(self, request: Request, reserve: int) -> None:
+        fetched = self.cache.fetch(request, self.steps, reserve)
+        self.move()
+        if fetched:
+            self.loading.append(request)
+            return
         expected = self.longest_cached(request)
         available, predicted = self.cache.available_count, self.cache.cached_tokens(request)
         assert predicted == expected
         copies = self.cache.admit(request, self.steps, reserve)
         if copies is None:
             assert not request.block_ids and self.cache.available_count == available
-            new = self.cache.blocks_for(len(tokens)) - expected // self.cache.block_size
+            new = self.cache.blocks_for(len(request.token_ids)) - expected // self.cache.block_size
             unused = sum(node.users == 0 for node in self.path_of(request))
             assert new + unused + reserve > available, "the request would have fitted"
             self.cache.forget(request)
             return
+        self.move()
         assert self.cache.available_count >= reserve
-        assert request.num_computed_tokens == request.cached_tokens == expected < len(tokens)
-        assert len(request.block_ids) == self.cache.blocks_for(len(tokens))
+        assert request.num_computed_tokens == request.cached_tokens == expected < len(request.token_ids)
+        assert len(request.block_ids) == self.cache.blocks_for(len(request.token_ids))
         for copy in copies:
             self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
         request.state = State.RUNNING
@@ -146,6 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
             if len(request.token_ids) == LIMIT or self.cache.extend(request, len(request.token_ids) + 1) is None:
                 return
             request.token_ids.append(next_token)
+            self.move()
         self.steps += 1
         for position in range(
             request.num_computed_tokens, min(request.num_computed_tokens + count, len(request.token_ids))
@@ -170,8 +202,56 @@ class CacheMachine(RuleBasedStateMachine):
         if not any(other.group == request.group for other in self.running):
             self.groups.pop(request.group or "", None)
 
-    @rule(count=st.integers(1, 5))
-    def evict(self, count: int) -> None:
+    @precondition(lambda self: self.running)
+    @rule(place=st.integers(0, 99))
+    def finish(self, place: int) -> None:
+        """All that is left of a request; its step comes back."""
+        request = self.running[place % len(self.running)]
+        if request.remaining_tokens:
+            self.compute(place, request.remaining_tokens, 0)
+        self.free(place)
+        self.complete()
+
+    @rule()
+    def complete(self) -> None:
+        """All steps so far have come back."""
+        self.cache.completed(self.steps)
+
+    @precondition(lambda self: getattr(self, "loads", None))
+    @rule(place=st.integers(0, 99), lost=st.sampled_from((0, 0, 0, 1, 9)), reserve=st.integers(0, 2))
+    def deliver(self, place: int, lost: int, reserve: int) -> None:
+        """The blocks of a load arrive, or only the first of them."""
+        assert self.cache.tier is not None
+        number = sorted(self.loads)[place % len(self.loads)]
+        loads = self.loads.pop(number)
+        arrived = loads[: max(0, len(loads) - lost)]
+        for load in arrived:
+            self.memory[load.block] = list(self.kept[load.key])
+        waiting = self.cache.tier.loaded(number, len(arrived))
+        assert waiting and not self.cache.tier.loaded(number, len(arrived))
+        self.loading = [request for request in self.loading if request not in waiting]
+        self.agrees()
+        self.steps += 1
+        for request in waiting:
+            self.try_to_admit(request, reserve)
+
+    def move(self) -> None:
+        """What the next step saves and loads; between the two come the step's writes."""
+        if self.cache.tier is None:
+            return
+        output = SchedulerOutput(self.steps, scheduled=[ScheduledTokens(0, 0, 1, False)])
+        self.cache.tier.plan(output)
+        self.kept |= {save.key: list(self.memory[save.block]) for save in output.saves}
+        for load in output.loads:
+            self.loads.setdefault(load.load, []).append(load)
+            self.memory[load.block] = [None] * self.cache.block_size
+        if self.tier is not None:
+            self.kept = {key: kept for key, kept in self.kept.items() if key in self.tier.users}
+
+    @rule(count=st.integers(1, 20), complete=st.booleans())
+    def evict(self, count: int, complete: bool) -> None:
+        if complete:
+            self.complete()
         tree = self.cache.tree
         oldest = list(tree._unused)[:count]
         size, available = tree.size, self.cache.available_count
@@ -183,7 +263,7 @@ class CacheMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check_integrity(self.running)
+        self.cache.check_integrity(self.running, self.loading)
         for namespace in self.cache.tree._roots:
             for tokens, node in nodes_of(self.cache.tree, namespace):
                 start = len(tokens) - len(node.tokens)
@@ -192,11 +272,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
+            while self.loads:
+                self.deliver(0, 0, 0)
+            assert not self.loading
             while self.running:
                 self.free(0)
                 self.agrees()
             assert self.cache.prefix_cache or self.cache.tree.size == 0
             self.cache.tree.clear()
+            assert self.tier is None or not any(self.tier.users.values()), "a block of the tier is never released"
             assert self.cache.pool.free_count == self.cache.pool.capacity and self.cache.tree.size == 0
 
     def namespace(self, request: Request) -> bytes:

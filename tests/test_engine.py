@@ -10,10 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvern import LLM, SamplingParams
-from kvern.engine.core import TokenEvent
 from kvern.engine.output import Answer
+from kvern.engine.stop_strings import StopStrings
 from kvern.errors import InvalidRequest
-from kvern.llm import FailedRequest, RequestOutput
+from kvern.events import TokenEvent
+from kvern.llm import FailedRequest
+from kvern.outputs import RequestOutput
 from kvern.request import Request
 from kvern.tokenizer import Tokenizer
 from tests.idle import is_idle
@@ -215,7 +217,7 @@ def test_streamed_text_never_retracts(
     tokens = tokenizer.encode(text)
     assume(tokens)
     params = SamplingParams(stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens)
-    answer = Answer(tokenizer, Request("", [5], params, 99), params, 0)
+    answer = Answer(tokenizer, Request("", [5], params, 99), params, StopStrings(stop), 0)
     shown, stopped = "", None
     for place, token in enumerate(tokens):
         reason = "length" if ending == "length" and place == len(tokens) - 1 else None

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.engine.output import CompletionOutput
 from kvern.errors import InvalidParameter, InvalidRequest
+from kvern.outputs import CompletionOutput
 from kvern.structured_output import StructuredOutput
 from kvern.tools.pieces import Message
 from tests.test_server import KEY, Served, serving

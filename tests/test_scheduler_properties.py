@@ -18,6 +18,7 @@ from kvern.cache.radix import RadixCache
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
+from kvern.engine.waiting import WaitingQueue
 from kvern.request import FinishReason, Request
 from kvern.step import BlockCopy, SchedulerOutput
 from tests.simulated_engine import STOP_TOKEN, Setup, SimulatedEngine
@@ -384,11 +385,15 @@ def adapter_replaced_while_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def aging_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_age", lambda self: None)
+    monkeypatch.setattr(WaitingQueue, "age", lambda self, step: None)
+
+
+def passed_by_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "wake", lambda self, cause: None)
 
 
 def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_chunk", lambda self, request, budget: min(request.remaining_tokens, budget, 2))
+    monkeypatch.setattr(Scheduler, "_chunk", lambda self, remaining, budget: min(remaining, budget, 2))
 
 
 def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,6 +423,10 @@ def held_beams_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lost_blocks_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixCache, "forget_since", lambda self, step: None)
+
+
+def scheduled_means_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RadixCache, "is_written", lambda self, node: True)
 
 
 def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,11 +464,13 @@ MISTAKES: list[Mistake] = [
     adapters_mixed,
     adapter_replaced_while_used,
     aging_forgotten,
+    passed_by_for_ever,
     prefill_split,
     forks_that_copy_nothing,
     forks_that_share_a_partial_block,
     held_beams_keep_their_blocks,
     lost_blocks_reused,
+    scheduled_means_written,
     lost_adapters_not_loaded,
     lost_tokens_awaited,
     everybody_runs_during_a_trial,

@@ -184,7 +184,7 @@ async def _watch_the_loop() -> None:
 
     config = EngineConfig(model="kvern-1m", threads=1)
     async with EngineClient(config) as client:
-        app = Server(client, ServerConfig(), ["kvern-1m"]).app()
+        app = Server([(client, ["kvern-1m"])], ServerConfig()).app()
         listener = socket.create_server(("127.0.0.1", 0))
         http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
         serving_it = asyncio.create_task(http.serve(sockets=[listener]))

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from kvern.engine.client import EngineClient
-from kvern.server.admission import Admission
+from kvern.server.admission import Admission, KeyLimits
 from kvern.server.keys import ApiKey
 from tests.test_server import KEY, SMALL, STORY, Served, eventually, serving
 
@@ -61,7 +61,7 @@ def test_limits_of_a_key(tmp_path: Path) -> None:
 
 
 def test_what_the_engine_has_does_not_arrive_any_more() -> None:
-    admission, key = Admission(cast("EngineClient", None), 1, 1), ApiKey("alice", b"")
+    admission, key = Admission(cast("EngineClient", None), 1, 1, KeyLimits()), ApiKey("alice", b"")
     with admission.arriving(key, 3) as arrived:
         arrived(2)
         assert admission._arriving == {"alice": 1}

@@ -8,10 +8,10 @@ from typing import Any
 import openai
 import pytest
 
+from kvern.api.errors import HttpError
 from kvern.errors import ConfigError
 from kvern.server.bodies import LARGE_BODIES_BYTES, MAX_BODY_BYTES, Lane
 from kvern.server.config import ServerConfig
-from kvern.server.http import HttpError
 from kvern.server.keys import read_keys
 from kvern.server.response_memory import (
     MOST_RESPONSE_BYTES,

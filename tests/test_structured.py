@@ -13,7 +13,7 @@ from llguidance import LLParserLimits
 
 import kvern.structured.llguidance_backend
 from kvern import LLM, SamplingParams
-from kvern.batch.openai_format import response_format
+from kvern.api.forms import response_format
 from kvern.errors import InvalidParameter
 from kvern.structured.tags import StructuralTag, structural_tags
 from kvern.structured_output import StructuredOutput

@@ -229,7 +229,7 @@ def test_whose_turn_does_not_come_is_told_to_come_again(monkeypatch: pytest.Monk
 
     async def ask_twice() -> list[httpx2.Response]:
         async with EngineClient(EngineConfig(model="kvern-1m", threads=1)) as client:
-            app = Server(client, ServerConfig(), ["kvern-1m"]).app()
+            app = Server([(client, ["kvern-1m"])], ServerConfig()).app()
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as http:
                 bodies = [{"prompt": "a", "guided_json": patterns(500 + number)} for number in range(2)]
                 return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvern.async_llm import AsyncLLM
     from kvern.config import EngineConfig
-    from kvern.engine.output import CompletionOutput, RequestOutput
     from kvern.engine.scoring import Score
     from kvern.errors import KvernError
     from kvern.llm import LLM
     from kvern.models.registry import register_family
+    from kvern.outputs import CompletionOutput, RequestOutput
     from kvern.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -39,10 +39,10 @@ __all__ = [
 _HOMES = {
     "LLM": "kvern.llm",
     "AsyncLLM": "kvern.async_llm",
-    "CompletionOutput": "kvern.engine.output",
+    "CompletionOutput": "kvern.outputs",
     "EngineConfig": "kvern.config",
     "KvernError": "kvern.errors",
-    "RequestOutput": "kvern.engine.output",
+    "RequestOutput": "kvern.outputs",
     "SamplingParams": "kvern.sampling_params",
     "Score": "kvern.engine.scoring",
     "register_family": "kvern.models.registry",

@@ -11,11 +11,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvern.config import EngineConfig
-from kvern.engine.core import EngineStatistics
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
-from kvern.engine.output import RequestOutput
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
+from kvern.events import EngineStatistics
 from kvern.llm import (
     Adapters,
     Params,
@@ -28,6 +27,7 @@ from kvern.llm import (
     one_for_each,
 )
 from kvern.model_spec import ModelSpec
+from kvern.outputs import RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest

@@ -9,6 +9,7 @@ from kvern.errors import ConfigError
 
 DEFAULT_ADAPTERS = 8
 LARGEST_RANK = 128
+LONGEST_SECONDS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,19 @@ class EngineConfig:
     """Highest rank of an adapter, 128 at most; a GPU sets memory aside for it."""
     seed: int = 0
     """Requests without a seed of their own draw theirs from this one."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model in the API of a server. None: the name it was started with."""
+    engine_timeout: float = 60.0
+    """Seconds without a sign of life after which a server replaces the engine; a step takes less."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_model_len", "kv_cache_tokens", "block_size", "aging_steps", "max_batch_requests"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if not 0 < self.engine_timeout <= LONGEST_SECONDS:
+            limits = f"above 0 and {LONGEST_SECONDS} at most"
+            raise ConfigError(f"engine_timeout is {self.engine_timeout}: it must be a number of seconds, {limits}")
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
             raise ConfigError(
@@ -102,6 +110,11 @@ class EngineConfig:
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(options)}")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """By which a server's clients ask for the model; at least one."""
+        return self.served_model_name or (self.model or "kvern-12m",)
 
     @property
     def adapter_slots(self) -> int:

@@ -8,14 +8,14 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from kvern.config import EngineConfig
-from kvern.engine.core import EngineStatistics
 from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.engine.engine import Engine
 from kvern.engine.inputs import Messages, Prompt
-from kvern.engine.output import CompletionOutput, RequestOutput
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.errors import InvalidRequest, KvernError, RequestFailed
+from kvern.events import EngineStatistics
 from kvern.model_spec import ModelSpec
+from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest

@@ -2,13 +2,16 @@
 
     WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
        ^                     |
-       +-----preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+     | ^ +---preempted-------+      (its blocks are gone, its tokens stay and are computed again)
+     v |
+    LOADING                         (a tier brings more of its cached prefix, which it will then find in the tree)
 
 `n` > 1 is several requests of one group: the first computes the prompt, the others then share its blocks. A beam search
 is one request, from which others are forked when its prompt is computed.
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +28,7 @@ class State(enum.Enum):
     """Where a request stands; see the module's drawing."""
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -51,6 +55,10 @@ class Request:
     """Only requests of one namespace share cached blocks; see `cache_namespace`."""
     adapter: int | None = None
     """The key of the adapter that changes the model for it."""
+    adapter_digest: bytes = b""
+    """Names the adapter's content in every process; b"": unknown, its key names it in this one."""
+    block_keys: Mapping[int, bytes] = field(default_factory=dict)
+    """By position: what the token there stands for, if that is more than a token, as a part of an image is."""
     turn: int = 0
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
     grammar: str | None = None
@@ -75,6 +83,8 @@ class Request:
     num_computed_tokens: int = 0
     cached_tokens: int = 0
     in_flight: int = 0
+    asked_tier: bool = False
+    """Since it waits; blocks are loaded for it once at most."""
     waiting_since: int = 0
     aged: bool = False
     preemptions: int = 0
@@ -118,7 +128,9 @@ class Request:
     @property
     def cache_namespace(self) -> bytes:
         """Only requests of one namespace and one adapter share cached blocks."""
-        return self.namespace if self.adapter is None else b"adapter %d\0%s" % (self.adapter, self.namespace)
+        if self.adapter is None:
+            return self.namespace
+        return b"adapter %s\0%s" % (self.adapter_digest.hex().encode() or b"%d" % self.adapter, self.namespace)
 
     @property
     def most_cached(self) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,8 +68,7 @@ class NewRequest:
         return self.block_ids[: self.prompt_length // block_size]
 
 
-@dataclass(frozen=True)
-class ScheduledTokens:
+class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     """Compute `count` tokens of row `slot` from position `start`, then sample the next token if `sample`."""
 
     slot: int
@@ -95,16 +96,36 @@ class BlockCopy:
     tokens: int
 
 
+@dataclass(frozen=True)
+class BlockSave:
+    """Keep the keys and values of `block` under `key`."""
+
+    block: int
+    key: bytes
+
+
+@dataclass(frozen=True)
+class BlockLoad:
+    """Write what is kept under `key` to `block`; one of the blocks of the load of this number, in their order."""
+
+    load: int
+    key: bytes
+    block: int
+
+
 @dataclass
 class SchedulerOutput:
-    """One step: load adapters, copy blocks, let rows fork, then join and grow, compute tokens.
+    """One step: load adapters, save and copy blocks, let rows fork, then join and grow, compute tokens, load blocks.
 
+    A step may have nothing to compute when it has blocks to load.
     Rows that left need no message: their slot is simply given to another request.
     """
 
     step: int
     adapters: list[tuple[int, int]] = field(default_factory=list)
     """(slot, key) of adapters to be loaded into a slot before anything is computed."""
+    saves: list[BlockSave] = field(default_factory=list)
+    """Blocks to be kept elsewhere before anything overwrites them."""
     copies: list[BlockCopy] = field(default_factory=list)
     forked: list[Fork] = field(default_factory=list)
     """All sources are meant as they were before the step."""
@@ -112,6 +133,8 @@ class SchedulerOutput:
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, index of the first new entry in its block table, block ids)."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
     request_ids: list[str] = field(default_factory=list)
     """The request of each entry of `scheduled`."""
 
@@ -147,6 +170,8 @@ class ModelRunnerOutput:
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     """By slot, of beams; their sampled token means nothing."""
+    loaded: list[tuple[int, int]] = field(default_factory=list)
+    """(number of a load, how many of its blocks, from the first one on, have arrived), each load once."""
 
 
 class StepResult(Protocol):

@@ -49,7 +49,7 @@ class AdapterBank:
     def load(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot, behind the steps that were started."""
         parts: dict[str, dict[str, Matrices]] = {path: {} for path in self._layers}
-        for key, low_rank in adapter.items():
+        for key, low_rank in adapter.parts.items():
             path, _, part = key.partition("/")
             parts[path][part] = (low_rank.down, low_rank.up)
         for path, layer in self._layers.items():

@@ -23,7 +23,7 @@ from kvern.adapters.check import MOST_CONFIG_BYTES, WEIGHTS_NAME, Checked, Matri
 from kvern.adapters.peft_config import CONFIG_NAME, ends_with_any
 from kvern.adapters.targets import Target
 from kvern.errors import InvalidAdapter
-from kvern.files import open_regular, read_at, reason
+from kvern.files import digest_of, open_regular, read_at, reason
 from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import DTYPES
 from kvern.models.loader import llama_name
@@ -48,8 +48,15 @@ class LowRank:
         return self.down.shape[0]
 
 
-Adapter = Mapping[str, LowRank]
-"""By the decoder's linear parts, such as "layers.3.self_attn.qkv_proj/q_proj"; see `Target`."""
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter adds, by the decoder's linear parts, such as "layers.3.self_attn.qkv_proj/q_proj"; see `Target`.
+
+    `digest`: of its files, 16 bytes, the same in every process that reads them.
+    """
+
+    parts: Mapping[str, LowRank]
+    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -81,15 +88,16 @@ def read_adapter(
                 raise InvalidAdapter(f"{file}: {place.name} is there twice, fused with others and alone")
             taken |= keys
         _check_complete(file, checked, taken, targets)
-        adapter: dict[str, LowRank] = {}
+        parts: dict[str, LowRank] = {}
         try:
             for place in places:
-                adapter |= _low_ranks(file, weights, place, spec, dtype)
+                parts |= _low_ranks(file, weights, place, spec, dtype)
+            digest = digest_of(config, weights)
             if _state(weights) != before:
                 raise ValueError("it was changed while it was read: load it again")
         except (OSError, ValueError) as error:
             raise InvalidAdapter(f"{file} cannot be read: {reason(error)}") from None
-    return adapter
+    return Adapter(parts, digest)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The adapters that an engine knows, in host memory."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,7 +33,8 @@ class AdapterStore:
         adapter = read_adapter(Path(path).expanduser(), self._spec, self._targets, self._max_rank, self._dtype)
         if not self._pinned:
             return adapter
-        return {key: LowRank(item.down.pin_memory(), item.up.pin_memory()) for key, item in adapter.items()}
+        parts = {key: LowRank(item.down.pin_memory(), item.up.pin_memory()) for key, item in adapter.parts.items()}
+        return dataclasses.replace(adapter, parts=parts)
 
     def __contains__(self, key: int) -> bool:
         return key in self._adapters

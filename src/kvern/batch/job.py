@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvern.batch.journal import Journal, Totals
-from kvern.batch.openai_format import is_openai_row, read_openai_row
+from kvern.batch.openai_rows import is_openai_row, read_openai_row
 from kvern.batch.readers import Reader, Row, checked_ending, content_digest, import_pyarrow, open_reader
 from kvern.batch.requests import BatchRequest, RowRules, merged
 from kvern.batch.tables import write_table
@@ -30,7 +30,9 @@ from kvern.progress import generation_progress
 from kvern.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from kvern.llm import LLM, FailedRequest, RequestOutput
+    from kvern.engine.inputs import Prompt
+    from kvern.llm import LLM, FailedRequest
+    from kvern.outputs import RequestOutput
     from kvern.tools.chat import ChatRequest
 
 WINDOW = 8192
@@ -70,7 +72,7 @@ class Begun:
     chat: ChatRequest | None
 
     @property
-    def prompt(self) -> str | list[int]:
+    def prompt(self) -> Prompt:
         """What the engine takes."""
         prompt = self.request.prompt if self.chat is None else self.chat.prompt
         assert prompt is not None
@@ -187,7 +189,7 @@ class BatchJob:
             next(rows)
         exhausted = False
 
-        def inputs() -> Iterator[tuple[str, str | list[int], SamplingParams, str | None]]:
+        def inputs() -> Iterator[tuple[str, Prompt, SamplingParams, str | None]]:
             """The next rows as the engine takes them; ends early while too many finished rows wait for an older one."""
             nonlocal exhausted
             while self._place - self._written < WINDOW:

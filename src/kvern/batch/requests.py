@@ -2,25 +2,26 @@
 
 A plain row is ``{"prompt": text or token ids}`` or ``{"messages": [...], "tools": [...]}`` with, in JSONL, any fields
 of ``SamplingParams`` and ``adapter`` beside it; all its columns come back with the answer. A row with ``custom_id``,
-``url`` and ``body`` is in OpenAI's batch format (see ``openai_format``) and is answered in it.
+``url`` and ``body`` is in OpenAI's batch format (see ``openai_rows``) and is answered in it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvern.batch.chat_body import ChatBody
+from kvern.api.conversation import ChatBody
+from kvern.api.fields import sampling_params
 from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.tools.definitions import read_tools
 
 if TYPE_CHECKING:
-    from kvern.llm import RequestOutput
+    from kvern.engine.inputs import Prompt
+    from kvern.outputs import RequestOutput
     from kvern.tools.chat import ChatRequest
 
 ANSWER_COLUMNS = ("answer", "finish_reason", "prompt_tokens", "completion_tokens")
@@ -34,7 +35,7 @@ class BatchRequest:
     """What one row asks for: a prompt (text or token ids) or a conversation, and ``answer``, which turns the engine's
     output, and how it is to be read, into the fields that are written."""
 
-    prompt: str | list[int] | None
+    prompt: Prompt | None
     chat: ChatBody | None
     params: SamplingParams
     answer: Answer
@@ -92,7 +93,7 @@ class RowRules:
         return replace(self, fields_are_parameters=False)
 
 
-def split_prompt(value: object, name: str) -> tuple[str | list[int] | None, list[dict[str, Any]] | None]:
+def split_prompt(value: object, name: str) -> tuple[Prompt | None, list[dict[str, Any]] | None]:
     """Tell a text, token ids and messages apart; messages may also be JSON text, as CSV has no lists."""
     if isinstance(value, str) and name == "messages":
         try:
@@ -106,27 +107,6 @@ def split_prompt(value: object, name: str) -> tuple[str | list[int] | None, list
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return None, [{key: item for key, item in message.items() if item is not None} for message in value]
     raise InvalidRequest(f"{name} is {shown(value)}: it must be a text, a list of token ids or a list of messages")
-
-
-def sampling_params(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
-    """Return ``defaults`` with the parameters that a row names, their types and ranges checked."""
-    named = {name: values[name] for name in SamplingParams.__struct_fields__ if values.get(name) is not None}
-    if not named:
-        return defaults
-    try:
-        everything = {**msgspec.to_builtins(defaults, str_keys=True), **named}
-        return msgspec.convert(everything, SamplingParams, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise InvalidParameter(readable_type_error(str(error))) from error
-
-
-def readable_type_error(message: str) -> str:
-    """``Expected `float`, got `str` - at `$.top_p` `` -> ``top_p: expected float, got str``."""
-    match = re.fullmatch(r"(Expected .*) - at `\$\.?(.*)`", message.replace(" | null", ""))
-    if match is None:
-        return re.sub(r" - at `\$.*`$", "", message)
-    expected = match[1].replace("`", "")
-    return f"{match[2]}: {expected[0].lower()}{expected[1:]}"
 
 
 def plain_answer(output: RequestOutput, chat: ChatRequest | None) -> dict[str, Any]:

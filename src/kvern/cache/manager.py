@@ -6,13 +6,18 @@
             --fork---> another request shares its full blocks and copies the head of the last one
     ended   --free---> references dropped; cached blocks stay in the tree until they are evicted
 
+With a tier (`cache/tier.py`) evicted blocks may be kept elsewhere, and are fetched before admission.
+
 The contiguous cache is the same code with blocks as long as the longest sequence: one block per request.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvern.cache.block_pool import BlockPool
+from kvern.cache.keys import contents_of
 from kvern.cache.radix import Node, RadixCache
+from kvern.cache.tier import KVTier, TierTraffic
 from kvern.request import Request
 from kvern.step import BlockCopy
 
@@ -32,11 +37,20 @@ class KVCacheManager:
     blocks are dropped with it.
     """
 
-    def __init__(self, capacity: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        block_size: int,
+        prefix_cache: bool = True,
+        identity: bytes = b"",
+        tier: KVTier | None = None,
+    ) -> None:
+        """`identity` says which model's keys and values these are, for a tier, which knows blocks by content keys."""
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(capacity)
-        self.tree = RadixCache(self.pool, block_size)
+        self.tree = RadixCache(self.pool, block_size, identity)
+        self.tier = None if tier is None or not prefix_cache else TierTraffic(tier, self.pool, self.tree, block_size)
         self.statistics = CacheStatistics()
         self._groups: dict[bytes, int] = {}  # requests alive in each private namespace
 
@@ -76,8 +90,14 @@ class KVCacheManager:
         namespace = self._namespace(request)
         if namespace is None:
             return 0
-        path, _, shared = self.tree.match(namespace, request.token_ids, request.most_cached)
+        path, _, shared = self.tree.match(namespace, _contents(request), request.most_cached)
         return len(path) * self.block_size + shared
+
+    def fetch(self, request: Request, step: int, reserve: int = 0) -> bool:
+        """Have the tier bring what follows the cached prefix of a waiting request; whether it is to wait for that."""
+        if self.tier is None or request.asked_tier:
+            return False
+        return self.tier.fetch(request, request.cache_namespace, _contents(request), step, reserve)
 
     def admit(self, request: Request, step: int, reserve: int = 0) -> list[BlockCopy] | None:
         """Give a waiting request its cached prefix and blocks for all tokens that it has now.
@@ -85,7 +105,7 @@ class KVCacheManager:
         Sets block_ids, nodes and num_computed_tokens and returns the copies to run before the step; None, and nothing
         changed, when there are not enough blocks to leave `reserve` of them for others.
         """
-        tokens, namespace = request.token_ids, self._namespace(request)
+        tokens, namespace = _contents(request), self._namespace(request)
         path: list[Node] = []
         partial: Node | None = None
         shared = 0
@@ -141,14 +161,17 @@ class KVCacheManager:
 
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
+        size = self.block_size
+        full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        if full <= len(request.nodes):
+            return
         namespace = self._namespace(request)
         if namespace is None:
             return
-        size = self.block_size
-        full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        contents = _contents(request)
         for index in range(len(request.nodes), full):
             parent = request.nodes[-1] if request.nodes else None
-            tokens = tuple(request.token_ids[index * size : (index + 1) * size])
+            tokens = tuple(contents[index * size : (index + 1) * size])
             node = self.tree.insert(namespace, parent, tokens, request.block_ids[index], step)
             self.tree.acquire([node])
             request.nodes.append(node)
@@ -161,7 +184,7 @@ class KVCacheManager:
         known = min(request.num_computed_tokens, len(request.token_ids))
         if namespace is not None and self.prefix_cache and start < known:
             parent = request.nodes[-1] if request.nodes else None
-            tail = tuple(request.token_ids[start:known])
+            tail = tuple(_contents(request)[start:known])
             self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
         self.drop(request)
 
@@ -171,14 +194,32 @@ class KVCacheManager:
         self.pool.release(reversed(request.block_ids))
         request.block_ids, request.nodes, request.num_computed_tokens = [], [], 0
 
-    def check_integrity(self, running: list[Request]) -> None:
-        """Raise AssertionError unless every block is free, in the tree, or owned by one of `running`."""
+    def completed(self, step: int) -> None:
+        """All steps up to this one have come back or were undone: what they computed is written."""
+        self.tree.completed = step
+        if self.tier is not None:
+            self.tier.completed(step)
+
+    def undo(self, step: int) -> list[Request]:
+        """The steps from `step` on failed, and no request holds blocks; the requests that waited for loads."""
+        waiting = [] if self.tier is None else self.tier.undo()
+        self.tree.forget_since(step)
+        return waiting
+
+    def check_integrity(self, running: list[Request], loading: Sequence[Request] = ()) -> None:
+        """Raise AssertionError unless every block is free, in the tree, being loaded, or owned by one of `running`.
+
+        And unless those of `loading` wait for blocks.
+        """
         self.pool.check_integrity()
         self.tree.check_integrity()
         owners = self.tree.size + sum(len(request.block_ids) for request in running)
+        if self.tier is not None:
+            self.tier.check_integrity(loading)
+            owners += self.tier.block_count
         counted = sum(self.pool.references(block) for block in range(self.pool.capacity))
         assert owners == counted, f"{owners} references are known and {counted} are counted"
-        if not running:
+        if not running and (self.tier is None or not self.tier.block_count):
             assert self.available_count == self.pool.capacity, "blocks are missing although nothing runs"
 
     def _allocate(self, count: int) -> list[int]:
@@ -190,3 +231,8 @@ class KVCacheManager:
         if self.prefix_cache:
             return request.cache_namespace
         return None if request.group is None else b"group\x00" + request.group.encode()
+
+
+def _contents(request: Request) -> list[int]:
+    """What each of the request's positions holds; see `contents_of`."""
+    return contents_of(request.token_ids, request.block_keys)

@@ -5,6 +5,10 @@
 A path spells a run of tokens whose keys and values are in the blocks along it. Only a leaf may be partial (fewer tokens
 than a block holds); nobody runs on a partial or half-matching block, its matching head is copied instead.
 
+Each node has a content key (`cache/keys.py`), made when it is first asked for. A node is written when the step that
+computes it has completed. Requests of this process may share blocks that are still to be written, since steps run in
+order; whoever hands bytes to others waits until they are.
+
 Invariants: the tree owns one reference to each node's block. `users` counts the running requests whose path goes
 through a node, so a node's users are at least the sum of its children's. Nodes without users stand in `_unused` in the
 order of their release, children before parents: its first entry is always a leaf, and evicting is taking that entry.
@@ -12,17 +16,21 @@ order of their release, children before parents: its first entry is always a lea
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvern.cache.block_pool import BlockPool
+from kvern.cache.keys import block_key, root_key
 
 Tokens = tuple[int, ...]
 
 
 class Node:
-    """One cached block: `tokens` are its edge, `step` is the scheduler step that computes it."""
+    """One cached block: `tokens` are its edge, `step` is the scheduler step that computes it.
 
-    __slots__ = ("block", "children", "order", "parent", "step", "tokens", "users")
+    The edge of marked positions is what `keys.contents_of` puts in their place. `key` is None until it is asked for.
+    """
+
+    __slots__ = ("block", "children", "key", "order", "parent", "step", "tokens", "users")
 
     def __init__(self, parent: "Node | None", tokens: Tokens, block: int, step: int) -> None:
         self.parent = parent
@@ -30,15 +38,24 @@ class Node:
         self.block = block
         self.step = step
         self.users = 0
+        self.key: bytes | None = None
         self.children: dict[Tokens, Node] = {}
         self.order: list[Tokens] = []  # the children's edges, sorted: neighbours share the longest prefixes
 
 
 class RadixCache:
-    """Finds, keeps and evicts the blocks of known prefixes."""
+    """Finds, keeps and evicts the blocks of known prefixes.
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    `identity` says whose keys and values these are; see `cache/keys.py`. `evicting` hears of each node that is about to
+    be evicted.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
+        self.evicting: Callable[[Node], None] | None = None
+        self.completed = 0
+        """The steps up to this one have completed, but for those that were undone."""
         self._pool = pool
+        self._identity = identity
         self._block_size = block_size
         self._roots: dict[bytes, Node] = {}
         self._unused: OrderedDict[Node, None] = OrderedDict()
@@ -95,7 +112,10 @@ class RadixCache:
 
     def insert(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> Node:
         """Return the node of `tokens` under `parent` (None: the root), adding it with `block` if it is new."""
-        node = parent if parent is not None else self._roots.setdefault(namespace, Node(None, (), -1, step))
+        node = parent if parent is not None else self._roots.get(namespace)
+        if node is None:
+            node = self._roots[namespace] = Node(None, (), -1, step)
+            node.key = self.root_key(namespace)
         known = node.children.get(tokens)
         if known is not None:
             return known
@@ -119,10 +139,32 @@ class RadixCache:
                 return
         self.insert(namespace, parent, tokens, block, step)
 
+    def root_key(self, namespace: bytes) -> bytes:
+        """The content key of a namespace's root."""
+        return root_key(self._identity, namespace)
+
+    def key(self, node: Node) -> bytes:
+        """The node's content key."""
+        path = [node]
+        while path[-1].key is None:
+            assert path[-1].parent is not None
+            path.append(path[-1].parent)
+        key = path.pop().key
+        assert key is not None
+        for below in reversed(path):
+            key = below.key = block_key(key, below.tokens)
+        return key
+
+    def is_written(self, node: Node) -> bool:
+        """Whether the node's keys and values are in its block already, for others to read."""
+        return node.step <= self.completed
+
     def evict(self, count: int) -> None:
         """Free the `count` least recently used blocks (fewer when there are fewer)."""
         for _ in range(min(count, len(self._unused))):
             leaf = next(iter(self._unused))
+            if self.evicting is not None:
+                self.evicting(leaf)
             self._remove(leaf)
             if leaf.parent is not None and leaf.parent.parent is None and not leaf.parent.children:
                 self._roots = {name: root for name, root in self._roots.items() if root is not leaf.parent}
@@ -148,8 +190,10 @@ class RadixCache:
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def clear(self) -> None:
-        """Forget everything that nobody uses."""
+        """Forget everything that nobody uses; nobody hears of it."""
+        evicting, self.evicting = self.evicting, None
         self.evict(len(self._unused))
+        self.evicting = evicting
 
     def _remove(self, node: Node) -> None:
         del self._unused[node]
@@ -168,10 +212,12 @@ class RadixCache:
             while pending:
                 node = pending.pop()
                 assert node.order == sorted(node.children), "the order of the children is stale"
+                assert node.parent is not None or node.key is not None, "a root without a key"
                 for tokens, child in node.children.items():
                     assert child.tokens == tokens and child.parent is node
                     assert len(tokens) <= self._block_size
                     assert len(tokens) == self._block_size or not child.children, "a partial block has children"
+                    assert child.key is None or child.key == block_key(self.key(node), tokens), "a stale content key"
                     assert self._pool.references(child.block) > 0, f"block {child.block} of the tree is free"
                     assert (child.users == 0) == (child in self._unused)
                     assert child.users >= sum(grandchild.users for grandchild in child.children.values())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import tyro
 
-from kvern.batch.requests import sampling_params
+from kvern.api.fields import sampling_params
 from kvern.cli.options import SamplingOptions
 from kvern.cli.run import load
 from kvern.config import EngineConfig

@@ -38,10 +38,9 @@ class Serve:
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
         if self.server.adapter_folder is not None and engine.max_adapters is None:
             engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
-        names = self.server.served_model_name or (engine.model or "kvern-12m",)
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
-        uvloop.run(serve(engine, self.server, names, _say))
+        uvloop.run(serve(engine, self.server, _say))
         return 0
 
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.client_adapters import ClientAdapters
-from kvern.engine.core import EngineStatistics
 from kvern.engine.generation import Generation, generation_id
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.engine.link import EngineLink
@@ -30,6 +29,7 @@ from kvern.engine.supervisor import LONG_LIFE, Death, Supervisor
 from kvern.engine.turns import Turns
 from kvern.engine.wire import AdapterRead, AddRequests, Events, FinishRequests
 from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidRequest, RequestFailed, in_a_line
+from kvern.events import EngineStatistics
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics

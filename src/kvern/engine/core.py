@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvern.engine.beams import BeamSearch, Decode
+from kvern.engine.branching import Branching
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.errors import in_a_line
+from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Request, State
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
@@ -34,51 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """How long an engine without other work waits for a grammar before it looks for messages."""
-
-
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step did for one answer. `token_id` is None when only prompt log-probabilities came.
-
-    Or when an answer ends without a token: a beam search found fewer answers than were asked for.
-    """
-
-    request_id: str
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    queue_seconds: float = 0.0
-    """From arrival to the first step that computed something of it."""
-    embedding: bytes | None = None
-    """The last hidden state of the prompt, float32, of a request that asked for it."""
-    cumulative_logprob: float | None = None
-    """Of the whole answer, with the first token of an answer that a beam search found."""
-
-
-class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
-    """Counted since the engine started; `running`, `waiting` and `kv_cache_usage` are of this moment."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    computed_tokens: int = 0
-    cached_tokens: int = 0
-    queried_tokens: int = 0
-    prefill_tokens: int = 0
-    """Computed in runs of more than one."""
-    steps: int = 0
-    preemptions: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_cache_usage: float = 0.0
-    """Share of the KV blocks that running requests hold."""
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        """Prompt tokens taken from the prefix cache, as a share of all prompt tokens."""
-        return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
 class EngineCore:
@@ -99,11 +54,14 @@ class EngineCore:
         note: Callable[[list[str]], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self._branching = Branching(scheduler)
         self._prepares = prepares
         self._note = note
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._decode = decode
+        self._digests: dict[int, bytes] = {}
+        """Of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
         self.executor = executor
         self._depth = depth
@@ -121,6 +79,8 @@ class EngineCore:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
+        if request.adapter in self._digests:
+            request.adapter_digest = self._digests[request.adapter]
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
         preparing = None
@@ -146,6 +106,7 @@ class EngineCore:
 
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
         """Let requests use an adapter that was read."""
+        self._digests[key] = adapter.digest
         self.executor.add_adapter(key, adapter)
 
     def unload_adapter(self, key: int) -> None:
@@ -157,6 +118,7 @@ class EngineCore:
         for key in [key for key in self._unloading if not self.scheduler.uses_adapter(key)]:
             self._unloading.remove(key)
             self.scheduler.adapters.forget(key)
+            self._digests.pop(key, None)
             self.executor.drop_adapter(key)
 
     def finish(
@@ -210,6 +172,7 @@ class EngineCore:
             self._undo(output)
             raise
         self._trial.passed(_computed(output, requests))
+        self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         return self._collect(output, requests, result)
 
     def _undo(self, output: SchedulerOutput) -> None:
@@ -302,7 +265,7 @@ class EngineCore:
         following = search.choose()
         if not search.done:
             children = [(continuation.beam.request, continuation.token_id) for continuation in following]
-            search.go_on(following, self.scheduler.branch(search.requests, children))
+            search.go_on(following, self._branching.branch(search.requests, children))
             return []
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
-from kvern.engine.core import EngineStatistics
 from kvern.engine.factory import build_core
 from kvern.engine.inputs import InputProcessor, Prompt
-from kvern.engine.output import OutputProcessor, RequestOutput
+from kvern.engine.output import OutputProcessor
 from kvern.errors import InvalidRequest
+from kvern.events import EngineStatistics
 from kvern.models.hub import resolve_model
+from kvern.outputs import RequestOutput
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer

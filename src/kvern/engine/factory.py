@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvern.cache.keys import model_identity
 from kvern.cache.manager import KVCacheManager
 from kvern.config import EngineConfig
 from kvern.engine.beams import Decode
@@ -33,13 +34,13 @@ def build_core(
     """
     spec = spec_from_config(read_config(folder))
     executor, layout = start(config, folder, spec, startup)
-    scheduler = make_scheduler(config, layout)
+    scheduler = make_scheduler(config, folder, layout)
     core = EngineCore(scheduler, executor, layout.depth, text_decoder(folder), prepares, note)
     return core, spec, layout
 
 
-def make_scheduler(config: EngineConfig, layout: Layout) -> Scheduler:
-    """The scheduler over a KV cache of this layout."""
+def make_scheduler(config: EngineConfig, folder: Path, layout: Layout) -> Scheduler:
+    """The scheduler over a KV cache of this layout, for the model in `folder`."""
     limits = SchedulerLimits(
         layout.max_batch_tokens,
         layout.max_batch_requests,
@@ -47,7 +48,8 @@ def make_scheduler(config: EngineConfig, layout: Layout) -> Scheduler:
         config.chunked_prefill,
         config.batching == "continuous",
     )
-    cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache)
+    identity = model_identity(folder, config.load_format, config.dtype, layout.dtype, layout.block_size)
+    cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_slots)
 
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from kvern.engine.output import RequestOutput
 from kvern.engine.wire import NewRequest
 from kvern.errors import KvernError
 from kvern.observe.metrics import RequestTimes
+from kvern.outputs import RequestOutput
 from kvern.request import Request
 
 

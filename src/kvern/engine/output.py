@@ -2,73 +2,28 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from kvern.engine.core import TokenEvent
-from kvern.errors import RequestFailed
+from kvern.engine.stop_strings import StopSearch, StopStrings
+from kvern.events import TokenEvent
+from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
-from kvern.tools.pieces import Message
 
 logger = logging.getLogger("kvern")
-
-
-@dataclass
-class CompletionOutput:
-    """One answer. `text` and `token_ids` hold everything so far, also while streaming."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it; None for the end-of-sequence token and for other reasons."""
-    logprobs: list[TokenLogprobs] | None = None
-    cumulative_logprob: float | None = None
-    """Of all its tokens, if log-probabilities were asked for or beams searched."""
-    message: Message | None = None
-    """The answer to a conversation taken apart: content, reasoning, tool calls."""
-
-
-@dataclass
-class RequestOutput:
-    """A prompt and its `n` answers; of a beam search those that it found, the best first."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = False
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry a prompt token, None for the first, which nothing predicts, and before `prompt_logprobs_from`."""
-    cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache."""
-    queue_seconds: float = field(default=0.0, compare=False)
-    """From arrival at the engine to the first step that computed something of it."""
-    embedding: bytes | None = None
-    """The last hidden state of the prompt, float32, little-endian, if that was asked for."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why one of the answers could not go on."""
-        ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
-        return next((reason for reason in ended if isinstance(reason, str)), None)
-
-    def check(self) -> None:
-        """Raise RequestFailed if one of the answers could not go on."""
-        if self.failure is not None:
-            raise RequestFailed(self.failure)
 
 
 class Answer:
     """The growing text of one sequence, held back where it may be the beginning of a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, params: SamplingParams, index: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, request: Request, params: SamplingParams, stop_strings: StopStrings, index: int
+    ) -> None:
         self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
         self._params = params
-        self._stop_strings = params.stop_strings
+        self._search = StopSearch(stop_strings)
         self._eos_token_ids = tokenizer.eos_token_ids
         self._tokenizer = tokenizer
         self._text = ""
@@ -88,9 +43,7 @@ class Answer:
         if event.cumulative_logprob is not None:
             output.cumulative_logprob = event.cumulative_logprob
         if event.finish_reason != "stop" or self._params.include_stop_str_in_output:
-            start = len(self._text)
-            self._text += self._detokenizer.append([token_id])
-            stop = self._find_stop(start)
+            stop = self._grow(self._detokenizer.append([token_id]))
             if stop is not None:
                 self.end("stop", stop)
                 return stop
@@ -98,7 +51,7 @@ class Answer:
             is_eos = event.stop_reason in self._eos_token_ids
             self.end(event.finish_reason, None if is_eos else event.stop_reason)
         else:
-            output.text = self._text[: len(self._text) - self._held_back()]
+            output.text = self._text[: len(self._text) - self._search.held_back]
         return None
 
     @property
@@ -109,34 +62,22 @@ class Answer:
     def end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End without another token."""
         if not isinstance(stop_reason, str):
-            start = len(self._text)
-            self._text += self._detokenizer.flush()
-            late = self._find_stop(start) if reason == "length" else None
-            reason, stop_reason = ("stop", late) if late is not None else (reason, stop_reason)
+            rest = self._detokenizer.flush()
+            if reason != "length":
+                self._text += rest
+            elif (late := self._grow(rest)) is not None:
+                reason, stop_reason = "stop", late
         self.output.text, self.output.finish_reason, self.output.stop_reason = self._text, reason, stop_reason
 
-    def _find_stop(self, start: int) -> str | None:
-        """The stop string that occurs first and ends after `start`; the text is cut there."""
-        if len(self.output.token_ids) <= self._params.min_tokens and self._params.min_tokens:
-            return None
-        found: tuple[int, str] | None = None
-        for stop in self._stop_strings:
-            place = self._text.find(stop, max(0, start - len(stop) + 1))
-            if place >= 0 and (found is None or place < found[0]):
-                found = place, stop
-        if found is None:
+    def _grow(self, piece: str) -> str | None:
+        """Write more; the stop string that ends in it and began first, if any: the text is cut there."""
+        self._text += piece
+        found = self._search.append(piece)
+        if found is None or len(self.output.token_ids) <= self._params.min_tokens > 0:
             return None
         place, stop = found
         self._text = self._text[: place + (len(stop) if self._params.include_stop_str_in_output else 0)]
         return stop
-
-    def _held_back(self) -> int:
-        """Characters at the end that a stop string may begin with."""
-        longest = max(map(len, self._stop_strings), default=0)
-        for length in range(min(longest - 1, len(self._text)), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._stop_strings):
-                return length
-        return 0
 
     def with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
         """The entries with the texts of their tokens."""
@@ -158,7 +99,8 @@ class OutputProcessor:
         """Announce the requests (samples) that together answer one prompt."""
         prompt_ids = requests[0].token_ids[: requests[0].prompt_length]
         owners = [(answer_id, request) for request in requests for answer_id in request.answer_ids]
-        answers = [Answer(self._tokenizer, request, params, index) for index, (_, request) in enumerate(owners)]
+        stop = StopStrings(params.stop_strings)
+        answers = [Answer(self._tokenizer, request, params, stop, index) for index, (_, request) in enumerate(owners)]
         output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))

@@ -1,15 +1,33 @@
 """Who goes first: a policy gives each waiting or running request a key, and smaller keys go first.
 
-A policy is registered in POLICIES under the name that `EngineConfig.policy` selects. Aging and ties (by turn, then
-arrival) are the scheduler's, so that no policy can starve anybody.
+A policy is registered in POLICIES under the name that `EngineConfig.policy` selects. Requests that have waited for long
+go before all others, whatever the policy says, so that none can starve anybody; ties go by turn, then by arrival.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvern.cache.manager import KVCacheManager
 from kvern.request import Request, State
 
-PolicyKey = Callable[[Request, KVCacheManager], float]
+Order = tuple[bool, float, int, int]
+"""Smaller goes first."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How requests are ordered. The key of a running request never changes."""
+
+    key: Callable[[Request, KVCacheManager], float]
+    fixed: bool = True
+    """The key of a waiting request does not change either."""
+    ages: bool = True
+    """Somebody could wait for ever, if it were not for aging."""
+
+    def order(self, request: Request, cache: KVCacheManager) -> Order:
+        """Aged requests first, then by the key, then by turn, then by arrival."""
+        key = 0 if request.aged else self.key(request, cache)
+        return not request.aged, key, request.turn, request.arrival
 
 
 def first_come(request: Request, cache: KVCacheManager) -> float:
@@ -32,9 +50,9 @@ def longest_cached_prefix(request: Request, cache: KVCacheManager) -> float:
     return -(request.cached_tokens if request.state is State.RUNNING else cache.cached_tokens(request))
 
 
-POLICIES: dict[str, PolicyKey] = {
-    "fcfs": first_come,
-    "priority": lowest_priority_number,
-    "sjf": shortest_job,
-    "prefix": longest_cached_prefix,
+POLICIES = {
+    "fcfs": Policy(first_come, ages=False),
+    "priority": Policy(lowest_priority_number),
+    "sjf": Policy(shortest_job),
+    "prefix": Policy(longest_cached_prefix, fixed=False),
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvern.config import EngineConfig
-from kvern.engine.core import EngineCore, TokenEvent
+from kvern.engine.core import EngineCore
 from kvern.engine.running_file import RunningFile
 from kvern.engine.wire import (
     AdapterRead,
@@ -37,6 +37,7 @@ from kvern.engine.wire import (
     encode,
 )
 from kvern.errors import KvernError, in_a_line
+from kvern.events import TokenEvent
 from kvern.request import Request
 from kvern.worker.startup import Startup
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
 from kvern.engine.inputs import Prompt, as_list
-from kvern.engine.output import RequestOutput
 from kvern.errors import InvalidRequest, shown
+from kvern.outputs import RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
 

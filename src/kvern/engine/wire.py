@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvern.engine.core import EngineStatistics, TokenEvent
+from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Request
 from kvern.sampling_params import SamplingParams
 

@@ -1,14 +1,14 @@
 """What Prometheus reads: names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvern.engine.core import EngineStatistics
-from kvern.engine.output import RequestOutput
+from kvern.events import EngineStatistics
+from kvern.outputs import RequestOutput
 
 MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -71,10 +71,6 @@ class Metrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
-
-    def text(self) -> bytes:
-        """All figures in Prometheus's text format."""
-        return generate_latest(self.registry)
 
     def watch_gpu(self, uuid: str) -> None:
         """Report memory and utilisation of this GPU as well, as far as the driver tells."""
@@ -148,6 +144,30 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"kvern:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
         return family.labels(self._model)
+
+
+class Together(Collector):
+    """The figures of several engines: each family once, with the samples of all."""
+
+    def __init__(self, metrics: Iterable[Metrics]) -> None:
+        self._metrics = list(metrics)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        families: dict[str, Metric] = {}
+        for one in self._metrics:
+            for family in one.registry.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        yield from families.values()
+
+
+def together(metrics: Iterable[Metrics]) -> bytes:
+    """All figures of several engines in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(Together(metrics))
+    return generate_latest(registry)
 
 
 class GpuCollector(Collector):

@@ -5,10 +5,13 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.api.errors import HttpError
+from kvern.api.fields import typed
 from kvern.errors import InvalidRequest, shown
 from kvern.server.bodies import read_object
-from kvern.server.http import HttpError, json_response, until_gone
-from kvern.server.service import Service, typed
+from kvern.server.engines import ServedEngine
+from kvern.server.http import json_response, until_gone
+from kvern.server.service import Service
 
 LONGEST_NAME = 256
 LONGEST_PATH = 1024
@@ -19,29 +22,32 @@ class Adapters:
     """The handlers. Adapters come from below the server's `adapter_folder`, and never from the network."""
 
     def __init__(self, service: Service) -> None:
-        self._client = service.client
+        self._service = service
         self._folder = service.config.adapter_folder
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""
-        name, body = await self._read(request)
+        name, engine, body = await self._read(request)
         path = typed(body, "lora_path", str, "")
         if not path or not path.isprintable() or len(path) > LONGEST_PATH:
             message = f"lora_path is {shown(path)}: it must be a folder, {LONGEST_PATH} printable characters at most"
             raise HttpError(400, message, param="lora_path")
-        await until_gone(self._client.load_adapter(name, str(self._allowed(path))), request.receive)
+        if any(other.answers_for(name) for other in self._service.engines if other is not engine):
+            raise HttpError(400, f"lora_name {name} is another model's: choose another name", param="lora_name")
+        await until_gone(engine.client.load_adapter(name, str(self._allowed(path))), request.receive)
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter: `lora_name`. Requests that use it go on to their end; new ones may not."""
-        name, _ = await self._read(request)
+        name, engine, _ = await self._read(request)
         try:
-            self._client.unload_adapter(name)
+            engine.client.unload_adapter(name)
         except InvalidRequest as error:
             raise HttpError(404, str(error), param="lora_name", code="model_not_found") from error
         return json_response({"id": name, "object": "adapter", "loaded": False})
 
-    async def _read(self, request: Request) -> tuple[str, dict[str, object]]:
+    async def _read(self, request: Request) -> tuple[str, ServedEngine, dict[str, object]]:
+        """The adapter's name, the engine of its model, which `model` names if there are several, and the body."""
         if not request.state.key.admin:
             raise HttpError(403, "this needs an API key with admin=1", code="permission_denied")
         if self._folder is None:
@@ -51,7 +57,7 @@ class Adapters:
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
             message = f"lora_name is {shown(name)}: it must be a name of 1 to {LONGEST_NAME} printable characters"
             raise HttpError(400, message, param="lora_name")
-        return name, body
+        return name, self._service.engine_of(self._service.model(body)), body
 
     def _allowed(self, path: str) -> Path:
         """The folder that a path means, symbolic links followed. Raises HttpError if it is not below the server's."""

@@ -6,8 +6,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+from kvern.api.errors import HttpError
 from kvern.engine.client import EngineClient
-from kvern.server.http import HttpError
 from kvern.server.keys import ApiKey
 
 RATE_WINDOW = 128
@@ -15,36 +15,68 @@ RATE_WINDOW = 128
 LONGEST_RETRY = 60
 
 
+class KeyLimits:
+    """Counts the requests of each key, whichever engine they ask."""
+
+    def __init__(self) -> None:
+        self._concurrent: Counter[str] = Counter()
+        self._begun: dict[str, deque[float]] = {}
+
+    def begin(self, key: ApiKey) -> None:
+        """One more runs."""
+        self._concurrent[key.line] += 1
+        if key.per_minute is not None:
+            self._begun.setdefault(key.name, deque(maxlen=key.per_minute)).append(time.monotonic())
+
+    def end(self, key: ApiKey) -> None:
+        """One has ended."""
+        _subtract(self._concurrent, key.line, 1)
+
+    def excess(self, key: ApiKey) -> tuple[str, str, float | None] | None:
+        """Why a key may not begin another now, as reason and message, and the seconds to wait if they are known."""
+        running = self._concurrent[key.line]
+        if key.concurrent is not None and running >= key.concurrent:
+            message = f"key {key.name} has {running} requests at the same time, its limit: wait until one ends"
+            return "concurrent", message, None
+        begun = self._begun.get(key.name)
+        if key.per_minute is not None and begun is not None and len(begun) == key.per_minute:
+            wait = 60 - (time.monotonic() - begun[0])
+            if wait > 0:
+                message = f"key {key.name} has made {key.per_minute} requests in the last minute, its limit"
+                return "per_minute", message, wait
+        return None
+
+
 class Admission:
-    """Counts what `users` keys ask of one engine.
+    """Counts what `users` keys ask of one engine; `limits` are of all engines.
 
     While the queue has room, a key may fill all of it. Then each may still have its part of `max_queue` waiting, and
     the rows of its batches another, so that at most three times `max_queue` wait in all.
     """
 
-    def __init__(self, client: EngineClient, max_queue: int, users: int) -> None:
+    def __init__(self, client: EngineClient, max_queue: int, users: int, limits: KeyLimits) -> None:
         self._client = client
         self._max_queue = max_queue
         self._users = users
+        self._limits = limits
         self._ended: dict[str, deque[float]] = {}
-        self._concurrent: Counter[str] = Counter()
-        self._begun: dict[str, deque[float]] = {}
         self._arriving: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def enter(self, key: ApiKey, sequences: int = 0) -> Iterator[None]:
         """Let a request of so many sequences in, until the block ends. Raises HttpError, 429 or 400."""
-        self._check_limits(key)
+        excess = self._limits.excess(key)
+        if excess is not None:
+            reason, message, seconds = excess
+            raise self._refusal(reason, message, self._seconds_for(key, 1) if seconds is None else seconds)
         if sequences:
             self._check_queue(key, sequences)
-        self._concurrent[key.line] += 1
-        if key.per_minute is not None:
-            self._begun.setdefault(key.name, deque(maxlen=key.per_minute)).append(time.monotonic())
+        self._limits.begin(key)
         try:
             yield
         finally:
             self._ended.setdefault(key.line, deque(maxlen=RATE_WINDOW)).extend([time.monotonic()] * sequences)
-            _subtract(self._concurrent, key.line, 1)
+            self._limits.end(key)
 
     @contextlib.contextmanager
     def arriving(self, key: ApiKey, sequences: int) -> Iterator[Callable[[int], None]]:
@@ -61,18 +93,6 @@ class Admission:
             yield arrived
         finally:
             arrived(left)
-
-    def _check_limits(self, key: ApiKey) -> None:
-        running = self._concurrent[key.line]
-        if key.concurrent is not None and running >= key.concurrent:
-            message = f"key {key.name} has {running} requests at the same time, its limit: wait until one ends"
-            raise self._refusal("concurrent", message, self._seconds_for(key, 1))
-        begun = self._begun.get(key.name)
-        if key.per_minute is not None and begun is not None and len(begun) == key.per_minute:
-            wait = 60 - (time.monotonic() - begun[0])
-            if wait > 0:
-                message = f"key {key.name} has made {key.per_minute} requests in the last minute, its limit"
-                raise self._refusal("per_minute", message, wait)
 
     def _check_queue(self, key: ApiKey, sequences: int) -> None:
         most = self._max_queue + self._client.max_batch_requests

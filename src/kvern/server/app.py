@@ -13,38 +13,37 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvern
-from kvern.batch.chat_body import template_variables
-from kvern.batch.openai_format import CHAT, COMPLETIONS
+from kvern.api.completions import CHAT, COMPLETIONS
+from kvern.api.conversation import plain_messages, template_variables
+from kvern.api.embeddings import EMBEDDINGS
+from kvern.api.errors import HttpError, error_body
+from kvern.api.fields import typed
+from kvern.api.messages import COUNT_TOKENS, MESSAGES
+from kvern.api.scores import SCORE
 from kvern.engine.client import EngineClient
 from kvern.errors import KvernError
-from kvern.server import messages, openai, openapi
+from kvern.observe.metrics import together
 from kvern.server.adapters import Adapters
 from kvern.server.batch_routes import Batches
-from kvern.server.batches import EMBEDDINGS, SCORE, Answerer
 from kvern.server.bodies import let_go, read_object
 from kvern.server.chat_page import page_routes
+from kvern.server.completions import Completions
 from kvern.server.config import ServerConfig
 from kvern.server.embeddings import Embeddings
 from kvern.server.files import Files
 from kvern.server.gate import Gate
-from kvern.server.http import (
-    EventStream,
-    HttpError,
-    error_body,
-    ignored_header,
-    json_response,
-    path_of,
-    until_gone,
-)
+from kvern.server.http import CLIENT_GONE, error_response, json_response, path_of
 from kvern.server.keys import ApiKey
+from kvern.server.messages import MessagesApi
+from kvern.server.openapi import document
 from kvern.server.openapi_page import page
+from kvern.server.openapi_schemas import Schema
 from kvern.server.responses import Responses
 from kvern.server.scores import Scores
-from kvern.server.service import Service, typed
+from kvern.server.service import Service
 from kvern.server.store import Store, default_folder
+from kvern.tools.definitions import read_tools
 
-CLIENT_GONE = 499
-"""What a log shows for a client that left; nobody reads it."""
 MOST_DECODED = 1 << 17
 """Token ids to turn into text at once, where the model's context is shorter."""
 METRICS_ROUTES = ("/metrics", "/ready", "/version", "/health")
@@ -53,26 +52,31 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Server:
-    """The handlers of one engine."""
+    """The handlers, and the engines behind them, each with the names of its model."""
 
     def __init__(
-        self, client: EngineClient, config: ServerConfig, models: Sequence[str], keys: Sequence[ApiKey] = ()
+        self,
+        engines: Sequence[tuple[EngineClient, Sequence[str]]],
+        config: ServerConfig,
+        keys: Sequence[ApiKey] = (),
     ) -> None:
         self._keys = keys
-        self.service = Service(client, config, models, keys)
+        self.service = Service(engines, config, keys)
+        self.completions = Completions(self.service)
         self.embeddings = Embeddings(self.service)
-        self.store = Store(config.data_dir or default_folder(), config.disk_per_key, config.disk_reserve)
-        answerers = {CHAT: self._answerer(CHAT), COMPLETIONS: self._answerer(COMPLETIONS)}
         self.scores = Scores(self.service)
+        self.store = Store(config.data_dir or default_folder(), config.disk_per_key, config.disk_reserve)
+        answerers = {path: self.completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
-        self.batches = Batches(self.store, self.service.users, answerers, client.max_batch_requests)
+        width = sum(client.max_batch_requests for client, _ in engines)
+        self.batches = Batches(self.store, self.service.users, answerers, width)
         self.started = int(time.time())
 
     def app(self) -> ASGIApp:
         """The ASGI application. With keys, every route but /health needs one of them."""
         responses, claude, files, batches, adapters = (
             Responses(self.service),
-            messages.MessagesApi(self.service),
+            MessagesApi(self.service),
             Files(self.store),
             self.batches,
             Adapters(self.service),
@@ -90,16 +94,16 @@ class Server:
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
-            Route(COMPLETIONS, self.completions, methods=["POST"]),
-            Route(CHAT, self.completions, methods=["POST"]),
+            Route(COMPLETIONS, self.completions.create, methods=["POST"]),
+            Route(CHAT, self.completions.create, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
             Route(SCORE, self.scores.create, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
-            Route(messages.PATH, claude.create, methods=["POST"]),
-            Route(messages.COUNT_PATH, claude.count_tokens, methods=["POST"]),
+            Route(MESSAGES, claude.create, methods=["POST"]),
+            Route(COUNT_TOKENS, claude.count_tokens, methods=["POST"]),
             Route("/v1/files", files.create, methods=["POST"]),
             Route("/v1/files", files.list, methods=["GET"]),
             Route("/v1/files/{file_id}", files.retrieve, methods=["GET"]),
@@ -128,11 +132,11 @@ class Server:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """The engine takes requests."""
-        client = self.service.client
-        if client.is_ready:
+        """All engines take requests."""
+        trouble = self.service.trouble
+        if trouble is None:
             return json_response({"ready": True})
-        return json_response({"ready": False, "reason": str(client.trouble or "the engine is being replaced")}, 503)
+        return json_response({"ready": False, "reason": trouble}, 503)
 
     async def version(self, request: Request) -> Response:
         """Which kvern this is."""
@@ -144,7 +148,8 @@ class Server:
         if len(self.service.users) > 1 and not (key.admin or key.metrics):
             message = "the metrics tell what other keys do: read them with an API key with metrics=1 or admin=1"
             raise HttpError(403, message, code="permission_denied")
-        return Response(self.service.client.metrics.text(), headers={"content-type": METRICS_TYPE})
+        text = together([engine.client.metrics for engine in self.service.engines])
+        return Response(text, headers={"content-type": METRICS_TYPE})
 
     async def description(self, request: Request) -> Response:
         """The API as an OpenAPI document."""
@@ -155,84 +160,57 @@ class Server:
         headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
         return HTMLResponse(page(self._described()), headers=headers)
 
-    def _described(self) -> openapi.Schema:
-        return openapi.document(self.service.names, self.service.client.inputs.vocab_size, bool(self._keys))
+    def _described(self) -> Schema:
+        vocab_size = max(engine.client.inputs.vocab_size for engine in self.service.engines)
+        return document(self.service.names, vocab_size, bool(self._keys))
 
     async def list_models(self, request: Request) -> Response:
         """The names that `model` may have."""
-        return json_response({"object": "list", "data": [self._model(name) for name in self.service.names]})
+        engines = self.service.engines
+        entries = [engine.entry(name, self.started) for engine in engines for name in engine.names]
+        return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         """One of them."""
-        return json_response(self._model(self.service.model({"model": request.path_params["model"]})))
-
-    def _model(self, name: str) -> dict[str, object]:
-        inputs = self.service.client.inputs
-        sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
-        parent = {} if name in self.service.models else {"parent": self.service.models[0]}
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "kvern", **sizes, **parent}
+        name = request.path_params["model"]
+        return json_response(self.service.engine_of(name).entry(name, self.started))
 
     async def tokenize(self, request: Request) -> Response:
         """A text, or a conversation, as token ids."""
         body = await read_object(request)
-        service = self.service
-        service.model(body)
-        with service.admission.enter(request.state.key):
+        engine = self.service.engine_of(self.service.model(body))
+        client = engine.client
+        with engine.admission.enter(request.state.key):
             if "messages" in body:
-                tools = typed(body, "tools", list, None)
-                token_ids = await openai.conversation(body["messages"], tools, service, template_variables(body))
+                variables, tools = template_variables(body), read_tools(typed(body, "tools", list, None)).definitions
+                token_ids = await client.chat_prompt(plain_messages(body["messages"]), list(tools) or None, variables)
             else:
                 special = typed(body, "add_special_tokens", bool, True)
-                token_ids = await service.client.encode(typed(body, "prompt", str, ""), special)
+                token_ids = await client.encode(typed(body, "prompt", str, ""), special)
         with_texts = typed(body, "return_token_strs", bool, False)
         let_go(request, body)
         answer: dict[str, Any] = {
             "tokens": token_ids,
             "count": len(token_ids),
-            "max_model_len": service.client.inputs.max_model_len,
+            "max_model_len": client.inputs.max_model_len,
         }
         if with_texts:
-            name = service.client.tokenizer.id_to_token
+            name = client.tokenizer.id_to_token
             answer["token_strs"] = await asyncio.to_thread(lambda: [name(token) for token in token_ids])
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids as text."""
         body = await read_object(request)
-        self.service.model(body)
+        engine = self.service.engine_of(self.service.model(body))
         tokens = typed(body, "tokens", list, [])
-        most = max(self.service.client.inputs.max_model_len, MOST_DECODED)
+        most = max(engine.client.inputs.max_model_len, MOST_DECODED)
         if len(tokens) > most:
             raise HttpError(400, f"tokens holds {len(tokens)}: this server takes {most} at most", param="tokens")
         if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise HttpError(400, "tokens must be a list of token ids", param="tokens")
-        with self.service.admission.enter(request.state.key):
-            return json_response({"prompt": await self.service.client.decode(tokens)})
-
-    async def completions(self, request: Request) -> Response | EventStream:
-        """Both of OpenAI's completion routes, streamed or at once."""
-        body = await read_object(request)
-        service = self.service
-        if service.config.log_requests == "prompts":
-            openai.log_body(body, request.state.request_id)
-        call = await openai.read_call(body, path_of(request.scope), service, request.state.key)
-        headers = ignored_header(body, call.known)
-        let_go(request, body)
-        if call.stream:
-            running = await service.start(call.ask)
-            return EventStream(openai.events(call, running, service), running.close, headers)
-        outputs = await until_gone(service.run(call.ask), request.receive)
-        if outputs is None:
-            return Response(status_code=CLIENT_GONE)
-        return json_response(openai.answer(call, outputs, service), headers=headers)
-
-    def _answerer(self, url: str) -> Answerer:
-        async def answer(body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
-            call = await openai.read_call(body, url, self.service, key)
-            body.clear()
-            return openai.answer(call, await self.service.run(call.ask), self.service)
-
-        return answer
+        with engine.admission.enter(request.state.key):
+            return json_response({"prompt": await engine.client.decode(tokens)})
 
 
 def _walled(app: ASGIApp) -> ASGIApp:
@@ -242,7 +220,7 @@ def _walled(app: ASGIApp) -> ASGIApp:
         path = path_of(scope)
         if scope["type"] == "http" and scope["state"]["key"].metrics and path not in METRICS_ROUTES:
             message = f"an API key with metrics=1 may only read {', '.join(METRICS_ROUTES)}: use another"
-            refusal = messages.error_for(path, HttpError(403, message, code="permission_denied"))
+            refusal = error_response(HttpError(403, message, code="permission_denied"), path)
             await refusal(scope, receive, send)
         else:
             await app(scope, receive, send)
@@ -251,7 +229,7 @@ def _walled(app: ASGIApp) -> ASGIApp:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return messages.error_for(path_of(request.scope), error)
+    return error_response(error, path_of(request.scope))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -263,7 +241,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _nested(request: Request, error: Exception) -> Response:
     """Only what was sent can be so deep."""
     refused = HttpError(400, "the body is nested too deeply: use fewer levels")
-    return messages.error_for(path_of(request.scope), refused)
+    return error_response(refused, path_of(request.scope))
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.api.errors import HttpError
+from kvern.api.fields import read_metadata, typed
 from kvern.errors import shown
 from kvern.server.batches import RUNNING, WINDOW_SECONDS, Answerer, Work
 from kvern.server.bodies import Lane, read_object
 from kvern.server.files import page_of
-from kvern.server.http import HttpError, json_response
+from kvern.server.http import json_response
 from kvern.server.keys import ApiKey
-from kvern.server.service import read_metadata, typed
 from kvern.server.store import Object, Store
 
 logger = logging.getLogger("kvern")

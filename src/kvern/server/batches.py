@@ -21,11 +21,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvern.batch.openai_format import CHAT, COMPLETIONS
+from kvern.api.completions import CHAT, COMPLETIONS
+from kvern.api.embeddings import EMBEDDINGS
+from kvern.api.errors import HttpError, error_body, status_of
+from kvern.api.scores import SCORE
 from kvern.errors import EngineClosed, EngineUnavailable, KvernError, ServerBusy, shown
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
 from kvern.server.files import OUTPUT, PART_BYTES, file_object
-from kvern.server.http import HttpError, error_body, status_of
 from kvern.server.keys import ApiKey
 from kvern.server.store import NoRoom, Object, Store, paths_of_batch
 
@@ -34,8 +36,6 @@ logger = logging.getLogger("kvern")
 Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[dict[str, Any]]]
 """From the body of a request, which it may change and empty, to the body of its answer."""
 
-EMBEDDINGS = "/v1/embeddings"
-SCORE = "/v1/score"
 ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS, SCORE)
 WINDOW_SECONDS = 24 * 3600
 MOST_ROWS = 50_000

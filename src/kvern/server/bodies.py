@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from kvern.api.errors import HttpError
 from kvern.json_work import is_too_much
-from kvern.server.http import HttpError
 
 MAX_BODY_BYTES = 16 << 20
 """Of a request: beyond, it is refused."""

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvern.config import LONGEST_SECONDS
 from kvern.errors import ConfigError
-
-LONGEST_SECONDS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class ServerConfig:
     """Names in the Host header that a server without keys answers to beside its own address, such as a proxy's."""
     adapter_folder: Path | None = None
     """Keys with admin=1 may load adapters from folders below this one while the server runs. None: nobody may."""
-    served_model_name: tuple[str, ...] = ()
-    """Names of the model in the API. None: the name it was started with."""
     max_queue: int = 2048
     """Sequences that may wait; beyond, requests are refused with 429 and a time to try again. Each of several keys may
     always have its part of them waiting, whatever the others do."""
@@ -53,8 +50,6 @@ class ServerConfig:
     """Tokens that a chunk of a stream waits for; more make streams cheaper and coarser. The first is sent at once."""
     share_prefix_cache: bool = False
     """Let keys reuse each other's cached prompts: each can then find out, by guessing, what others have asked."""
-    engine_timeout: float = 60.0
-    """Seconds without a sign of life after which the engine is replaced; a step takes less."""
     request_timeout: float = 30.0
     """Seconds in which the head of a request must have arrived, then again its body, and in which a client reads some
     of an answer that waits for it."""
@@ -72,7 +67,7 @@ class ServerConfig:
             raise ConfigError(f"tls_key is {self.tls_key} and there is no tls_cert: give both")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path is {self.root_path!r}: it must begin with / and not end with it")
-        for name in ("engine_timeout", "request_timeout", "grace_seconds"):
+        for name in ("request_timeout", "grace_seconds"):
             value = getattr(self, name)
             if not value <= LONGEST_SECONDS:
                 raise ConfigError(f"{name} is {value}: it must be a number of seconds, {LONGEST_SECONDS} at most")
@@ -82,7 +77,6 @@ class ServerConfig:
             "concurrent_per_key",
             "per_minute_per_key",
             "disk_per_key",
-            "engine_timeout",
             "request_timeout",
         ):
             value = getattr(self, name)

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message
 
+from kvern.api.errors import HttpError
 from kvern.errors import shown
-from kvern.server.http import HttpError, json_response
+from kvern.server.http import json_response
 from kvern.server.store import Object, Store
 
 MOST_FILE_BYTES = 512 << 20

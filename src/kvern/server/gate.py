@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvern.api.errors import HttpError, error_body
 from kvern.server.bodies import Lane
 from kvern.server.config import ServerConfig
-from kvern.server.http import HttpError, error_body, json_response, path_of
+from kvern.server.http import error_response, json_response, path_of
 from kvern.server.keys import ANYONE, ApiKey, find_key
-from kvern.server.messages import error_for
 from kvern.server.origins import Origins, is_preflight
 
 logger = logging.getLogger("kvern.requests")
@@ -91,7 +91,7 @@ class Gate:
             return json_response(error_body(400, message), 400), self._default
         refusal = self._origins.refusal(method, path, headers)
         if refusal is not None:
-            return error_for(path, HttpError(403, refusal, code="permission_denied")), self._default
+            return error_response(HttpError(403, refusal, code="permission_denied"), path), self._default
         if self._origins.allows(headers.get(b"origin")) and is_preflight(method, headers):
             return Response(status_code=204), self._default
         if not self._keys or path in OPEN_ROUTES:
@@ -121,4 +121,4 @@ def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:
 def _no_key(path: str) -> ASGIApp:
     message = "the API key is missing or unknown: send it as Authorization: Bearer KEY"
     headers = {"www-authenticate": 'Basic realm="kvern", charset="UTF-8"'}
-    return error_for(path, HttpError(401, message, code="invalid_api_key", headers=headers))
+    return error_response(HttpError(401, message, code="invalid_api_key", headers=headers), path)

@@ -1,57 +1,30 @@
-"""HTTP answers: JSON, OpenAI's error shape, and event streams that end when their client goes."""
+"""HTTP answers: JSON, errors, and event streams that end when their client goes."""
 
 import asyncio
 import contextlib
+import logging
 import math
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvern.batch.chat_body import CHAT_FIELDS
-from kvern.errors import (
-    DeadlineExceeded,
-    EngineDied,
-    EngineUnavailable,
-    InvalidParameter,
-    InvalidRequest,
-    KvernError,
-    RequestFailed,
-    ServerBusy,
-)
-from kvern.sampling_params import SamplingParams
+from kvern.api import messages
+from kvern.api.errors import body_of, error_body, status_of
+from kvern.api.fields import ignored
+from kvern.errors import EngineUnavailable, KvernError, ServerBusy
+from kvern.server.config import ServerConfig
 
+logger = logging.getLogger("kvern.requests")
+
+CLIENT_GONE = 499
+"""What a log shows for a client that left; nobody reads it."""
 IGNORED_HEADER = "x-kvern-ignored-fields"
 
-NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input"})
-
 T = TypeVar("T")
-
-
-class HttpError(Exception):
-    """An answer that is an error. `param` names the field that is wrong."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape of an error."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def path_of(scope: Scope) -> str:
@@ -61,8 +34,14 @@ def path_of(scope: Scope) -> str:
 
 def ignored_header(body: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
     """A header with the names of a body's fields that mean nothing, as far as a header can hold them."""
-    names = sorted(name for name in body if name not in known and name.isascii() and name.isprintable())
+    names = ignored(body, known)
     return {IGNORED_HEADER: ", ".join(names)[:1000]} if names else {}
+
+
+def log_body(config: ServerConfig, body: Mapping[str, Any], request: Request) -> None:
+    """Write what was asked into the log: only for servers that were told to."""
+    if config.log_requests == "prompts":
+        logger.info("%s asks %s", request.state.request_id, msgspec.json.encode(body).decode())
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -70,27 +49,14 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """The answer to what went wrong: 4xx for the request, 5xx for the server."""
-    if isinstance(error, HttpError):
-        body = error_body(error.status, error.message, error.param, error.code)
-        return json_response(body, error.status, error.headers)
-    param = None
-    if isinstance(error, InvalidParameter | InvalidRequest):  # its message begins with the field's name
-        first = re.match(r"\w+", str(error))
-        param = first[0] if first is not None and first[0] in NAMED_FIELDS else None
-    headers = None
+def error_response(error: Exception, path: str = "") -> Response:
+    """The answer to what went wrong, in the shape that a path's clients know."""
+    headers = getattr(error, "headers", None)
     if isinstance(error, EngineUnavailable | ServerBusy):
         headers = {"retry-after": str(math.ceil(error.seconds))}
-    return json_response(error_body(status_of(error), str(error), param), status_of(error), headers)
-
-
-def status_of(error: Exception) -> int:
-    """The HTTP status of what went wrong."""
-    if isinstance(error, HttpError):
-        return error.status
-    statuses = {EngineUnavailable: 503, EngineDied | RequestFailed: 500, DeadlineExceeded: 408, ServerBusy: 429}
-    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
+    status = status_of(error)
+    body = messages.error_body(status, str(error)) if path.startswith(messages.MESSAGES) else body_of(error)
+    return json_response(body, status, headers)
 
 
 async def gone(receive: Receive) -> None:

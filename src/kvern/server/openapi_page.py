@@ -2,7 +2,7 @@
 
 import html
 
-from kvern.server.openapi import Schema
+from kvern.server.openapi_schemas import Schema
 
 
 def page(described: Schema) -> str:

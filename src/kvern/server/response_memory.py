@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from kvern.api.errors import HttpError
 from kvern.errors import shown
-from kvern.server.http import HttpError
 
 MOST_STORED = 1000
 """Responses of one key; the oldest that have ended go first."""
@@ -26,7 +26,6 @@ class Stored:
     body: dict[str, Any]
     messages: list[dict[str, Any]]
     task: asyncio.Task[None] | None = None
-    sequence: int = 0
     size: int = 0
 
     @property

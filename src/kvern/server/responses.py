@@ -1,48 +1,25 @@
-"""OpenAI's /v1/responses: conversations that the server remembers, events of named kinds, work in the background."""
+"""OpenAI's /v1/responses: conversations that the server remembers, streams, work in the background."""
 
 import asyncio
 import contextlib
 import functools
 import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.batch.chat_body import ChatBody, plain_messages, template_variables
-from kvern.batch.openai_format import response_format
-from kvern.batch.requests import sampling_params
-from kvern.engine.output import RequestOutput
-from kvern.errors import KvernError, shown
-from kvern.sampling_params import SamplingParams
+from kvern.api.errors import HttpError
+from kvern.api.fields import merge_extra
+from kvern.api.response_items import input_messages
+from kvern.api.responses import KNOWN, Messages, ResponseEvents, complete, fail, read_response
+from kvern.errors import KvernError
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import EventStream, HttpError, ignored_header, json_response, until_gone
-from kvern.server.keys import ApiKey
-from kvern.server.openai import chat_request, merge_extra
-from kvern.server.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages
+from kvern.server.http import EventStream, ignored_header, json_response, until_gone
 from kvern.server.response_memory import Packed, ResponseMemory, Stored
-from kvern.server.service import OWN_FIELDS, Ask, Running, Service, read_metadata, typed
+from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
-from kvern.tools.definitions import read_tools
 
 logger = logging.getLogger("kvern")
-
-REFUSED = {"conversation": None, "prompt": None, "max_tool_calls": None, "truncation": "disabled"}
-"""Fields that are accepted only with the value that asks for nothing."""
-LONGEST_USER = 512
-"""Characters."""
-
-# fmt: off
-KNOWN = frozenset({
-    "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
-    "metadata", "tools", "tool_choice", "text", "user", "parallel_tool_calls", "service_tier", "reasoning", "include",
-    "truncation", "safety_identifier", "stream_options", "thinking_budget", "chat_template_kwargs",
-    *SamplingParams.__struct_fields__, *OWN_FIELDS, *REFUSED,
-})
-# fmt: on
 
 
 class Responses:
@@ -55,24 +32,29 @@ class Responses:
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/responses."""
         body = await read_object(request)
-        stored, ask, chat = await self._read(body, request.state.key)
+        key = request.state.key
+        merge_extra(body)
+        model = self._service.model(body)
+        asked = read_response(body, model, lambda name: self._earlier(key.name, name))
+        chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key)
+        ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
+        stored, stream = Stored(key.name, asked.response, asked.messages), asked.stream
         headers = ignored_header(body, KNOWN)
-        stream, background = typed(body, "stream", bool, False), typed(body, "background", bool, False)
+        del asked
         let_go(request, body)
-        if stream and background:
-            raise HttpError(400, "stream and background are both set: choose one", param="background")
-        if stored.body["store"] or background:
+        if stored.body["store"] or stored.background:
             self._memory.add(stored)
-        if background:
+        if stored.background:
             stored.body["status"] = "queued"
             stored.task = asyncio.create_task(self._work(stored, ask, chat))
             stored.task.add_done_callback(lambda _: self._end(stored))
             return json_response(stored.body, headers=headers)
         try:
             if stream:
-                running = await self._service.start(ask)
-                events, failed = self._events(stored, chat, running), functools.partial(failure, stored)
-                return EventStream(events, lambda: self._close(stored, running), headers, b"", failed)
+                running, events = await self._service.start(ask), ResponseEvents(stored.body, chat)
+                [output] = running.outputs
+                close = functools.partial(self._close, stored, running)
+                return EventStream(events.of(output, running), close, headers, b"", events.failed)
             outputs = await until_gone(self._service.run(ask), request.receive)
         except BaseException:
             self._memory.forget(stored.key, stored.body["id"])  # nobody knows it
@@ -80,7 +62,7 @@ class Responses:
         if outputs is None:
             self._memory.forget(stored.key, stored.body["id"])
         else:
-            complete(stored, chat, outputs[0])
+            complete(stored.body, chat, outputs[0])
             self._end(stored)
         return json_response(stored.body, headers=headers)
 
@@ -109,71 +91,9 @@ class Responses:
     def _find(self, request: Request) -> Stored | Packed:
         return self._memory.find(request.state.key.name, request.path_params["response_id"])
 
-    async def _read(self, body: dict[str, Any], key: ApiKey) -> tuple[Stored, Ask, ChatRequest]:
-        service = self._service
-        merge_extra(body)
-        model = service.model(body)
-        for name, value in REFUSED.items():
-            if body.get(name) not in (None, value):
-                raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
-        text = typed(body, "text", dict, {})
-        tools = typed(body, "tools", list, [])
-        messages = [*self._earlier(body, key), *input_messages(body.get("input"))]
-        instructions = typed(body, "instructions", str, None)
-        prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
-        use = read_tools(chat_tools(tools), chat_tool_choice(body.get("tool_choice")), body.get("parallel_tool_calls"))
-        reasoning = typed(body, "reasoning", dict, {})
-        user = typed(body, "user", str, None)
-        if user is not None and len(user) > LONGEST_USER:
-            raise HttpError(400, f"user has {len(user)} characters: at most {LONGEST_USER}", param="user")
-        variables = template_variables({"reasoning_effort": reasoning.get("effort"), **body})
-        values = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
-        values.pop("logprobs", None)
-        form = text.get("format") or {"type": "text"}
-        structured = response_format(form)
-        if structured is not None:
-            values["structured"] = structured
-        if body.get("max_output_tokens") is not None:
-            values["max_tokens"] = body["max_output_tokens"]
-        if values.get("n", 1) != 1:
-            raise HttpError(400, f"n is {shown(values['n'])}: a response has one answer", param="n")
-        conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
-        chat = await chat_request(conversation, sampling_params(SamplingParams(), values), service, key)
-        params = chat.params
-        response = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "background": typed(body, "background", bool, False),
-            "error": None,
-            "incomplete_details": None,
-            "instructions": instructions,
-            "max_output_tokens": body.get("max_output_tokens"),
-            "metadata": read_metadata(body),
-            "model": model,
-            "output": [],
-            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-            "previous_response_id": body.get("previous_response_id"),
-            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-            "service_tier": "default",
-            "store": typed(body, "store", bool, True),
-            "temperature": params.temperature if params.temperature is not None else 1.0,
-            "text": {"format": form},
-            "tool_choice": body.get("tool_choice") or "auto",
-            "tools": tools,
-            "top_p": params.top_p if params.top_p is not None else 1.0,
-            "truncation": "disabled",
-            "usage": None,
-            "user": user,
-        }
-        return Stored(key.name, response, messages), service.ask(body, [chat.prompt], params, key), chat
-
-    def _earlier(self, body: Mapping[str, Any], key: ApiKey) -> list[dict[str, Any]]:
-        response_id = typed(body, "previous_response_id", str, None)
-        if response_id is None:
-            return []
-        found = self._memory.find(key.name, response_id)
+    def _earlier(self, owner: str, response_id: str) -> Messages:
+        """The messages up to the end of a response."""
+        found = self._memory.find(owner, response_id)
         stored = found.unpacked() if isinstance(found, Packed) else found
         if stored.body["status"] not in ("completed", "incomplete"):
             message = f"response {response_id} is {stored.body['status']}: wait until it is completed"
@@ -185,12 +105,12 @@ class Responses:
         stored.body["status"] = "in_progress"
         try:
             [output] = await self._service.run(ask)
-            complete(stored, chat, output)
-        except (KvernError, HttpError) as error:
-            failure(stored, error)
+            complete(stored.body, chat, output)
+        except KvernError as error:
+            fail(stored.body, error)
         except Exception:
             logger.exception("response %s failed", stored.body["id"])
-            failure(stored, HttpError(500, "the server has a fault; its log tells more"))
+            fail(stored.body, HttpError(500, "the server has a fault; its log tells more"))
 
     def _close(self, stored: Stored, running: Running) -> None:
         running.close()
@@ -201,55 +121,3 @@ class Responses:
         if stored.body["status"] in ("queued", "in_progress"):
             stored.body["status"] = "cancelled"
         self._memory.end(stored)
-
-    async def _events(self, stored: Stored, chat: ChatRequest, running: Running) -> AsyncIterator[object]:
-        [output] = running.outputs
-        answer, reader = output.outputs[0], chat.reader()
-        items = OutputItems()
-        yield event(stored, "response.created", response=stored.body)
-        yield event(stored, "response.in_progress", response=stored.body)
-        async for _ in running:
-            for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None)):
-                yield event(stored, kind, **fields)
-        for kind, fields in items.end(conclude(stored, output)):
-            yield event(stored, kind, **fields)
-        stored.body["output"] = items.items
-        yield event(stored, f"response.{stored.body['status']}", response=stored.body)
-
-
-def failure(stored: Stored, error: Exception) -> object:
-    """Let a response fail; the event that says so."""
-    stored.body["status"] = "failed"
-    stored.body["error"] = {"code": "server_error", "message": str(error)}
-    return event(stored, "response.failed", response=stored.body)
-
-
-def complete(stored: Stored, chat: ChatRequest, output: RequestOutput) -> None:
-    """The response to a whole answer."""
-    items = OutputItems()
-    items.add(chat.reader().read(output.outputs[0].text, True))
-    items.end(conclude(stored, output))
-    stored.body["output"] = items.items
-
-
-def conclude(stored: Stored, output: RequestOutput) -> str:
-    """All but the items; returns the status."""
-    answer = output.outputs[0]
-    cut = answer.finish_reason == "length"
-    status = stored.body["status"] = "incomplete" if cut else "completed"
-    stored.body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-    prompt, generated = len(output.prompt_token_ids), len(answer.token_ids)
-    stored.body["usage"] = {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": output.cached_tokens},
-        "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + generated,
-    }
-    return status
-
-
-def event(stored: Stored, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    """A named event; they are numbered."""
-    number, stored.sequence = stored.sequence, stored.sequence + 1
-    return kind, {"type": kind, "sequence_number": number, **fields}

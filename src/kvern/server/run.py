@@ -7,7 +7,7 @@ import gc
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -25,7 +25,7 @@ KEEP_ALIVE_SECONDS = 75
 """An idle connection stays open so long, longer than proxies in front keep theirs."""
 
 
-async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str], say: Callable[[str], None]) -> None:
+async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises ConfigError if the address is taken or the engine cannot start.
@@ -48,8 +48,8 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
-        async with EngineClient(config, server.engine_timeout, models) as client:
-            application = Server(client, server, models, keys)
+        async with EngineClient(config, config.engine_timeout, config.model_names) as client:
+            application = Server([(client, config.model_names)], server, keys)
             await application.batches.resume()
             http = HttpServer(
                 uvicorn.Config(
@@ -73,7 +73,7 @@ async def serve(config: EngineConfig, server: ServerConfig, models: Sequence[str
             listener.listen(http.config.backlog)  # who reads the next line may connect
             if not keys and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
-            say(f"serving {models[0]} on {shown_address(listener, server)}")
+            say(f"serving {config.model_names[0]} on {shown_address(listener, server)}")
             await http.serve(sockets=[listener])
             await application.batches.stop()
 

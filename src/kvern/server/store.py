@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvern.api.errors import HttpError
 from kvern.errors import shown
-from kvern.server.http import HttpError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (

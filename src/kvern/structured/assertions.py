@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+Resolver = Any
+"""`referencing`'s: knows what a reference means where it stands."""
 Schema = Mapping[str, Any] | bool
 Made = dict[str, Any] | bool
 """A schema in the compiler's words."""

@@ -10,11 +10,9 @@ that was asked. Where nothing is left, or the part would be a poor one (uniqueIt
 Keywords are those of draft 2020-12 (https://json-schema.org/draft/2020-12), and the older ones of drafts 4 to 7.
 """
 
-import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from referencing import Registry, Resource
@@ -30,24 +28,19 @@ from kvern.structured.assertions import (
     SHAPES,
     TYPES,
     Made,
+    Resolver,
     Schema,
     all_of,
     any_of,
-    canonical,
-    closed_without,
     tell_apart,
-    types_of,
 )
-
-Resolver = Any
-"""`referencing`'s: knows what a reference means where it stands."""
+from kvern.structured.schema_alternatives import closed
+from kvern.structured.schema_disjoint import disjoint
 
 MOST_NODES = 50_000
 LONGEST_SECONDS = 1.0
 """Of rewriting: some schemas grow with the square of what they hold."""
-MOST_ALTERNATIVES = 256
 MOST_CONTAINED = 64
-DEEPEST_REFERENCE = 32
 LONE_REFERENCES = (DRAFT3, DRAFT4, DRAFT6, DRAFT7)
 """Drafts in which what stands beside `$ref` means nothing."""
 
@@ -60,7 +53,7 @@ def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
     base = resource.id() or ""
     try:
         resolver = registry.with_resource(base, resource).resolver(base)
-        rewriter = _Rewriter(specification)
+        rewriter = Rewriter(specification)
         root = rewriter.said(schema, resolver, "#")
     except RecursionError as error:
         raise InvalidParameter("structured: the schema is nested too deeply, or has too long constants") from error
@@ -72,29 +65,7 @@ def rewrite(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**(root if isinstance(root, dict) else {}), "$defs": rewriter.definitions}
 
 
-@dataclass
-class _Alternative:
-    """One way to satisfy a schema: a conjunction, and which properties and items it looks at."""
-
-    schemas: list[Made] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
-    patterns: set[str] = field(default_factory=set)
-    items: int = 0
-    every_property: bool = False
-    every_item: bool = False
-
-    def __and__(self, other: "_Alternative") -> "_Alternative":
-        return _Alternative(
-            self.schemas + other.schemas,
-            self.names | other.names,
-            self.patterns | other.patterns,
-            max(self.items, other.items),
-            self.every_property or other.every_property,
-            self.every_item or other.every_item,
-        )
-
-
-class _Rewriter:
+class Rewriter:
     """`said` and `negated` give a schema, and what it does not allow, in the compiler's words."""
 
     def __init__(self, specification: Any) -> None:
@@ -111,21 +82,21 @@ class _Rewriter:
         """What a schema allows, or a part of that."""
         if isinstance(schema, bool):
             return schema
-        node, at = self._enter(schema, at, path)
+        node, at = self.enter(schema, at, path)
         if "unevaluatedProperties" in node or "unevaluatedItems" in node:
-            return self._closed(node, at, path)
-        return all_of([self._plain(node, at, path), *self._applied(node, at, path)])
+            return closed(self, node, at, path)
+        return all_of([self.plain(node, at, path), *self._applied(node, at, path)])
 
     def negated(self, schema: Schema, at: Resolver, path: str) -> Made:
         """Some of what a schema does not allow; False if there are no words for any of it."""
         if isinstance(schema, bool):
             return not schema
-        node, at = self._enter(schema, at, path)
+        node, at = self.enter(schema, at, path)
         return any_of(self._opposites(node, at, path))
 
-    def _enter(self, schema: Schema, at: Resolver, path: str) -> tuple[dict[str, Any], Resolver]:
+    def enter(self, schema: Schema, at: Resolver, path: str) -> tuple[dict[str, Any], Resolver]:
         """A node with the keywords of older drafts in today's words; checked."""
-        self._count()
+        self.count()
         if not isinstance(schema, Mapping):
             raise InvalidParameter(f"structured: {path} is {schema!r:.60}: a schema is an object, true or false")
         node = dict(schema)
@@ -155,7 +126,8 @@ class _Rewriter:
         node.pop("uniqueItems", None)
         return node, at
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """One thing more was looked at. Raises InvalidParameter if it is too much, or takes too long."""
         self._nodes += 1
         if self._nodes > MOST_NODES:
             raise InvalidParameter(f"structured: the schema says more than {MOST_NODES} things: make it smaller")
@@ -164,7 +136,7 @@ class _Rewriter:
                 f"structured: the schema takes more than {LONGEST_SECONDS} s to read: make it simpler"
             )
 
-    def _plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
+    def plain(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
         """The assertions that the compiler knows, with the schemas in them."""
         made: dict[str, Any] = {}
         for key, value in node.items():
@@ -192,18 +164,27 @@ class _Rewriter:
 
     def _applied(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
         """What the keywords mean that are alternatives or negations."""
-        for key in node.keys() & APPLIED.keys():
-            yield from APPLIED[key](self, node, at, f"{path}/{key}")
+        for key in self.keywords(node):
+            yield from self.applied(key, node, at, path)
+
+    def keywords(self, node: Mapping[str, Any]) -> Iterable[str]:
+        """Those of a node that are alternatives or negations."""
+        return node.keys() & APPLIED.keys()
+
+    def applied(self, key: str, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
+        """What one keyword of `APPLIED` means."""
+        return APPLIED[key](self, node, at, f"{path}/{key}")
 
     def _reference(self, target: str, at: Resolver, path: str, allowed: bool) -> Made:
-        contents, there = self._resolve(target, at, path)
+        contents, there = self.resolve(target, at, path)
         key = id(contents), allowed
         if key not in self._names:
             name = self._names[key] = f"{len(self._names)}{re.sub('[^A-Za-z0-9]+', '-', target)}"
             self.definitions[name] = (self.said if allowed else self.negated)(contents, there, target)
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
-    def _resolve(self, target: str, at: Resolver, path: str) -> tuple[Schema, Resolver]:
+    def resolve(self, target: str, at: Resolver, path: str) -> tuple[Schema, Resolver]:
+        """What a reference refers to, and where that stands."""
         try:
             found = at.lookup(target)
         except Unresolvable as error:
@@ -228,11 +209,11 @@ class _Rewriter:
 
     def _one_of(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
         yield any_of(
-            all_of([self.said(item, at, f"{path}/{index}"), *self._others(node["oneOf"], index, at, path)])
+            all_of([self.said(item, at, f"{path}/{index}"), *self.others(node["oneOf"], index, at, path)])
             for index, item in enumerate(node["oneOf"])
         )
 
-    def _others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[Made]:
+    def others(self, items: Sequence[Schema], index: int, at: Resolver, path: str) -> list[Made]:
         """That none of the others holds, where it is not plain that they exclude each other."""
         if id(items) not in self._apart:
             self._apart[id(items)] = tell_apart(items)
@@ -241,7 +222,7 @@ class _Rewriter:
         return [
             self.negated(other, at, f"{path}/{number}")
             for number, other in enumerate(items)
-            if number != index and not self._disjoint(items[index], other, at, path)
+            if number != index and not disjoint(self, items[index], other, at, path)
         ]
 
     def _not(self, node: Mapping[str, Any], at: Resolver, path: str) -> Iterable[Made]:
@@ -345,149 +326,22 @@ class _Rewriter:
             elif key not in IGNORED and key not in ("then", "else", "minContains", "maxContains") and value is not True:
                 self.reasons.add(f"not {key} cannot be expressed ({here})")
 
-    # which schemas plainly exclude each other
 
-    def _disjoint(self, one: Schema, other: Schema, at: Resolver, path: str, depth: int = 0) -> bool:
-        self._count()
-        one, other = self._looked_up(one, at, path), self._looked_up(other, at, path)
-        if isinstance(one, bool) or isinstance(other, bool):
-            return one is False or other is False
-        if not types_of(one) & types_of(other):
-            return True
-        values = [
-            node["enum"] if "enum" in node else [node["const"]]
-            for node in (one, other)
-            if {"enum", "const"} & node.keys()
-        ]
-        if len(values) == 2:
-            return not {canonical(value) for value in values[0]} & {canonical(value) for value in values[1]}
-        if types_of(one) != {"object"} and types_of(other) != {"object"}:
-            return False
-        if depth > DEEPEST_REFERENCE:
-            return False
-        both = set(one.get("required", ())) & set(other.get("required", ()))
-        return any(
-            self._disjoint(
-                one.get("properties", {}).get(name, True),
-                other.get("properties", {}).get(name, True),
-                at,
-                path,
-                depth + 1,
-            )
-            for name in both
-        ) or any(closed_without(a, set(b.get("required", ()))) for a, b in ((one, other), (other, one)))
-
-    def _looked_up(self, schema: Schema, at: Resolver, path: str) -> Schema:
-        """What a schema that is a mere reference refers to."""
-        for _ in range(DEEPEST_REFERENCE):
-            if isinstance(schema, bool) or schema.keys() - IGNORED != {"$ref"}:
-                break
-            schema, at = self._resolve(schema["$ref"], at, path)
-        return schema
-
-    # unevaluatedProperties and unevaluatedItems
-
-    def _closed(self, node: Mapping[str, Any], at: Resolver, path: str) -> Made:
-        rest = {key: value for key, value in node.items() if key not in ("unevaluatedProperties", "unevaluatedItems")}
-        made = []
-        for way in self._ways(rest, at, path, 0):
-            closing: dict[str, Any] = {}
-            if "unevaluatedProperties" in node and not way.every_property:
-                closing["properties"] = dict.fromkeys(sorted(way.names), True)
-                closing["patternProperties"] = dict.fromkeys(sorted(way.patterns), True)
-                unevaluated = node["unevaluatedProperties"]
-                closing["additionalProperties"] = self.said(unevaluated, at, f"{path}/unevaluatedProperties")
-            if "unevaluatedItems" in node and not way.every_item:
-                closing["prefixItems"] = [True] * way.items
-                closing["items"] = self.said(node["unevaluatedItems"], at, f"{path}/unevaluatedItems")
-            made.append(all_of([*way.schemas, closing]))
-        return any_of(made)
-
-    def _ways(self, schema: Schema, at: Resolver, path: str, depth: int) -> list[_Alternative]:
-        """How a schema can be satisfied, with what each way looks at."""
-        if isinstance(schema, bool):
-            return [_Alternative()] if schema else []
-        if depth > DEEPEST_REFERENCE:
-            raise InvalidParameter(f"structured: {path} refers to itself, which unevaluatedProperties cannot look into")
-        node, at = self._enter(schema, at, path)
-        if "unevaluatedProperties" in node or "unevaluatedItems" in node:
-            inside = _Alternative([self._closed(node, at, path)])
-            inside.every_property = "unevaluatedProperties" in node
-            inside.every_item = "unevaluatedItems" in node
-            return [inside]
-
-        def ways(item: Schema, name: str) -> list[_Alternative]:
-            return self._ways(item, at, f"{path}/{name}", depth + 1)
-
-        def just(made: Iterable[Made]) -> list[_Alternative]:
-            schema = all_of(made)
-            return [] if schema is False else [_Alternative([schema])]
-
-        own = _Alternative([self._plain(node, at, path)], set(node.get("properties", ())))
-        own.patterns = set(node.get("patternProperties", ()))
-        own.every_property, own.every_item = "additionalProperties" in node, "items" in node
-        own.items = len(node.get("prefixItems", ()))
-        factors: list[list[_Alternative]] = [[own]]
-        for key in node.keys() & APPLIED.keys():
-            value, here = node[key], f"{path}/{key}"
-            if key == "allOf":
-                factors += [ways(item, f"allOf/{index}") for index, item in enumerate(value)]
-            elif key == "anyOf":
-                factors.append([way for index, item in enumerate(value) for way in ways(item, f"anyOf/{index}")])
-            elif key == "oneOf":
-                alone = [just(self._others(value, index, at, here)) or [] for index in range(len(value))]
-                choices = (
-                    _product([ways(item, f"oneOf/{index}"), alone[index]], path) for index, item in enumerate(value)
-                )
-                factors.append(list(itertools.chain(*choices)))
-            elif key in ("$ref", "$dynamicRef", "$recursiveRef"):
-                target, there = self._resolve(value, at, here)
-                factors.append(self._ways(target, there, here, depth + 1))
-            elif key == "if":
-                yes = _product([ways(value, "if"), ways(node.get("then", True), "then")], path)
-                no = _product([just([self.negated(value, at, here)]), ways(node.get("else", True), "else")], path)
-                factors.append(yes + no)
-            elif key == "dependentSchemas":
-                for name, item in value.items():
-                    without = just([{"properties": {name: False}}])
-                    present = _product([just([{"required": [name]}]), ways(item, f"{key}/{name}")], path)
-                    factors.append(without + present)
-            elif key == "contains":
-                own.items = max(own.items, node.get("minContains", 1))
-                factors.append(just(APPLIED[key](self, node, at, here)))
-            else:
-                factors.append(just(APPLIED[key](self, node, at, here)))
-        return _product(factors, path)
-
-
-APPLIED: dict[str, Callable[[_Rewriter, Mapping[str, Any], Resolver, str], Iterable[Made]]] = {
-    "$ref": _Rewriter._ref,
-    "$dynamicRef": _Rewriter._ref,
-    "$recursiveRef": _Rewriter._ref,
-    "allOf": _Rewriter._all_of,
-    "anyOf": _Rewriter._any_of,
-    "oneOf": _Rewriter._one_of,
-    "not": _Rewriter._not,
-    "if": _Rewriter._if,
+APPLIED: dict[str, Callable[[Rewriter, Mapping[str, Any], Resolver, str], Iterable[Made]]] = {
+    "$ref": Rewriter._ref,
+    "$dynamicRef": Rewriter._ref,
+    "$recursiveRef": Rewriter._ref,
+    "allOf": Rewriter._all_of,
+    "anyOf": Rewriter._any_of,
+    "oneOf": Rewriter._one_of,
+    "not": Rewriter._not,
+    "if": Rewriter._if,
     "then": lambda *_: (),
     "else": lambda *_: (),
-    "dependentRequired": _Rewriter._dependent_required,
-    "dependentSchemas": _Rewriter._dependent_schemas,
-    "contains": _Rewriter._contains,
+    "dependentRequired": Rewriter._dependent_required,
+    "dependentSchemas": Rewriter._dependent_schemas,
+    "contains": Rewriter._contains,
     "minContains": lambda *_: (),
     "maxContains": lambda *_: (),
-    "propertyNames": _Rewriter._property_names,
+    "propertyNames": Rewriter._property_names,
 }
-
-
-def _product(factors: Sequence[Sequence[_Alternative]], path: str) -> list[_Alternative]:
-    """Every choice of one of each."""
-    result = [_Alternative()]
-    for factor in factors:
-        result = [way & other for way in result for other in factor]
-        if len(result) > MOST_ALTERNATIVES:
-            raise InvalidParameter(
-                f"structured: {path} has more than {MOST_ALTERNATIVES} alternatives, which its unevaluated parts need "
-                "to be looked at one by one: make it smaller"
-            )
-    return result

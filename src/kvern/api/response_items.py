@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvern.batch.chat_body import plain_call, text_of
+from kvern.api.conversation import plain_call, text_of
 from kvern.errors import InvalidRequest, shown
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 

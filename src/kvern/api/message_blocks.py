@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvern.batch.chat_body import text_of
+from kvern.api.conversation import text_of
 from kvern.errors import InvalidRequest, shown
 from kvern.tools.pieces import Arguments, CallBegins, Content, Message, Piece, Reasoning
 

@@ -13,7 +13,7 @@ from kvern.json_work import is_too_much
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
 
 if TYPE_CHECKING:
-    from kvern.engine.output import CompletionOutput
+    from kvern.outputs import CompletionOutput
     from kvern.tools.pieces import Message, ToolCall
 
 CHAT_FIELDS = frozenset(

@@ -1,13 +1,60 @@
-"""What of one answer of /v1/chat/completions or /v1/completions has been sent, and what is new."""
+"""One answer of /v1/chat/completions or /v1/completions: as a choice, or as what of it is new since the last chunk."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvern.batch.chat_body import finish_reason
-from kvern.batch.openai_format import chat_logprobs, text_logprobs
-from kvern.engine.output import CompletionOutput
-from kvern.tools.chat import AnswerReader
+from kvern.api.conversation import assistant_message, finish_reason
+from kvern.outputs import CompletionOutput
+from kvern.tools.chat import AnswerReader, ChatRequest
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
+
+
+def choice_of(completion: CompletionOutput, chat: ChatRequest | None, include_reasoning: bool) -> dict[str, Any]:
+    """A whole answer, to a conversation or to a text."""
+    choice: dict[str, Any] = {"index": completion.index}
+    if chat is None:
+        ended = completion.finish_reason
+        return {**choice, "text": completion.text, "logprobs": text_logprobs(completion), "finish_reason": ended}
+    message = chat.message(completion.text)
+    choice["message"] = assistant_message(message, include_reasoning)
+    return {**choice, "logprobs": chat_logprobs(completion), "finish_reason": finish_reason(completion, message)}
+
+
+def chat_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
+    if completion.logprobs is None:
+        return None
+    content = []
+    for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
+        entries = {
+            candidate: {
+                "token": entry.token or "",
+                "logprob": finite(entry.logprob),
+                "bytes": None if "\ufffd" in (entry.token or "") else list((entry.token or "").encode()),
+            }
+            for candidate, entry in table.items()
+        }
+        content.append({**entries[token_id], "top_logprobs": list(entries.values())})
+    return {"content": content}
+
+
+def text_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
+    if completion.logprobs is None:
+        return None
+    pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
+    tokens = [table[token_id].token or "" for token_id, table in pairs]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(table[token_id].logprob) for token_id, table in pairs],
+        "top_logprobs": [{entry.token or "": finite(entry.logprob) for entry in table.values()} for _, table in pairs],
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
+    }
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for a token that could not be sampled."""
+    return logprob if math.isfinite(logprob) else -9999.0
 
 
 class Part:

@@ -1,0 +1,53 @@
+"""OpenAI's /v1/embeddings: the last token's last hidden state, scaled to length 1."""
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.api.completions import read_prompts
+from kvern.api.errors import HttpError
+from kvern.api.fields import CommonFields, read_common, typed
+from kvern.engine.embedding import embedding_of
+from kvern.engine.inputs import Prompt
+from kvern.errors import shown
+from kvern.outputs import RequestOutput
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+@dataclass(frozen=True)
+class EmbeddingBody:
+    """Texts whose vectors are wanted: the first `dimensions` of each, `encoding` float or base64."""
+
+    prompts: list[Prompt]
+    encoding: str
+    dimensions: int | None
+    common: CommonFields
+
+
+def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
+    """Check a body. Raises HttpError."""
+    encoding = typed(body, "encoding_format", str, "float")
+    if encoding not in ("float", "base64"):
+        message = f"encoding_format is {shown(encoding)}: it must be float or base64"
+        raise HttpError(400, message, param="encoding_format")
+    dimensions = typed(body, "dimensions", int, None)
+    if "input" not in body:
+        raise HttpError(400, "input is missing: a text, a list of token ids, or a list of these", param="input")
+    return EmbeddingBody(read_prompts({"prompt": body["input"]}), encoding, dimensions, read_common(body))
+
+
+def embedding_answer(
+    outputs: Sequence[RequestOutput], model: str, encoding: str, dimensions: int | None
+) -> dict[str, Any]:
+    """The vectors. Raises InvalidParameter if the model's have fewer dimensions."""
+    data = []
+    for index, output in enumerate(outputs):
+        vector = embedding_of(output.embedding or b"", dimensions)
+        value = vector if encoding == "float" else base64.b64encode(array("f", vector).tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": value})
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}

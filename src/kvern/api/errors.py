@@ -1,0 +1,62 @@
+"""What an API answers instead of what was asked: its HTTP status, and the error in OpenAI's shape."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvern.api.conversation import CHAT_FIELDS
+from kvern.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    EngineUnavailable,
+    InvalidParameter,
+    InvalidRequest,
+    KvernError,
+    RequestFailed,
+    ServerBusy,
+)
+from kvern.sampling_params import SamplingParams
+
+NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input"})
+
+
+class HttpError(KvernError):
+    """An answer that is an error. `param` names the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape of an error."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def body_of(error: Exception) -> dict[str, Any]:
+    """What went wrong in OpenAI's shape, with the field's name where it is known."""
+    if isinstance(error, HttpError):
+        return error_body(error.status, error.message, error.param, error.code)
+    param = None
+    if isinstance(error, InvalidParameter | InvalidRequest):  # its message begins with the field's name
+        first = re.match(r"\w+", str(error))
+        param = first[0] if first is not None and first[0] in NAMED_FIELDS else None
+    return error_body(status_of(error), str(error), param)
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of what went wrong: 4xx for the request, 5xx for the server."""
+    if isinstance(error, HttpError):
+        return error.status
+    statuses = {EngineUnavailable: 503, EngineDied | RequestFailed: 500, DeadlineExceeded: 408, ServerBusy: 429}
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)

@@ -1,0 +1,76 @@
+"""The form that an answer is to have, under any of the names that clients use for it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvern.errors import InvalidParameter, shown
+from kvern.json_work import is_too_much
+from kvern.structured.tags import StructuralTag, structural_tags
+
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's earlier names of what `structured` holds."""
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+STRUCTURED = {"response_format", "structured_outputs", *GUIDED}
+
+
+def structured_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a body asks of the form of its answer, under any of the names that clients use. Raises InvalidParameter."""
+    asked: dict[str, dict[str, Any]] = {}
+    shape = body.get("response_format")
+    if shape is not None:
+        found = response_format(shape)
+        if found is not None:
+            asked["response_format"] = found
+    for name, ours in GUIDED.items():
+        if body.get(name) is not None:
+            asked[name] = {ours: _schema(name, body[name]) if ours == "json" else body[name]}
+    for name in ("structured_outputs", "structured"):
+        if body.get(name) is not None:
+            if not isinstance(body[name], dict):
+                raise InvalidParameter(f"{name} is {shown(body[name])}: it must be an object")
+            asked[name] = {key: value for key, value in body[name].items() if value is not None}
+    if len(asked) > 1:
+        raise InvalidParameter(f"{' and '.join(asked)} are set: give one of them")
+    return next(iter(asked.values()), None)
+
+
+def _schema(name: str, value: object) -> object:
+    """A schema that may come as JSON text."""
+    if not isinstance(value, str):
+        return value
+    if is_too_much(value.encode(errors="replace")):
+        raise InvalidParameter(f"{name} holds more values than fit in one request: send a smaller schema")
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidParameter(f"{name} is not valid JSON: {error}") from error
+
+
+def response_format(value: object) -> dict[str, Any] | None:
+    """OpenAI's form, of chat completions or of responses: the schema stands under `json_schema`, or beside the type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or kind not in RESPONSE_FORMATS:
+        raise InvalidParameter(
+            f"response_format is {shown(value)}: its type must be one of {', '.join(RESPONSE_FORMATS)}"
+        )
+    if kind == "text":
+        return None
+    if kind == "structural_tag":
+        try:
+            tags = msgspec.convert(value.get("structures"), list[StructuralTag])
+            triggers = msgspec.convert(value.get("triggers"), list[str])
+        except msgspec.ValidationError as error:
+            raise InvalidParameter(
+                "response_format of type structural_tag needs structures, each with begin, schema and end, and "
+                f"triggers: {error}"
+            ) from error
+        return msgspec.to_builtins(structural_tags(tags, triggers))  # type: ignore[no-any-return]
+    if kind == "json_object":
+        return {"json": True}
+    held = value.get("json_schema", value)
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise InvalidParameter("response_format of type json_schema needs a schema: an object under json_schema.schema")
+    return {"json": schema}

@@ -1,0 +1,71 @@
+"""What one request may ask for at most: more would cost the server more than any use needs."""
+
+from kvern.errors import InvalidParameter
+from kvern.sampling_params import SamplingParams
+
+LONGEST_LISTS = {
+    "stop": 64,
+    "stop_token_ids": 1024,
+    "visible_token_ids": 1024,
+    "bad_words": 1024,
+    "allowed_token_ids": 1 << 20,
+    "logit_bias": 4096,
+}
+MOST_ENTRIES = 1 << 21
+"""Of all these lists, for all answers: each answer brings its own to the engine."""
+LONGEST_STOP = 1024
+"""Characters of one stop string or bad word."""
+MOST_SAMPLES = 128
+MOST_SEQUENCES = 1024
+"""Prompts times `n`, or beams, of one request."""
+MOST_LOGPROBS = 8192
+"""Answers of one request times the log-probabilities that a step reports for each: some 100 bytes each, every step."""
+MOST_PROMPT_LOGPROBS = 1 << 18
+"""Of one request's prompts: each entry takes some 200 bytes here, and 20 on the wire."""
+
+
+def check_bounds(params: SamplingParams, prompts: int) -> None:
+    """Refuse parameters that are too much for so many prompts. Raises InvalidParameter."""
+    for name, most in LONGEST_LISTS.items():
+        value = getattr(params, name)
+        if value is not None and not isinstance(value, str) and len(value) > most:
+            raise InvalidParameter(f"{name} has {len(value)} entries: this server takes {most} at most")
+    for word in (*params.stop_strings, *(params.bad_words or ())):
+        if len(word) > LONGEST_STOP:
+            raise InvalidParameter(f"stop or bad_words hold a text of {len(word)} characters: at most {LONGEST_STOP}")
+    if params.n > MOST_SAMPLES:
+        raise InvalidParameter(f"n is {params.n}: this server takes {MOST_SAMPLES} at most")
+    sequences, reported = params.sequences, 1 + (params.logprobs or 0)
+    entries = sum(len(getattr(params, name) or ()) for name in LONGEST_LISTS)
+    if prompts * sequences * entries > MOST_ENTRIES:
+        raise InvalidParameter(
+            f"{prompts * sequences} answers with {entries} stop strings, banned words, biases and token ids each are "
+            f"more than {MOST_ENTRIES}: ask for fewer answers at once"
+        )
+    if prompts * sequences > MOST_SEQUENCES:
+        name = "n" if params.beam_width is None else "beam_width"
+        raise InvalidParameter(
+            f"{prompts} prompts times {name} {sequences} are {prompts * sequences} answers: this server gives "
+            f"{MOST_SEQUENCES} at most to one request"
+        )
+    if prompts * sequences * reported > MOST_LOGPROBS:
+        raise InvalidParameter(
+            f"logprobs is {params.logprobs}: {prompts * sequences} answers with {reported} each are "
+            f"{prompts * sequences * reported} in a step, and this server gives {MOST_LOGPROBS}: ask for fewer"
+        )
+
+
+def reported_by(prompt_tokens: int, params: SamplingParams) -> int:
+    """How many log-probabilities of a prompt of so many tokens are asked for."""
+    if params.prompt_logprobs is None:
+        return 0
+    return max(prompt_tokens - params.prompt_logprobs_from, 0) * (1 + params.prompt_logprobs)
+
+
+def check_reported(entries: int) -> None:
+    """Refuse log-probabilities of prompts that nobody could read, or the server hold. Raises InvalidParameter."""
+    if entries > MOST_PROMPT_LOGPROBS:
+        raise InvalidParameter(
+            f"prompt_logprobs asks for {entries} log-probabilities: this server gives {MOST_PROMPT_LOGPROBS} at most "
+            "to one request; send fewer prompts at once, ask for fewer, or use prompt_logprobs_from"
+        )

@@ -1,0 +1,101 @@
+"""/v1/score: how likely continuations are after their contexts, by the model's own probabilities.
+
+{"context": "2 + 2 =", "continuations": [" 4", " 5"]}
+-> {"data": [{"index": 0, "logprob": -0.1, "tokens": 1, "is_greedy": true}, ...], "usage": {...}}
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.api.choices import finite
+from kvern.api.completion_answers import usage
+from kvern.api.errors import HttpError
+from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
+from kvern.api.limits import MOST_SEQUENCES
+from kvern.engine.scoring import Pair, Score, ScoredPrompt, score_of
+from kvern.errors import shown
+from kvern.outputs import RequestOutput
+
+SCORE = "/v1/score"
+KNOWN = frozenset({"context", "continuations", "logprobs", "add_special_tokens", *WITHOUT_EFFECT, *COMMON_FIELDS})
+
+
+@dataclass(frozen=True)
+class ScoreBody:
+    """Pairs to score, and whether the score of each token is wanted as well."""
+
+    pairs: list[Pair]
+    add_special_tokens: bool
+    logprobs: bool
+    common: CommonFields
+
+
+def read_score(body: Mapping[str, Any]) -> ScoreBody:
+    """Check a body. Raises HttpError."""
+    logprobs = typed(body, "logprobs", bool, False)
+    special = typed(body, "add_special_tokens", bool, True)
+    return ScoreBody(_read_pairs(body), special, logprobs, read_common(body))
+
+
+def score_answer(
+    outputs: Sequence[RequestOutput], prompts: Sequence[ScoredPrompt], model: str, logprobs: bool
+) -> dict[str, Any]:
+    """The scores; `prompts` are what the pairs became."""
+    scores = [score_of(output, prompt) for output, prompt in zip(outputs, prompts, strict=True)]
+    return {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": [_entry(index, score, logprobs) for index, score in enumerate(scores)],
+        "usage": usage(outputs, 0),
+    }
+
+
+def _entry(index: int, score: Score, with_logprobs: bool) -> dict[str, Any]:
+    entry = {
+        "index": index,
+        "object": "score",
+        "logprob": finite(score.logprob),
+        "tokens": len(score.token_ids),
+        "is_greedy": score.is_greedy,
+    }
+    if with_logprobs:
+        entry |= {"token_ids": score.token_ids, "token_logprobs": [finite(value) for value in score.token_logprobs]}
+    return entry
+
+
+def _read_pairs(body: Mapping[str, Any]) -> list[Pair]:
+    """The pairs of a body: one context for all continuations, or one for each. Raises HttpError."""
+    for name in ("text_1", "text_2"):
+        if name in body:
+            message = (
+                f"{name} is for models that compare two texts; this server says how likely texts are: send context "
+                "and continuations"
+            )
+            raise HttpError(400, message, param=name)
+    context: Any = body.get("context")
+    continuations = typed(body, "continuations", list, [])
+    if not continuations:
+        raise HttpError(400, "continuations is empty: give a list of texts or of token ids", param="continuations")
+    if len(continuations) > MOST_SEQUENCES:
+        message = f"continuations holds {len(continuations)}: this server scores {MOST_SEQUENCES} at most at once"
+        raise HttpError(400, message, param="continuations")
+    several = isinstance(context, list) and context and isinstance(context[0], str | list)
+    contexts = context if several else [context] * len(continuations)
+    if len(contexts) != len(continuations):
+        message = (
+            f"context holds {len(contexts)} contexts for {len(continuations)} continuations: give one for all, or one "
+            "for each"
+        )
+        raise HttpError(400, message, param="context")
+    pairs = list(zip(contexts, continuations, strict=True))
+    for index, pair in enumerate(pairs):
+        for name, value in zip(("context", "continuations"), pair, strict=True):
+            if not isinstance(value, str | list):
+                message = f"{name} is {shown(value)} for continuation {index}: it must be a text or a list of token ids"
+                raise HttpError(400, message, param=name)
+    return pairs

@@ -1,0 +1,86 @@
+"""Rows in the format of OpenAI's batch API, for /v1/chat/completions and /v1/completions.
+
+    in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
+    out  {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
+
+What would change the answer and is not understood is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvern.api.choices import choice_of
+from kvern.api.completion_answers import token_counts
+from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_row, read_completion
+from kvern.batch.requests import BatchRequest
+from kvern.errors import InvalidRequest, shown
+from kvern.outputs import RequestOutput
+from kvern.sampling_params import SamplingParams
+from kvern.tools.chat import ChatRequest
+
+
+def is_openai_row(values: Mapping[str, Any]) -> bool:
+    return "custom_id" in values and "url" in values and "body" in values
+
+
+def read_openai_row(
+    values: Mapping[str, Any], defaults: SamplingParams, model: str, created: int, adapters: Collection[str] = ()
+) -> BatchRequest:
+    """Return the request of a row in OpenAI's format.
+
+    ``model`` and ``created`` (seconds since 1970) appear in the answer. A body whose model is one of the ``adapters``
+    is answered by that one.
+
+    Raises:
+        HttpError, InvalidRequest, InvalidParameter: the row is malformed or asks for what kvern does not do.
+    """
+    url, body, custom_id = values["url"], values["body"], values["custom_id"]
+    if not isinstance(custom_id, str):
+        raise InvalidRequest(f"custom_id is {shown(custom_id)}: it must be a text")
+    if values.get("method", "POST") != "POST":
+        raise InvalidRequest(f"method is {shown(values['method'])}: it must be POST")
+    if url not in (CHAT, COMPLETIONS):
+        raise InvalidRequest(f"url is {shown(url)}: it must be {CHAT} or {COMPLETIONS}")
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"body must be an object, got {type(body).__name__}")
+    check_row(body)
+    name = "messages" if url == CHAT else "prompt"
+    if body.get(name) is None:
+        raise InvalidRequest(f"body has no {name}, which {url} needs")
+    asked = read_completion(body, url, defaults)
+    if len(asked.prompts) > 1:
+        raise InvalidRequest(f"prompt is {shown(body['prompt'])}: a row has one, a text or a list of token ids")
+    named = body.get("model")
+    adapter = named if isinstance(named, str) and named in adapters else None
+    answer = functools.partial(
+        openai_answer, custom_id=custom_id, model=adapter or model, created=created, options=asked.options
+    )
+    prompt = asked.prompts[0] if asked.prompts else None
+    return BatchRequest(prompt, asked.conversation, asked.params, answer, adapter)
+
+
+def openai_answer(
+    output: RequestOutput,
+    chat: ChatRequest | None,
+    *,
+    custom_id: str,
+    model: str,
+    created: int,
+    options: AnswerOptions,
+) -> dict[str, Any]:
+    """Return the output row. Its ids derive from the row, so that a resumed job writes the same ones."""
+    key = hashlib.sha256(f"{custom_id}/{output.request_id}".encode()).hexdigest()[:24]
+    body = {
+        "id": f"{'cmpl' if chat is None else 'chatcmpl'}-{key}",
+        "object": "text_completion" if chat is None else "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [choice_of(item, chat, options.include_reasoning) for item in output.outputs],
+        "usage": token_counts([output]),
+    }
+    response = {"status_code": 200, "request_id": key, "body": body}
+    return {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}

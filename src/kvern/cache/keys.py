@@ -1,0 +1,88 @@
+"""Content keys: names of what blocks hold, the same in every process and on every machine that serves the same model.
+
+A key is a BLAKE2b digest of 16 bytes over everything that the keys and values of a block depend on:
+
+    key(root)  = H(identity + namespace)                 personalized "kvern kv root"
+    key(block) = H(key(parent) + contents + digests)     personalized "kvern kv block"
+
+`identity` says which model, dtype and layout (`model_identity`), 16 bytes; `namespace` is opaque. `contents` are the
+block's tokens, each a little-endian int32. A position that stands for something else than a token, such as a part of an
+image, is -1 there, and the digest of what it stands for, 16 bytes, is in `digests`, in the order of the positions. This
+is a wire format: caches outside of the process find blocks by it.
+
+Within the process a position's content is one integer, so that prefixes are compared as runs of integers: the token's
+id, or for a marked position the digest as a number, with a bit above it that no token id has.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvern.files import open_regular, read_at, read_whole
+
+KEY_BYTES = 16
+
+MARK = 1 << 8 * KEY_BYTES
+SAMPLES = 16
+SAMPLE_BYTES = 4096
+
+
+def digest(data: bytes) -> bytes:
+    """Of any bytes that a position stands for, 16 bytes."""
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+
+
+def root_key(identity: bytes, namespace: bytes) -> bytes:
+    """The key from which those of a namespace's blocks are derived."""
+    return hashlib.blake2b(identity + namespace, digest_size=KEY_BYTES, person=b"kvern kv root").digest()
+
+
+def block_key(parent: bytes, contents: Sequence[int]) -> bytes:
+    """The key of a block by its parent's and its contents: token ids below 2^31, or marks; see `contents_of`."""
+    try:
+        data = struct.pack(f"<{len(contents)}i", *contents)
+    except struct.error:
+        marks = b"".join((item - MARK).to_bytes(KEY_BYTES, "little") for item in contents if item >= MARK)
+        data = struct.pack(f"<{len(contents)}i", *(-1 if item >= MARK else item for item in contents)) + marks
+    return hashlib.blake2b(parent + data, digest_size=KEY_BYTES, person=b"kvern kv block").digest()
+
+
+def block_keys(parent: bytes, contents: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """The keys of the full blocks behind `parent`, each made when it is asked for."""
+    for start in range(0, len(contents) - block_size + 1, block_size):
+        parent = block_key(parent, contents[start : start + block_size])
+        yield parent
+
+
+def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:
+    """The content of each position: `token_ids` themselves when there are no `marks` (by position: any bytes)."""
+    if not marks:
+        return token_ids
+    contents = list(token_ids)
+    for position, data in marks.items():
+        contents[position] = MARK + int.from_bytes(digest(data), "little")
+    return contents
+
+
+def model_identity(folder: Path, *layout: object) -> bytes:
+    """Which model's keys and values these are: 16 bytes, equal for equal files wherever they lie.
+
+    Reads config.json and of each safetensors file the size, the header and SAMPLES pieces of the weights, which tell
+    a model from another one trained from it. `layout` is whatever else makes blocks differ: dtypes, block size.
+    Raises OSError, ValueError or CorruptCheckpoint.
+    """
+    state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvern model")
+    for part in (repr(layout).encode(), read_whole(folder / "config.json")):
+        state.update(digest(part))
+    for file in sorted(folder.glob("*.safetensors")):
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            state.update(digest(file.name.encode()) + size.to_bytes(8, "little"))
+            header = min(int.from_bytes(read_at(stream, 0, min(8, size)), "little") + 8, size)
+            state.update(read_at(stream, 0, header))
+            piece = min(SAMPLE_BYTES, size - header)
+            for index in range(SAMPLES):
+                state.update(read_at(stream, header + (size - header - piece) * index // (SAMPLES - 1), piece))
+    return state.digest()

@@ -1,0 +1,164 @@
+"""The requests that wait, in the policy's order; what they cost a step does not grow with their number.
+
+    add --> ready --best--> it can run: remove
+              ^      |
+              |      +----> it cannot run before something happens: park --> parked
+              +------------------------ wake: that has happened ---------------+
+
+Ready requests stand in two heaps, of those without an adapter and of those with one, so that either can be taken alone.
+Whoever leaves a heap or gets another place in it leaves a dead entry, which is dropped when it comes to the top or when
+dead entries are the most.
+
+Requests age in the order in which they began to wait, AGED of them a step at most: of a crowd that came at once, the
+last are as many steps late as there are requests for each of AGED.
+
+A key that changes while its request waits is computed anew for a few requests at each look: those that were the best,
+and those looked at longest ago. So with up to LOOKS requests each decision is made with present keys, and with more the
+key of one that is not among the best is as many looks old as there are requests for each of LOOKS.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from kvern.cache.manager import KVCacheManager
+from kvern.engine.policy import Policy
+from kvern.request import Request
+
+Cause = Request | str
+"""Why a request cannot run yet: itself (of its last step something is missing), its leader, or its unit."""
+Entry = tuple[bool, float, int, int, int, Request]
+"""The policy's order, then the order in which requests began to wait."""
+
+LOOKS = 8
+AGED = 32
+
+
+class WaitingQueue:
+    """Owns the waiting requests. Iterates over them in the order in which they began to wait."""
+
+    def __init__(self, policy: Policy, cache: KVCacheManager, aging_steps: int) -> None:
+        self._policy, self._cache, self._aging_steps = policy, cache, aging_steps
+        self._count = 0
+        self._numbers: dict[Request, int] = {}
+        self._entries: dict[Request, Entry] = {}  # of those that are ready
+        self._causes: dict[Request, Cause] = {}  # of those that are parked
+        self._parked: dict[Cause, dict[Request, None]] = {}
+        self._heaps: tuple[list[Entry], list[Entry]] = [], []
+        self._young: OrderedDict[Request, None] = OrderedDict()  # not aged, in the order of `waiting_since`
+        self._looked_at: OrderedDict[Request, None] = OrderedDict()  # ready, longest ago first, if keys change
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._numbers)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._numbers
+
+    def add(self, request: Request) -> None:
+        """Queue a request, whose `waiting_since` is the present step."""
+        self._numbers[request] = self._count
+        self._count += 1
+        if self._policy.ages and not request.aged:
+            self._young[request] = None
+        self._push(request)
+
+    def remove(self, request: Request) -> None:
+        """It waits no more. Raises KeyError if it did not."""
+        del self._numbers[request]
+        self._young.pop(request, None)
+        cause = self._causes.pop(request, None)
+        if cause is None:
+            self._withdraw(request)
+            return
+        del self._parked[cause][request]
+        if not self._parked[cause]:
+            del self._parked[cause]
+
+    def best(self, adapters: bool = True) -> Request | None:
+        """The first of those that are ready; with `adapters` false, of those without an adapter. It stays."""
+        heads: list[Entry] = []
+        for heap in self._heaps if adapters else self._heaps[:1]:
+            while heap and self._entries.get(heap[0][-1]) is not heap[0]:
+                heapq.heappop(heap)
+            heads += heap[:1]
+        return min(heads)[-1] if heads else None
+
+    def park(self, request: Request, cause: Cause) -> None:
+        """Pass over a request that is ready, until `wake` is called with this cause."""
+        self._withdraw(request)
+        self._causes[request] = cause
+        self._parked.setdefault(cause, {})[request] = None
+
+    def wake(self, cause: Cause) -> None:
+        """Let those be ready that were parked for this."""
+        for request in self._parked.pop(cause, ()):
+            del self._causes[request]
+            self._push(request)
+
+    def wake_all(self) -> None:
+        """Let everybody be ready."""
+        for cause in list(self._parked):
+            self.wake(cause)
+
+    def age(self, step: int) -> None:
+        """Let those go before all others that have waited for so many steps."""
+        for request in list(islice(self._young, AGED)):
+            if step - request.waiting_since < self._aging_steps:
+                break
+            del self._young[request]
+            request.aged = True
+            if request in self._entries:
+                self._push(request)
+
+    def refresh(self) -> None:
+        """Compute some keys anew, if keys change."""
+        if self._policy.fixed:
+            return
+        chosen = dict.fromkeys(islice(self._looked_at, LOOKS))
+        for heap in self._heaps:
+            heads = [heapq.heappop(heap) for _ in range(min(LOOKS, len(heap)))]
+            chosen.update((entry[-1], None) for entry in heads if self._entries.get(entry[-1]) is entry)
+        for request in chosen:
+            self._push(request)
+
+    def _push(self, request: Request) -> None:
+        """Make a request ready, or give it another place."""
+        entry = *self._policy.order(request, self._cache), self._numbers[request], request
+        self._entries[request] = entry
+        heap = self._heaps[request.adapter is not None]
+        heapq.heappush(heap, entry)
+        self._tidy(heap)
+        if not self._policy.fixed:
+            self._looked_at[request] = None
+            self._looked_at.move_to_end(request)
+
+    def _withdraw(self, request: Request) -> None:
+        """Let a request be ready no more."""
+        entry, heap = self._entries.pop(request), self._heaps[request.adapter is not None]
+        if heap[0] is entry:
+            heapq.heappop(heap)
+        self._looked_at.pop(request, None)
+        self._tidy(heap)
+
+    def _tidy(self, heap: list[Entry]) -> None:
+        """Keep dead entries few."""
+        if len(heap) > 2 * len(self._entries) + LOOKS:
+            heap[:] = [entry for entry in heap if self._entries.get(entry[-1]) is entry]
+            heapq.heapify(heap)
+
+    def check_integrity(self, cause: Callable[[Request], Cause | None]) -> None:
+        """Raise AssertionError if somebody is lost, or is parked that could run; `cause` tells why one cannot."""
+        assert self._numbers.keys() == self._entries.keys() | self._causes.keys(), "a waiting request is lost"
+        assert not self._entries.keys() & self._causes.keys(), "a request is ready and parked"
+        for request, entry in self._entries.items():
+            assert entry in self._heaps[request.adapter is not None], "a request that is ready has no place"
+        parked = {request: reason for reason, requests in self._parked.items() for request in requests}
+        assert parked == self._causes and all(self._parked.values()), "who is parked for what does not add up"
+        assert all(cause(request) is not None for request in parked), "a parked request could run"
+        assert self._policy.fixed or self._looked_at.keys() == self._entries.keys()
+        since = [request.waiting_since for request in self._young]
+        assert since == sorted(since), "requests do not age in the order in which they began to wait"

@@ -1,0 +1,51 @@
+"""What an engine says of its work: the token events of a step, and its counters."""
+
+import msgspec
+
+from kvern.request import FinishReason
+from kvern.step import TokenLogprobs
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step did for one answer. `token_id` is None when only prompt log-probabilities came.
+
+    Or when an answer ends without a token: a beam search found fewer answers than were asked for.
+    """
+
+    request_id: str
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    queue_seconds: float = 0.0
+    """From arrival to the first step that computed something of it."""
+    embedding: bytes | None = None
+    """The last hidden state of the prompt, float32, of a request that asked for it."""
+    cumulative_logprob: float | None = None
+    """Of the whole answer, with the first token of an answer that a beam search found."""
+
+
+class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
+    """Counted since the engine started; `running`, `waiting` and `kv_cache_usage` are of this moment."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    queried_tokens: int = 0
+    prefill_tokens: int = 0
+    """Computed in runs of more than one."""
+    steps: int = 0
+    preemptions: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of the KV blocks that running requests hold."""
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Prompt tokens taken from the prefix cache, as a share of all prompt tokens."""
+        return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0

@@ -1,0 +1,55 @@
+"""What users get: the answers to a prompt, growing or whole."""
+
+from dataclasses import dataclass, field
+
+from kvern.errors import RequestFailed
+from kvern.request import FinishReason
+from kvern.step import TokenLogprobs
+from kvern.tools.pieces import Message
+
+
+@dataclass
+class CompletionOutput:
+    """One answer. `text` and `token_ids` hold everything so far, also while streaming."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for the end-of-sequence token and for other reasons."""
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    """Of all its tokens, if log-probabilities were asked for or beams searched."""
+    message: Message | None = None
+    """The answer to a conversation taken apart: content, reasoning, tool calls."""
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its `n` answers; of a beam search those that it found, the best first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token, None for the first, which nothing predicts, and before `prompt_logprobs_from`."""
+    cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache."""
+    queue_seconds: float = field(default=0.0, compare=False)
+    """From arrival at the engine to the first step that computed something of it."""
+    embedding: bytes | None = None
+    """The last hidden state of the prompt, float32, little-endian, if that was asked for."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why one of the answers could not go on."""
+        ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
+        return next((reason for reason in ended if isinstance(reason, str)), None)
+
+    def check(self) -> None:
+        """Raise RequestFailed if one of the answers could not go on."""
+        if self.failure is not None:
+            raise RequestFailed(self.failure)

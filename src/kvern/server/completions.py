@@ -1,0 +1,61 @@
+"""OpenAI's /v1/completions and /v1/chat/completions: the handlers."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvern.api.completion_answers import CompletionWriter
+from kvern.api.completions import KNOWN, read_completion
+from kvern.api.fields import merge_extra
+from kvern.server.batches import Answerer
+from kvern.server.bodies import let_go, read_object
+from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, log_body, path_of, until_gone
+from kvern.server.keys import ApiKey
+from kvern.server.service import Ask, Service
+
+
+class Completions:
+    """The handlers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, request: Request) -> Response | EventStream:
+        """POST to either route, streamed or at once."""
+        body = await read_object(request)
+        service = self._service
+        log_body(service.config, body, request)
+        ask, writer, stream = await self._read(body, path_of(request.scope), request.state.key)
+        headers = ignored_header(body, KNOWN)
+        let_go(request, body)
+        if stream:
+            running = await service.start(ask)
+            chunks = writer.chunks(running.outputs, running, service.config.stream_interval)
+            return EventStream(chunks, running.close, headers)
+        outputs = await until_gone(service.run(ask), request.receive)
+        if outputs is None:
+            return Response(status_code=CLIENT_GONE)
+        return json_response(writer.answer(outputs), headers=headers)
+
+    def answerer(self, url: str) -> Answerer:
+        """What answers the rows of batches for one of the routes."""
+
+        async def answer(body: dict[str, Any], key: ApiKey) -> dict[str, Any]:
+            ask, writer, _ = await self._read(body, url, key)
+            body.clear()
+            return writer.answer(await self._service.run(ask))
+
+        return answer
+
+    async def _read(self, body: dict[str, Any], url: str, key: ApiKey) -> tuple[Ask, CompletionWriter, bool]:
+        """What is asked, who writes its answer, and whether as a stream."""
+        merge_extra(body)
+        model = self._service.model(body)
+        engine, asked = self._service.engine_of(model), read_completion(body, url)
+        chat, prompts, params = None, asked.prompts, asked.params
+        if asked.conversation is not None:
+            chat = await engine.chat(asked.conversation, params, key)
+            prompts, params = [chat.prompt], chat.params
+        ask = self._service.ask(model, asked.common, prompts, params, key)
+        return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream

@@ -1,0 +1,54 @@
+"""The engines that a server has, one for each model, and the names by which each is asked."""
+
+from collections.abc import Sequence
+
+from kvern.api.conversation import ChatBody
+from kvern.engine.client import EngineClient
+from kvern.sampling_params import SamplingParams
+from kvern.server.admission import Admission
+from kvern.server.keys import ApiKey
+from kvern.tools.chat import ChatRequest
+
+
+class ServedEngine:
+    """The engine of one model, which answers for the model's names and for those of its adapters."""
+
+    def __init__(self, client: EngineClient, names: Sequence[str], admission: Admission) -> None:
+        self.client = client
+        self.models = tuple(names)
+        """The model's names: at least one."""
+        self.admission = admission
+
+    @property
+    def names(self) -> list[str]:
+        """What `model` may be for this engine to answer."""
+        return [*self.models, *(adapter.name for adapter in self.client.adapters.all())]
+
+    def answers_for(self, name: str) -> bool:
+        """The name is the model's, or that of one of its adapters."""
+        return name in self.models or name in self.client.adapters
+
+    def adapter_of(self, name: str) -> str | None:
+        """The adapter that a name means; None for the model as it is."""
+        return None if name in self.models else name
+
+    async def chat(self, conversation: ChatBody, params: SamplingParams, key: ApiKey) -> ChatRequest:
+        """A conversation as prompt, parameters and a reader of its answers.
+
+        Raises InvalidRequest, InvalidParameter or ServerBusy.
+        """
+        return await self.client.chat(
+            conversation.messages,
+            params,
+            conversation.use,
+            owner=key.line,
+            thinking_budget=conversation.thinking_budget,
+            variables=conversation.variables,
+        )
+
+    def entry(self, name: str, created: int) -> dict[str, object]:
+        """One of its names in OpenAI's list of models, with the sizes of the model behind it."""
+        inputs = self.client.inputs
+        sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
+        parent = {} if name in self.models else {"parent": self.models[0]}
+        return {"id": name, "object": "model", "created": created, "owned_by": "kvern", **sizes, **parent}

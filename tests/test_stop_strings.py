@@ -1,0 +1,116 @@
+"""Stop strings: found where trying them all would find them, for little work, however many and long they are."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvern import LLM, SamplingParams
+from kvern.engine.output import OutputProcessor
+from kvern.engine.stop_strings import StopSearch, StopStrings
+from kvern.events import TokenEvent
+from kvern.request import Request
+from kvern.server.service import LONGEST_LISTS, LONGEST_STOP, check_bounds
+from kvern.tokenizer import Tokenizer
+
+MOST, LONGEST = LONGEST_LISTS["stop"], LONGEST_STOP
+MOST_LINES = 100
+"""Of Python that a token's text may cost, on the average of an answer."""
+
+HARD_LISTS = {
+    "one long beginning": ["e" * (LONGEST - 2) + chr(200 + index) * 2 for index in range(MOST)],
+    "many lengths": ["e" * (LONGEST - 1 - index) + "X" for index in range(MOST)],
+    "beginnings within": ["ea" * index + "e" * (LONGEST - 2 * index - 1) + "X" for index in range(MOST)],
+    "nothing in common": [chr(200 + index) + "e" * (LONGEST - 2) + "X" for index in range(MOST)],
+}
+
+
+class Lines:
+    """How many lines of output processing ran."""
+
+    count = 0
+
+
+@contextmanager
+def counted() -> Iterator[Lines]:
+    """Count the lines that run in the modules that find stop strings."""
+    lines = Lines()
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        lines.count += event == "line"
+        return line
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return line if Path(frame.f_code.co_filename).name in ("output.py", "stop_strings.py") else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("stop", HARD_LISTS.values(), ids=HARD_LISTS)
+@pytest.mark.parametrize("text", ["e" * 3000, ("e" * 1023 + "b") * 3, "ea" * 1500, "the fox jumps " * 100])
+def test_the_largest_lists_cost_little(tiny_model: Path, stop: list[str], text: str) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    params = SamplingParams(stop=stop, n=2)
+    check_bounds(params, 1)
+    with counted() as lines:
+        requests = [Request(f"r#{index}", [5], params, 9999) for index in range(2)]
+        processor = OutputProcessor(tokenizer)
+        output = processor.add("r", None, requests, params)
+        tokens = tokenizer.encode(text)
+        for token in tokens:
+            processor.process([TokenEvent(request.request_id, token) for request in requests])
+    assert lines.count < MOST_LINES * 2 * len(tokens)
+    for answer in output.outputs:
+        assert answer.token_ids == tokens and text.startswith(answer.text) and len(answer.text) > len(text) - LONGEST
+
+
+def test_others_are_served_beside_the_largest_lists(tiny_llm: LLM) -> None:
+    """A request whose answer begins like all of its stop strings, and one without any, in one batch."""
+    (letter,) = tiny_llm.tokenizer.encode("e")
+    plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    hard = plain.replace(allowed_token_ids=[letter], stop=HARD_LISTS["many lengths"], n=8)
+    check_bounds(hard, 1)
+    alone = tiny_llm.generate("the quick fox", plain)[0].outputs
+    with counted() as lines:
+        attack, other = tiny_llm.generate([[letter], "the quick fox"], [hard, plain])
+    assert other.outputs == alone
+    assert [answer.text for answer in attack.outputs] == ["e" * 60] * 8
+    assert lines.count < MOST_LINES * 9 * 60
+
+
+LETTERS = "ab"
+STOP_LISTS = st.lists(st.text(alphabet=LETTERS, min_size=1, max_size=6), max_size=6)
+
+
+@settings(max_examples=500)
+@given(pieces=st.lists(st.text(alphabet=LETTERS + "c", max_size=6), max_size=12), stop=STOP_LISTS)
+@example(pieces=["ab", "", "ca"], stop=["abc", "b", "bca"])
+def test_found_as_by_trying_all(pieces: list[str], stop: list[str]) -> None:
+    """Pieces of several characters at once, and stop strings that overlap, contain and begin like each other."""
+    stop_strings = StopStrings(stop)
+    searches = [StopSearch(stop_strings), StopSearch(stop_strings)]
+    text = ""
+    for piece in pieces:
+        before, text = text, text + piece
+        places = [
+            (place, order, word)
+            for order, word in enumerate(stop)
+            for place in range(len(text))
+            if text.startswith(word, place) and place + len(word) > len(before)
+        ]
+        expected = (min(places)[0], min(places)[2]) if places else None
+        sizes = range(min(len(text), max(map(len, stop), default=1) - 1) + 1)
+        held = max(size for size in sizes if not size or any(word.startswith(text[-size:]) for word in stop))
+        for search in searches:  # the second finds all states made
+            assert (search.append(piece), search.held_back) == (expected, held)
