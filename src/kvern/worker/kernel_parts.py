@@ -129,8 +129,8 @@ class KernelParts:
         torch.cuda.reset_peak_memory_stats(device)
         params = SamplingParams(temperature=1.0, top_p=0.9)
         joined = [NewRequest(slot, [0], 1, params, 0, frozenset(), (), []) for slot in range(slots)]
-        prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), True) for slot in range(requests)]
-        decodes = [ScheduledTokens(slot, 0, 1, True) for slot in range(slots)]
+        prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
+        decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
         for step, scheduled in enumerate((prompts, decodes)):
             runner.execute(SchedulerOutput(step, joined=joined if step == 0 else [], scheduled=scheduled)).result()
         peak = torch.cuda.max_memory_allocated(device) - before

@@ -24,22 +24,22 @@ class StepParts:
         self._token_limit: int | None = None
 
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Start a step. Raises what `execute` raises, and its cause for a single token that does not fit."""
+        """Start a step. Raises what `execute` raises, and its cause for what cannot be cut."""
         if self._token_limit is None or output.token_count <= self._token_limit:
             try:
                 return self._execute(output)
             except StepTooLarge as error:
-                self._lower(output.token_count, error)
+                self._lower(output.scheduled, error)
                 output = SchedulerOutput(output.step, scheduled=output.scheduled)
-        return JoinedRequests(self._cut(_Unsent(self._execute, output), output.scheduled))
+        return JoinedRequests(self._run(_Unsent(self._execute, output), output.scheduled))
 
     def _run(self, unsent: "_Unsent", scheduled: Sequence[ScheduledTokens]) -> list[StepResult]:
         tokens = sum(item.count for item in scheduled)
-        if self._token_limit is None or tokens <= self._token_limit:
+        if self._token_limit is None or tokens <= self._token_limit or _is_whole(scheduled):
             try:
                 return [unsent.execute(scheduled)]
             except StepTooLarge as error:
-                self._lower(tokens, error)
+                self._lower(scheduled, error)
         return self._cut(unsent, scheduled)
 
     def _cut(self, unsent: "_Unsent", scheduled: Sequence[ScheduledTokens]) -> list[StepResult]:
@@ -53,14 +53,15 @@ class StepParts:
                 item.slot,
                 item.start + first,
                 min(limit, item.count - first),
-                item.sample and first + limit >= item.count,
+                item.sampled if first + limit >= item.count else 0,
             )
             for first in range(0, item.count, limit)
         ]
         return [JoinedPieces([part for piece in pieces for part in self._run(unsent, [piece])])]
 
-    def _lower(self, tokens: int, error: StepTooLarge) -> None:
-        if tokens == 1:
+    def _lower(self, scheduled: Sequence[ScheduledTokens], error: StepTooLarge) -> None:
+        tokens = sum(item.count for item in scheduled)
+        if _is_whole(scheduled):
             raise error.__cause__ or error
         self._token_limit = tokens // 2
         logger.warning(
@@ -70,6 +71,11 @@ class StepParts:
             self._token_limit,
             str(error.__cause__).splitlines()[0],
         )
+
+
+def _is_whole(scheduled: Sequence[ScheduledTokens]) -> bool:
+    """Whether this cannot be cut: one token, or one request's drafts, which are verified at once."""
+    return len(scheduled) == 1 and (scheduled[0].count == 1 or scheduled[0].sampled > 1)
 
 
 class _Unsent:
