@@ -24,7 +24,7 @@ from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
-from kvern.request import FinishReason, Request, State
+from kvern.request import FinishReason, Request, State, cache_namespace
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ class EngineCore:
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
         if request.adapter in self._digests:
-            request.adapter_digest = self._digests[request.adapter]
+            request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
         preparing = None
-        if self._prepares and request.grammar is not None:
-            preparing = self.executor.prepare(request.grammar)
+        if self._prepares and request.spec.grammar is not None:
+            preparing = self.executor.prepare(request.spec.grammar)
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
         if preparing is None:
@@ -263,7 +263,7 @@ class EngineCore:
                     request.finish_reason,
                     request.stop_reason,
                     request.begun_at - request.arrived_at if request.output_length == len(token_ids) else 0.0,
-                    result.embeddings.get(slot) if request.embed else None,
+                    result.embeddings.get(slot) if request.spec.embed else None,
                 )
             )
         self._forget_unused()

@@ -16,10 +16,10 @@ Sizes = Iterator[tuple[Any, ...]]
 
 
 def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache, and the block table of requests with so many keys each, whose blocks lie in reverse order."""
+    """A cache, and the block table of requests with so many keys each, whose blocks lie scattered."""
     blocks = -(-keys // inputs.block_size)
     cache = inputs.numbers(2, requests * blocks, inputs.block_size, spec.kv_heads, spec.head_dim)
-    return cache, inputs.integers(reversed(range(requests * blocks))).view(requests, blocks)
+    return cache, inputs.permutation(requests * blocks).view(requests, blocks)
 
 
 def _attended(

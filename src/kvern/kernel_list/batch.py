@@ -10,8 +10,9 @@ from kvern.device.rows import BatchRows
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import batch, masks, sampling
 from kvern.model_spec import ModelSpec
+from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest
 from kvern.structured.masks import restrict
 
@@ -27,7 +28,7 @@ def _rows(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [SLOTS, LENGTH] and a block table of a batch."""
     tokens = inputs.integers(range(SLOTS * LENGTH)).view(SLOTS, LENGTH)
     blocks = -(-LENGTH // inputs.block_size)
-    return tokens, inputs.integers(reversed(range(SLOTS * blocks))).view(SLOTS, blocks)
+    return tokens, inputs.permutation(SLOTS * blocks).view(SLOTS, blocks)
 
 
 def _places(inputs: Inputs, table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -100,9 +101,11 @@ def _write_runs(spec: ModelSpec, inputs: Inputs) -> Call:
 def _sample(spec: ModelSpec, inputs: Inputs, count: int, filtered: bool, slot_type: torch.dtype = torch.int64) -> Call:
     logits = inputs.numbers(count, spec.vocab_size, deviation=3.0)
     filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01} if filtered else {}
-    params = [SamplingParams(temperature=0.0 if row == 1 else 0.8, **filters) for row in range(count)]
     rows = BatchRows(count, 1, 1, inputs.device)
-    rows.join([NewRequest(row, [0], 1, each, row, frozenset(), (), []) for row, each in enumerate(params)])
+    for row in range(count):
+        params = ResolvedParams(temperature=0.0 if row == 1 else 0.8, **filters)
+        asked = RequestSpec("", PromptInput([0]), params, 1)
+        rows.join([NewRequest(row, asked, params, row, [0], [])])
     positions = inputs.integers(range(5, 5 + count), torch.int64)
     launch = partial(
         sampling.sample,

@@ -100,7 +100,7 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
     blocks = -(-tokens // inputs.block_size)
     cache = inputs.numbers(2, blocks, inputs.block_size, kv_heads, head_dim)
     positions = inputs.integers(range(tokens), torch.int64)
-    places = inputs.integers(reversed(range(tokens)), torch.int64)
+    places = inputs.permutation(tokens, torch.int64)
     interleaved = rope is not None and rope.interleaved
     table = None if rope is None else _rotation(inputs, tokens, rope.dim, interleaved)
     weight = None

@@ -48,6 +48,11 @@ class Inputs:
         """These, on the device."""
         return torch.tensor(list(values), dtype=dtype, device=self.device)
 
+    def permutation(self, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """The numbers below `count`, in a mixed order."""
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+        return order.to(self.device, dtype)
+
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Zeros, on the device."""
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from kvern.layers.linear import Multiply
+from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder
 from kvern.step import SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows
@@ -42,8 +42,8 @@ class Parts(Protocol):
     """How a worker's steps run: through PyTorch, or through kernels with the batch on the device."""
 
     @property
-    def multiply(self) -> Multiply | None:
-        """Of linear layers."""
+    def unquantized(self) -> LinearFormat:
+        """How plain weights are multiplied."""
         ...
 
     @property

@@ -13,11 +13,12 @@ from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.measurements import Measurements, cache_folder
 from kvern.device.timing import time_calls
 from kvern.kernels import masks
-from kvern.layers.linear import Multiply
-from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
+from kvern.layers.tuned_linear import TunedLinear
+from kvern.layers.tuning import tune
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
-from kvern.sampling_params import SamplingParams
+from kvern.request import PromptInput, RequestSpec
+from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import restrict
 from kvern.worker.contents import Contents
@@ -36,28 +37,20 @@ class KernelParts:
         self._config, self._spec, self._plan, self._device, self._startup = config, spec, plan, device, startup
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         self._layers = [layer.attention for layer in spec.layers]
-        self._linear: TunedLinear | None = None
-        if plan.linear_backend != "cublas" and not config.deterministic:
-            self._linear = TunedLinear(device, cublas=plan.linear_backend == "auto")
+        self.unquantized = TunedLinear(device, plan.linear_backend)
         self._choice: Choice | None = None
 
     @property
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         return masks.restrict if "masks" in self._plan.kernels else restrict
 
-    @property
-    def multiply(self) -> Multiply:
-        if self._config.deterministic:
-            return deterministic_linear
-        return self._linear or torch.nn.functional.linear
-
     def prepare(self, decoder: Decoder) -> None:
         """Time how to multiply and who attends, or look it up."""
         config, plan, device = self._config, self._plan, self._device
         measurements = Measurements(cache_folder(config), device)
-        if self._linear is not None and device.type == "cuda":
+        if device.type == "cuda":
             with self._startup.stage("tuning"), torch.inference_mode():
-                timed = self._linear.tune(decoder, time_calls, measurements.section("linear"))
+                timed = tune(decoder, time_calls, measurements.section("linear"))
                 measurements.remember("linear", timed)
         if plan.attention_backend != "torch_sdpa":
             with self._startup.stage("attention"), torch.inference_mode():
@@ -127,8 +120,8 @@ class KernelParts:
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        params = SamplingParams(temperature=1.0, top_p=0.9)
-        joined = [NewRequest(slot, [0], 1, params, 0, frozenset(), (), []) for slot in range(slots)]
+        asked = RequestSpec("", PromptInput([0]), ResolvedParams(temperature=1.0, top_p=0.9), 1)
+        joined = [NewRequest(slot, asked, asked.params, 0, [0], []) for slot in range(slots)]
         prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
         decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
         for step, scheduled in enumerate((prompts, decodes)):

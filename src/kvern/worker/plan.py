@@ -10,6 +10,7 @@ activations leave is the cache's. All of these are plain data that can be sent.
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -46,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     dtype: str
     cache_dtype: str
     kernels: frozenset[str]
-    linear_backend: str
+    linear_backend: Literal["auto", "cublas", "triton"]
     attention_backend: str
     max_model_len: int
     max_batch_requests: int

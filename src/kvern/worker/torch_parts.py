@@ -4,6 +4,7 @@ import torch
 
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.device.rows import BatchRows
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.structured.masks import restrict
@@ -16,11 +17,11 @@ from kvern.worker.runner import ModelRunner
 class TorchParts:
     """The `Parts` of a worker without kernels."""
 
-    multiply = None
     restrict = staticmethod(restrict)
 
     def __init__(self, spec: ModelSpec, plan: Plan, device: torch.device) -> None:
         self._spec, self._plan, self._device = spec, plan, device
+        self.unquantized = Unquantized()
 
     def prepare(self, decoder: Decoder) -> None:
         """Nothing is chosen."""

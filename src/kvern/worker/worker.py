@@ -11,9 +11,11 @@ from kvern.adapters.peft import Adapter
 from kvern.adapters.store import AdapterStore
 from kvern.config import EngineConfig
 from kvern.errors import InvalidAdapter
+from kvern.layers.linear_format import linear_methods
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
-from kvern.models.loader import choose_dtype, load_model
+from kvern.models.loader import choose_dtype, load_model, read_config
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.step import SchedulerOutput, StepResult
 from kvern.structured.grammar import grammars_of
@@ -52,7 +54,7 @@ class Worker:
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             check_dtype(dtype, device)
-            check_weights_fit(self._spec, dtype, device)
+            check_weights_fit(self._spec, dtype, device, linear_methods(read_config(self._folder), Unquantized()))
         else:
             torch.set_num_threads(config.threads or available_cores())
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup)
@@ -70,7 +72,7 @@ class Worker:
                 max_model_len=plan.max_model_len,
                 load_format=config.load_format,
                 kernels=plan.kernels & MODEL_KERNELS,
-                multiply=parts.multiply,
+                unquantized=parts.unquantized,
                 deterministic=config.deterministic and bool(plan.kernels),
             )
         parts.prepare(decoder)
