@@ -24,7 +24,7 @@ from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.errors import InvalidAdapter, in_a_line
 from kvern.events import EngineStatistics, TokenEvent
-from kvern.request import FinishReason, Request, State
+from kvern.request import FinishReason, Request, State, cache_namespace
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ class EngineCore:
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
         if request.adapter is not None and self._store is not None and request.adapter in self._store:
-            request.adapter_digest = self._store[request.adapter].digest
+            request.cache_namespace = cache_namespace(request.spec, self._store[request.adapter].digest)
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
-        preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
+        preparing = None if request.spec.grammar is None or self.prepare is None else self.prepare(request.spec.grammar)
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
         if preparing is None:
@@ -260,7 +260,7 @@ class EngineCore:
                     request.finish_reason,
                     request.stop_reason,
                     request.begun_at - request.arrived_at if request.output_length == len(token_ids) else 0.0,
-                    result.embeddings.get(slot) if request.embed else None,
+                    result.embeddings.get(slot) if request.spec.embed else None,
                 )
             )
         self._forget_unused()

@@ -20,6 +20,7 @@ from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batc
 from kvern.device.input_batch import sampled_tokens
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.sampling import sample as sample_tokens
+from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
@@ -68,11 +69,11 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.CONSTRAINTS
     if params.logprobs is not None:
         needs |= Needs.LOGPROBS
-    if request.grammar is not None:
+    if request.spec.grammar is not None:
         needs |= Needs.GRAMMAR
     if params.logits_processors:
         needs |= Needs.PROCESSORS
-    if request.embed:
+    if request.spec.embed:
         needs |= Needs.EMBEDDING
     if params.beam_width is not None:
         needs |= Needs.BEAMS
@@ -225,9 +226,10 @@ class DeviceRunner:
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         states = tokens_wanted(batch, runs)
+        adapters = NO_ADAPTERS
         if self._adapters is not None:
-            self._adapters.select(self._rows, batch, states is not None)
-        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states)
+            adapters = self._adapters.select(self._rows, batch, states is not None)
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states, adapters)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
