@@ -22,7 +22,7 @@ from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
-from kvern.engine.wire import AddRequests
+from kvern.engine.wire import AddRequest
 from kvern.errors import RequestFailed
 from tests.processors import install
 from tests.test_server import SMALL, STORY, Served, child_of, command_of, eventually, serving
@@ -220,7 +220,7 @@ def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.Monkey
 
             def deadly(message: Any) -> None:
                 send(message)
-                if isinstance(message, AddRequests) and message.requests[0].token_ids == marked:
+                if isinstance(message, AddRequest) and message.spec.prompt.token_ids == marked:
                     os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
 
             monkeypatch.setattr(client._supervisor, "send", deadly)
