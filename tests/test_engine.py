@@ -287,7 +287,7 @@ def test_streamed_text_never_retracts(
     shown, stopped = "", None
     for place, token in enumerate(tokens):
         reason = "length" if ending == "length" and place == len(tokens) - 1 else None
-        stopped = answer.add(TokenEvent("", token, finish_reason=reason))
+        stopped = answer.add(TokenEvent("", [token], finish_reason=reason))
         assert answer.output.text.startswith(shown), "text was taken back"
         shown = answer.output.text
         if stopped is not None:

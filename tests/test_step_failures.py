@@ -32,7 +32,7 @@ from tests.failing_runner import MARKS, FailingRunner
 from tests.idle import is_idle
 from tests.peft_adapters import make_adapter
 from tests.processors import install
-from tests.test_server import SMALL, Served, serving
+from tests.served import SMALL, Served, serving
 
 REASON = "its step failed: RuntimeError: as planned"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -128,7 +128,7 @@ class Counted:
         for _ in range(steps):
             self.engine.scheduler.schedule()
             (request,) = self.engine.scheduler.running
-            self.engine.scheduler.update(request, 0)
+            self.engine.scheduler.update(request, [0], 1)
         return self.keys, self.questions
 
 

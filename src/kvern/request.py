@@ -120,7 +120,8 @@ class Request:
     """What scheduler, cache and runner know of one sequence of a spec. Only the engine core changes it.
 
     `num_computed_tokens` counts the tokens whose keys and values the steps scheduled so far will have written;
-    `in_flight` the sampled tokens that the host has not seen yet.
+    `in_flight` the sampled tokens that the host has not seen yet. While drafts are verified, both count as if all were
+    accepted; what was rejected is taken back when the step's result is there.
     """
 
     spec: RequestSpec
@@ -164,6 +165,10 @@ class Request:
     num_computed_tokens: int = 0
     cached_tokens: int = 0
     in_flight: int = 0
+    drafts_in_flight: int = 0
+    """Of the tokens in flight, those that are not sampled if drafts are rejected."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """What may follow `token_ids`, as a proposer guessed."""
     asked_tier: bool = False
     """Since it waits; blocks are loaded for it once at most."""
     waiting_since: int = 0

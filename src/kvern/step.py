@@ -53,12 +53,18 @@ class NewRequest:
 
 
 class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
-    """Compute `count` tokens of row `slot` from position `start`, then sample the next token if `sample`."""
+    """Compute `count` tokens of row `slot` from position `start`, and sample what follows the last `sampled` of them.
+
+    0: a part of a prompt. 1: the last token is known, or sampled by a step before. More: all but the first of these
+    tokens are drafts. The tokens sampled are kept as far as the drafts agree with them, and one more.
+    """
 
     slot: int
     start: int
     count: int
-    sample: bool
+    sampled: int
+    uncertain: bool = False
+    """A step with drafts of this row is in flight: `start` is where it begins if all of them are accepted."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ class SchedulerOutput:
     joined: list[NewRequest] = field(default_factory=list)
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, index of the first new entry in its block table, block ids)."""
+    drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
     """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
@@ -143,9 +151,10 @@ class BeamCandidates:
 class ModelRunnerOutput:
     """The sampled tokens of one step, one entry for each entry of `scheduled`."""
 
-    token_ids: list[int | None]
-    """None where the step only computed a part of the prompt."""
-    logprobs: list[TokenLogprobs | None]
+    token_ids: list[list[int]]
+    """Those that are kept; none where the step only computed a part of the prompt."""
+    logprobs: list[list[TokenLogprobs] | None]
+    """Of each of them; None where none were asked for."""
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of the prompt tokens that the step's tokens predict, in their order."""
     broken: dict[int, str] = field(default_factory=dict)

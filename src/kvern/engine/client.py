@@ -73,18 +73,18 @@ class EngineClient:
         async for _ in client.follow([generation], news):
             print(generation.output.outputs[0].text)
 
-    `silence`: seconds without a sign of life after which an engine is replaced. `names`: the model's, which no adapter
-    may have, and the first of which stands in the metrics.
+    `names` are the model's, which no adapter may have, and the first of which stands in the metrics.
     """
 
-    def __init__(self, config: EngineConfig, silence: float = 60.0, names: Sequence[str] = ()) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self.names = config.model_names
         self.folder = resolve_model(config.model, revision=config.revision)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder)
         self._processors = load_processors(config.logits_processors)
-        self.metrics = Metrics(names[0] if names else config.model or self.folder.name)
+        self.metrics = Metrics(self.names[0])
         self.statistics = EngineStatistics()
-        self.adapters = AdapterNames(frozenset(names))
+        self.adapters = AdapterNames(frozenset(self.names))
         self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="long-input")
         self._ids = itertools.count()
         self._outputs = OutputProcessor(self.tokenizer)
@@ -94,8 +94,8 @@ class EngineClient:
         self._trial_began = self._heard = 0.0
         self._unexplained = 0
         """Deaths since a request was found guilty, or an engine lived long."""
-        self._silence = silence
-        self._supervisor = Supervisor(self.config, silence, self)
+        self._silence = config.engine_timeout
+        self._supervisor = Supervisor(self.config, self._silence, self)
         self._adapters = ClientAdapters(self.adapters, self._supervisor.send, self._used_adapters)
         self._started = False
         self._inputs: InputProcessor | None = None

@@ -31,27 +31,31 @@ class Answer:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
     def add(self, event: TokenEvent) -> str | None:
-        """Take one token; the stop string that it completes, if any."""
-        output, token_id = self.output, event.token_id
-        assert token_id is not None
-        output.token_ids.append(token_id)
-        if output.logprobs is not None and event.logprobs is not None:
-            output.logprobs.append(self.with_text(event.logprobs))
-            if not self.searched:
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs[token_id].logprob
+        """Take the tokens of a step; the stop string that they complete, if any: those behind it are dropped."""
         if event.cumulative_logprob is not None:
-            output.cumulative_logprob = event.cumulative_logprob
-        if event.finish_reason != "stop" or self._params.include_stop_str_in_output:
-            stop = self._grow(self._detokenizer.append([token_id]))
-            if stop is not None:
-                self.end("stop", stop)
-                return stop
+            self.output.cumulative_logprob = event.cumulative_logprob
+        last = len(event.token_ids) - 1
+        for place, token_id in enumerate(event.token_ids):
+            self._add_token(token_id, None if event.logprobs is None else event.logprobs[place])
+            if place < last or event.finish_reason != "stop" or self._params.include_stop_str_in_output:
+                stop = self._grow(self._detokenizer.append([token_id]))
+                if stop is not None:
+                    self.end("stop", stop)
+                    return stop
         if event.finish_reason is not None:
             is_eos = event.stop_reason in self._eos_token_ids
             self.end(event.finish_reason, None if is_eos else event.stop_reason)
         else:
-            output.text = self._text[: len(self._text) - self._search.held_back]
+            self.output.text = self._text[: len(self._text) - self._search.held_back]
         return None
+
+    def _add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        output = self.output
+        output.token_ids.append(token_id)
+        if output.logprobs is not None and logprobs is not None:
+            output.logprobs.append(self.with_text(logprobs))
+            if not self.searched:
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[token_id].logprob
 
     @property
     def searched(self) -> bool:
@@ -124,7 +128,7 @@ class OutputProcessor:
             if answer.output.finish_reason is not None:
                 self._answers.pop(event.request_id, None)
             output.finished = all(item.finish_reason is not None for item in output.outputs)
-            if (event.token_id, event.finish_reason, stop) != (None, None, None):
+            if event.token_ids or event.finish_reason is not None or stop is not None:
                 changed[output.request_id] = output
         return list(changed.values()), stopped
 
@@ -132,7 +136,7 @@ class OutputProcessor:
         """Let the answer grow; the stop string that it completes, if any."""
         if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
             output.prompt_logprobs += map(answer.with_text, event.prompt_logprobs)
-        if event.token_id is None:
+        if not event.token_ids:
             if event.finish_reason is not None:
                 self._end_without_token(event, output, answer)
             return None

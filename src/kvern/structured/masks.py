@@ -223,9 +223,11 @@ class GrammarRows:
         for matchers, result in self._expected:
             tokens = result.result().token_ids
             self._computed = time.thread_time()
-            for matcher, token in zip(matchers, tokens, strict=True):
-                if matcher is not None and token is not None and not matcher.is_stopped():
-                    self._timed(matcher, matcher.consume_token, token)
+            for matcher, sampled in zip(matchers, tokens, strict=True):
+                if matcher is not None:
+                    for token in sampled:
+                        if not matcher.is_stopped():
+                            self._timed(matcher, matcher.consume_token, token)
         self._expected.clear()
         self._keep()
 
