@@ -235,14 +235,14 @@ def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.Monkey
 def test_who_cannot_be_sent_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with EngineClient(EngineConfig(model="kvern-1m", threads=1, dtype="float32")) as client:
-            expected, messages = await tokens_of(client, PROMPTS[0]), Generation.messages
+            expected, message = await tokens_of(client, PROMPTS[0]), Generation.message
 
             def broken(generation: Generation) -> Any:
                 if generation.output.prompt == "I cannot be sent":
                     raise RecursionError("as planned")
-                return messages(generation)
+                return message(generation)
 
-            monkeypatch.setattr(Generation, "messages", broken)
+            monkeypatch.setattr(Generation, "message", broken)
             with pytest.raises(RequestFailed, match="cannot be sent to the engine: RecursionError: as planned"):
                 await tokens_of(client, "I cannot be sent")
             assert await tokens_of(client, PROMPTS[0]) == expected
