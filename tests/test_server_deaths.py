@@ -25,7 +25,7 @@ from kvern.engine.generation import Generation
 from kvern.engine.wire import AddRequests
 from kvern.errors import RequestFailed
 from tests.processors import install
-from tests.test_server import SMALL, STORY, Served, child_of, command_of, eventually, serving
+from tests.served import SMALL, STORY, Served, child_of, command_of, eventually, serving
 from tests.tiny_model import make_tiny_model
 
 PROMPTS = [f"Once upon a time there were {number}" for number in range(30)]

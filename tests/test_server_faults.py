@@ -22,7 +22,7 @@ from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
-from tests.test_server import SMALL, STORY, Served, eventually, serving
+from tests.served import SMALL, STORY, Served, eventually, serving
 from tests.tiny_model import make_tiny_model
 
 
@@ -184,7 +184,7 @@ async def _watch_the_loop() -> None:
 
     config = EngineConfig(model="kvern-1m", threads=1)
     async with EngineClient(config) as client:
-        app = Server([(client, ["kvern-1m"])], ServerConfig()).app()
+        app = Server([client], ServerConfig()).app()
         listener = socket.create_server(("127.0.0.1", 0))
         http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
         serving_it = asyncio.create_task(http.serve(sockets=[listener]))

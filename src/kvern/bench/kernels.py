@@ -65,45 +65,61 @@ def ceilings(device: torch.device) -> tuple[float, float]:
     return numbers.numel() * 4 / read / 1e12, 2 * size**3 / multiply / 1e12
 
 
+Make = Callable[..., torch.Tensor]
+
+
 def cases(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
     """The kernels of a decode step and of a prefill step, on the shapes of the model's first layer."""
     make = partial(torch.randn, dtype=dtype, device=device)
-    size = dtype.itemsize
+    for rows in (1, 64, 8192):
+        yield from _row_cases(spec, rows, make, device, dtype.itemsize)
+    yield from _product_cases(spec, make, dtype.itemsize)
+    yield from _attention_cases(spec, make, device, dtype.itemsize)
+    yield from _expert_cases(spec, make, dtype.itemsize)
+
+
+def _row_cases(spec: ModelSpec, rows: int, make: Make, device: torch.device, size: int) -> Iterator[Case]:
+    """What works on each row alone; `size` is that of a number in bytes."""
     hidden, layer = spec.hidden_size, spec.layers[0]
     attention, mlp = layer.attention, layer.mlp
     heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    for rows in (1, 64, 8192):
-        moved = 4 * rows * hidden * size
+    moved = 4 * rows * hidden * size
+    yield Case(
+        "add + RMSNorm",
+        f"{rows} x {hidden}",
+        moved,
+        0,
+        partial(_add_norm, rows, hidden, make),
+    )
+    yield Case(
+        "rotate and store",
+        f"{rows} x {heads}",
+        2 * rows * heads * size,
+        0,
+        partial(_rotate, spec, rows, make, device),
+    )
+    if isinstance(mlp, MlpSpec) and mlp.gated and mlp.activation in ACTIVATIONS:
         yield Case(
-            "add + RMSNorm",
-            f"{rows} x {hidden}",
-            moved,
+            "gated activation",
+            f"{rows} x {mlp.width}",
+            3 * rows * mlp.width * size,
             0,
-            partial(_add_norm, rows, hidden, make),
+            partial(_activate, rows, mlp, make),
         )
+    if rows < 8192:
         yield Case(
-            "rotate and store",
-            f"{rows} x {heads}",
-            2 * rows * heads * size,
+            "sampling",
+            f"{rows} x {spec.vocab_size}",
+            rows * spec.vocab_size * size,
             0,
-            partial(_rotate, spec, rows, make, device),
+            partial(_sample, spec, rows, make, device),
         )
-        if isinstance(mlp, MlpSpec) and mlp.gated and mlp.activation in ACTIVATIONS:
-            yield Case(
-                "gated activation",
-                f"{rows} x {mlp.width}",
-                3 * rows * mlp.width * size,
-                0,
-                partial(_activate, rows, mlp, make),
-            )
-        if rows < 8192:
-            yield Case(
-                "sampling",
-                f"{rows} x {spec.vocab_size}",
-                rows * spec.vocab_size * size,
-                0,
-                partial(_sample, spec, rows, make, device),
-            )
+
+
+def _product_cases(spec: ModelSpec, make: Make, size: int) -> Iterator[Case]:
+    hidden, layer = spec.hidden_size, spec.layers[0]
+    attention, mlp = layer.attention, layer.mlp
+    heads = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
     products = [(heads, hidden), (hidden, attention.heads * attention.head_dim)]
     if isinstance(mlp, MlpSpec):
         products += [(2 * mlp.width, hidden), (hidden, mlp.width)]
@@ -115,6 +131,10 @@ def cases(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bflo
             2 * outputs * inputs,
             partial(_matvec, outputs, inputs, make),
         )
+
+
+def _attention_cases(spec: ModelSpec, make: Make, device: torch.device, size: int) -> Iterator[Case]:
+    attention = spec.layers[0].attention
     token_bytes = 2 * attention.kv_heads * attention.head_dim * size
     for requests, keys in ((1, 1024), (32, 1024), (256, 1024)):
         yield Case(
@@ -133,6 +153,10 @@ def cases(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bflo
             4 * attention.heads * attention.head_dim * pairs,
             partial(_prefill, spec, requests, queries, make, device),
         )
+
+
+def _expert_cases(spec: ModelSpec, make: Make, size: int) -> Iterator[Case]:
+    hidden, mlp = spec.hidden_size, spec.layers[0].mlp
     if isinstance(mlp, MoeSpec):
         for tokens in (1, 32, 8192):
             touched = mlp.experts * (1 - (1 - mlp.top_k / mlp.experts) ** tokens)
@@ -144,9 +168,6 @@ def cases(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bflo
                 2 * tokens * mlp.top_k * weights,
                 partial(_experts, spec, mlp, tokens, make),
             )
-
-
-Make = Callable[..., torch.Tensor]
 
 
 def _add_norm(rows: int, hidden: int, make: Make) -> Callable[[], object]:

@@ -38,8 +38,9 @@ from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import choose_dtype, load_model, read_config
 from kvern.models.registry import spec_from_config
+from kvern.request import PromptInput, RequestSpec
 from kvern.sample.processors import ProcessorModel, load_processors
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
@@ -230,10 +231,10 @@ def activation_bytes(
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    joined = [NewRequest(slot, [0], 1, params, 0, frozenset(), (), []) for slot in range(slots)]
-    prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), True) for slot in range(requests)]
-    decodes = [ScheduledTokens(slot, 0, 1, True) for slot in range(slots)]
+    spec = RequestSpec("", PromptInput([0]), ResolvedParams(temperature=1.0, top_p=0.9), 1)
+    joined = [NewRequest(slot, spec, spec.params, 0, [0], []) for slot in range(slots)]
+    prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
+    decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
     for step, scheduled in enumerate((prompts, decodes)):
         runner.execute(SchedulerOutput(step, joined=joined if step == 0 else [], scheduled=scheduled)).result()
     peak = torch.cuda.max_memory_allocated(device) - before

@@ -52,23 +52,18 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Server:
-    """The handlers, and the engines behind them, each with the names of its model."""
+    """The handlers, and the engines behind them, one for each model."""
 
-    def __init__(
-        self,
-        engines: Sequence[tuple[EngineClient, Sequence[str]]],
-        config: ServerConfig,
-        keys: Sequence[ApiKey] = (),
-    ) -> None:
+    def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: Sequence[ApiKey] = ()) -> None:
         self._keys = keys
-        self.service = Service(engines, config, keys)
+        self.service = Service(clients, config, keys)
         self.completions = Completions(self.service)
         self.embeddings = Embeddings(self.service)
         self.scores = Scores(self.service)
         self.store = Store(config.data_dir or default_folder(), config.disk_per_key, config.disk_reserve)
         answerers = {path: self.completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
-        width = sum(client.max_batch_requests for client, _ in engines)
+        width = sum(client.max_batch_requests for client in clients)
         self.batches = Batches(self.store, self.service.users, answerers, width)
         self.started = int(time.time())
 

@@ -1,7 +1,5 @@
 """The engines that a server has, one for each model, and the names by which each is asked."""
 
-from collections.abc import Sequence
-
 from kvern.api.conversation import ChatBody
 from kvern.engine.client import EngineClient
 from kvern.sampling_params import SamplingParams
@@ -13,10 +11,9 @@ from kvern.tools.chat import ChatRequest
 class ServedEngine:
     """The engine of one model, which answers for the model's names and for those of its adapters."""
 
-    def __init__(self, client: EngineClient, names: Sequence[str], admission: Admission) -> None:
+    def __init__(self, client: EngineClient, admission: Admission) -> None:
         self.client = client
-        self.models = tuple(names)
-        """The model's names: at least one."""
+        self.models = client.names
         self.admission = admission
 
     @property

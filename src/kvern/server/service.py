@@ -66,20 +66,14 @@ class Running:
 
 
 class Service:
-    """Engines, each with the names of its model, behind any number of APIs."""
+    """Engines, one for each model, behind any number of APIs."""
 
-    def __init__(
-        self,
-        engines: Sequence[tuple[EngineClient, Sequence[str]]],
-        config: ServerConfig,
-        keys: Sequence[ApiKey] = (),
-    ) -> None:
+    def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: Sequence[ApiKey] = ()) -> None:
         self.config = config
         self.users = users_of(keys, config)
         limits = KeyLimits()
         self.engines = [
-            ServedEngine(client, names, Admission(client, config.max_queue, len(self.users), limits))
-            for client, names in engines
+            ServedEngine(client, Admission(client, config.max_queue, len(self.users), limits)) for client in clients
         ]
         names = self.names
         if len(set(names)) < len(names):
