@@ -28,7 +28,7 @@ class FailingRunner:
         for fork in output.forked:
             self._limits[fork.slot] = limits[fork.source]
         for request in output.joined:
-            prompt = request.token_ids[: request.prompt_length]
+            prompt = request.spec.prompt.token_ids
             self._limits[request.slot] = min(
                 (len(prompt) + MARKS[mark] for mark in MARKS if mark in prompt), default=999
             )

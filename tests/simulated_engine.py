@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,9 @@ from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.events import TokenEvent
-from kvern.request import FinishReason, Request
+from kvern.request import FinishReason, PromptInput, Request, RequestSpec, requests_of
 from kvern.sampling_params import SamplingParams
-from kvern.step import BeamCandidates, Logprob, ModelRunnerOutput, NewRequest, SchedulerOutput
+from kvern.step import BeamCandidates, Logprob, ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput
 
 VOCABULARY = 4
 STOP_TOKEN = 3
@@ -46,6 +47,10 @@ class Setup:
     spare_budget: int = 3
     aging_steps: int = 30
     adapter_slots: int = 2
+    drafts: int = 0
+    """Guessed at most after each step; 0: there is no proposer."""
+    accuracy: float = 0.7
+    """How probable it is that a draft is what the model says."""
 
     @property
     def size(self) -> int:
@@ -66,7 +71,7 @@ class Setup:
 
 def first_key(request: Request) -> int:
     """Stands for a request's namespace and adapter."""
-    return hash((request.namespace, request.adapter))
+    return hash((request.spec.namespace, request.spec.adapter))
 
 
 def extend_key(key: int, token: int) -> int:
@@ -128,6 +133,8 @@ class Row:
     table: list[int]
     namespace: int
     """And the adapter: what makes the same tokens mean something else."""
+    computed: int | None = None
+    """Tokens, as the last step with drafts, or with a row behind drafts, left it; None: such a step never was."""
 
 
 class StepFailed(Exception):
@@ -187,13 +194,22 @@ class SimulatedDevice:
 
     def _fails(self, output: SchedulerOutput) -> bool:
         units = [self.requests[name.split("/")[0]].unit for name in output.request_ids]
-        ends = [item.start + item.count for item in output.scheduled]
+        ends = [self._positions(item).stop for item in output.scheduled]
         fault = any(end >= self.faults.get(unit, end + 1) for unit, end in zip(units, ends, strict=True))
         return fault or any(one in units and other in units for one, other in self.clashes)
 
+    def _positions(self, item: ScheduledTokens) -> range:
+        """Of the tokens that a row computes."""
+        start = item.start
+        if item.uncertain and not self._lost:
+            computed = self.rows[item.slot].computed
+            assert computed is not None and computed <= item.start, "where a row goes on is not known"
+            start = computed
+        return range(start, start + item.count)
+
     def _lose(self, output: SchedulerOutput) -> None:
         """Spoil what the step was to write."""
-        places = [(item.slot, at) for item in output.scheduled for at in range(item.start, item.start + item.count)]
+        places = [(item.slot, at) for item in output.scheduled for at in self._positions(item)]
         for slot, at in places:
             self.memory[self.rows[slot].table[at // self.setup.size]][at % self.setup.size] = None
         for copy in output.copies:
@@ -227,18 +243,22 @@ class SimulatedDevice:
             table[first:] = blocks
         if self._lost or self._fails(output):
             self._lose(output)
+        for slot, first, token_ids in output.drafts:
+            assert len(self.rows[slot].tokens) == first and token_ids, "drafts do not follow what is known"
+            self.rows[slot].tokens += token_ids
         keys = []
         written: set[tuple[int, int]] = set()
         for item, name in zip(output.scheduled, output.request_ids, strict=True):
             row, key, prefix = self.rows[item.slot], self.rows[item.slot].namespace, []
             wanted = self.requests[name.split("/")[0]].adapter
             assert wanted == self.adapters.get(row.request.adapter_slot), "another adapter is in the slot"
-            for token in row.tokens[: item.start + item.count]:
+            positions = self._positions(item)
+            for token in row.tokens[: positions.stop]:
                 key = extend_key(key, token)
                 prefix.append(key)
-            assert len(prefix) == item.start + item.count, "a token is computed before it is known"
+            assert len(prefix) == positions.stop, "a token is computed before it is known"
             keys.append(prefix)
-            for position in range(item.start, item.start + item.count):
+            for position in positions:
                 block, offset = row.table[position // self.setup.size], position % self.setup.size
                 assert (block, offset) not in written, "two requests write one place"
                 written.add((block, offset))
@@ -248,22 +268,34 @@ class SimulatedDevice:
             row = self.rows[item.slot]
             read = [self.memory[row.table[at // self.setup.size]][at % self.setup.size] for at in range(len(prefix))]
             assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
-            token = sampled_token(row.request.seed, prefix[-1]) if item.sample else None
+            kept = self._verified(row, item, prefix)
             width = row.request.params.beam_width
-            if token is not None and width is None:
-                row.tokens.append(token)
-            elif token is not None and width is not None:
+            if width is None:
+                if item.sampled:
+                    row.tokens[len(prefix) + 1 - item.sampled :] = kept
+                if output.drafts or any(other.uncertain for other in output.scheduled):
+                    row.computed = len(prefix) + len(kept) - item.sampled
+            elif item.sampled:
                 best = sorted(simulated_logprobs(prefix[-1]).items(), key=lambda pair: -pair[1])
-                ids, logprobs = zip(*best[: width + len(row.request.stop_token_ids)], strict=True)
+                ids, logprobs = zip(*best[: width + len(row.request.spec.stop_token_ids)], strict=True)
                 result.candidates[item.slot] = BeamCandidates(ids, logprobs)
-            result.token_ids.append(token)
+            result.token_ids.append(kept)
             result.logprobs.append(None)
-            last = min(item.start + item.count, row.request.prompt_length - 1)
+            last = min(item.start + item.count, row.request.spec.prompt_length - 1)
             first = max(item.start + 1, row.request.params.prompt_logprobs_from)
             wanted = row.request.params.prompt_logprobs is not None and last >= first
             marks = [{position: Logprob(0.0, 1)} for position in range(first, last + 1)]
             result.prompt_logprobs.append(marks if wanted else None)
         return result
+
+    def _verified(self, row: Row, item: ScheduledTokens, prefix: list[int]) -> list[int]:
+        """What is sampled, as far as drafts agree with it, and one token more."""
+        kept: list[int] = []
+        for place in range(len(prefix) - item.sampled, len(prefix)):
+            kept.append(sampled_token(row.request.seed, prefix[place]))
+            if row.tokens[place + 1 : place + 2] != kept[-1:]:
+                break
+        return kept
 
     def _joined_names(self, output: SchedulerOutput) -> list[str]:
         names = dict(zip((item.slot for item in output.scheduled), output.request_ids, strict=True))
@@ -289,12 +321,15 @@ class SimulatedEngine:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self.accepted_drafts = 0
+        self._dice = random.Random(1)
+        self._answers: dict[Request, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
         self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache)
         self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_slots)
         self.device = SimulatedDevice(setup, self.requests)
-        self.core = EngineCore(self.scheduler, self, setup.depth)
+        self.core = EngineCore(self.scheduler, self, setup.depth, proposer=self if setup.drafts else None)
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
         self._preemptions: dict[Request, int] = {}
@@ -328,23 +363,20 @@ class SimulatedEngine:
         params = SamplingParams(max_tokens=max_tokens, n=n, beam_width=beams, **search)
         if prompt_logprobs_from is not None:
             params = params.replace(prompt_logprobs=0, prompt_logprobs_from=prompt_logprobs_from)
-        added: list[Request] = []
-        for index in range(n if beams is None else 1):
-            request = Request(
-                request_id=f"{number}#{index}",
-                token_ids=list(prompt),
-                params=params if index == 0 else params.replace(prompt_logprobs=None),
-                max_tokens=min(max_tokens, self.setup.max_model_len - len(prompt)),
-                seed=number + index,
-                stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
-                priority=priority,
-                turn=turn,
-                namespace=namespace.to_bytes(1, "big"),
-                adapter=adapter,
-                group=str(number) if params.sequences > 1 else None,
-                leader=added[0] if added else None,
-            )
-            added.append(request)
+        spec = RequestSpec(
+            str(number),
+            PromptInput(list(prompt)),
+            params.resolved(),
+            min(max_tokens, self.setup.max_model_len - len(prompt)),
+            seed=number,
+            stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
+            priority=priority,
+            turn=turn,
+            namespace=namespace.to_bytes(1, "big"),
+            adapter=adapter,
+        )
+        added = requests_of(spec)
+        for request in added:
             self.requests[request.request_id] = request
             self._first_keys[self.cache._namespace(request)] = first_key(request)
             self.heard |= {answer_id: Heard() for answer_id in request.answer_ids}
@@ -409,10 +441,29 @@ class SimulatedEngine:
         assert 0 < output.token_count <= limits.max_batch_tokens, "the token budget is exceeded"
         slots = [item.slot for item in output.scheduled]
         assert len(set(slots)) == len(slots) and set(slots) <= set(range(limits.max_batch_requests))
-        assert all(item.count > 0 for item in output.scheduled)
+        assert all(item.count >= max(item.sampled, 1) for item in output.scheduled)
+        drafted = {slot: (first - 1, 1 + len(token_ids)) for slot, first, token_ids in output.drafts}
+        runs = {item.slot: (item.start, item.sampled) for item in output.scheduled if item.sampled > 1}
+        assert drafted == runs, "drafts are verified, and nothing else"
         if not limits.chunked_prefill:
-            assert all(item.sample for item in output.scheduled), "a whole prefill was split"
+            assert all(item.sampled for item in output.scheduled), "a whole prefill was split"
         return self.device.submit(output)
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The proposer's side: drafts that are mostly right."""
+        drafts = []
+        for request in requests:
+            if request not in self._answers:
+                self._answers[request] = self.expected_answer(request)[0]
+            known = self._answers[request][request.output_length :]
+            guessed = [*known, *self._dice.choices(range(VOCABULARY), k=self.setup.drafts)]
+            right = [self._dice.random() < self.setup.accuracy for _ in guessed]
+            wrong = [(token + 1) % VOCABULARY for token in guessed]
+            drafts.append([one if ok else other for one, ok, other in zip(guessed, right, wrong, strict=True)])
+        return [
+            tokens[: self._dice.randint(0, self.setup.drafts + request.in_flight)]
+            for tokens, request in zip(drafts, requests, strict=True)
+        ]
 
     # Checks
 
@@ -422,7 +473,8 @@ class SimulatedEngine:
         assert len(self.scheduler.running) <= self.setup.limits.max_batch_requests
         for request in (*self.scheduler.waiting, *self.scheduler.running):
             assert request.output_length + request.in_flight <= request.max_tokens
-            assert 0 <= request.in_flight <= self.setup.depth
+            assert 0 <= request.drafts_in_flight <= request.in_flight
+            assert 0 <= request.in_flight - request.drafts_in_flight <= self.setup.depth
 
     def check_written(self) -> None:
         """What the tree calls written is in the device's memory."""
@@ -508,8 +560,9 @@ class SimulatedEngine:
     def _hear(self, event: TokenEvent) -> None:
         heard = self.heard[event.request_id]
         assert heard.finish_reason is None, "news of a request that has ended"
-        if event.token_id is not None:
-            heard.tokens.append(event.token_id)
+        heard.tokens += event.token_ids
+        if self.requests[event.request_id.split("#")[0] + "#0"].beams is None:
+            self.accepted_drafts += max(0, len(event.token_ids) - 1)
         for entry in event.prompt_logprobs or ():
             heard.prompt_positions += entry
         heard.cached_tokens = max(heard.cached_tokens, event.cached_tokens)

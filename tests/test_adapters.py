@@ -92,13 +92,11 @@ def test_logits_agree_with_peft(family: str, modules: Any, tmp_path: Path) -> No
     plain = logits(decoder, PROMPT)
     bank = AdapterBank(decoder, slots=2, rank=8, kernels=False)
     bank.load(1, read_adapter(adapter, decoder.spec, bank.targets, 8, torch.float32))
-    bank.select([1], [len(PROMPT)], None)
     merged = merge(model, adapter, tmp_path / "merged")
-    changed = logits(decoder, PROMPT)
+    changed = logits(decoder, PROMPT, bank.select([1], [len(PROMPT)], None))
     assert (changed - reference_logits(merged, PROMPT)).abs().max() < 5e-5
     assert (changed - plain).abs().max() > 0.1, "the adapter changes too little to be seen"
-    bank.select([-1], [len(PROMPT)], None)
-    assert torch.equal(logits(decoder, PROMPT), plain)
+    assert torch.equal(logits(decoder, PROMPT, bank.select([-1], [len(PROMPT)], None)), plain)
 
 
 @pytest.mark.parametrize(

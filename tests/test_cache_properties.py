@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import Node, RadixCache
-from kvern.request import Request, State
-from kvern.sampling_params import SamplingParams
+from kvern.request import PromptInput, Request, RequestSpec, State
+from kvern.sampling_params import ResolvedParams
 from kvern.step import BlockLoad, ScheduledTokens, SchedulerOutput
 from tests.host_tier import HostTier
 
@@ -133,10 +133,10 @@ class CacheMachine(RuleBasedStateMachine):
         if group is not None:
             tokens = list(self.groups.setdefault(group, tokens))
             namespace = b""
-        params = SamplingParams()
+        params = ResolvedParams(n=1 if group is None else 2)
         if scored_from is not None:
-            params = SamplingParams(prompt_logprobs=0, prompt_logprobs_from=scored_from)
-        request = Request("", tokens, params, LIMIT, namespace=namespace, group=group)
+            params = params.replace(prompt_logprobs=0, prompt_logprobs_from=scored_from)
+        request = Request(RequestSpec(group or "", PromptInput(tokens), params, LIMIT, namespace=namespace))
         self.steps += 1
         self.cache.register(request)
         self.try_to_admit(request, reserve)
@@ -195,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
         known = request.token_ids[: request.num_computed_tokens]
         self.cache.free(request, self.steps)
         if self.cache.prefix_cache:
-            path, _, partial = self.cache.tree.match(request.namespace, known, len(known))
+            path, _, partial = self.cache.tree.match(request.cache_namespace, known, len(known))
             assert len(path) * self.cache.block_size + partial == len(known), "what was computed is not cached"
         request.state = State.FINISHED
         self.cache.forget(request)
@@ -315,16 +315,20 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=40)
 
 
+def asking(tokens: list[int]) -> Request:
+    return Request(RequestSpec("", PromptInput(tokens), ResolvedParams(), 1))
+
+
 def finished_request(cache: KVCacheManager, tokens: list[int], step: int) -> None:
     """A request that computed all its tokens and left."""
-    request = Request("", tokens, SamplingParams(), 1)
+    request = asking(tokens)
     assert cache.admit(request, step) is not None
     request.num_computed_tokens = len(tokens)
     cache.free(request, step)
 
 
 def cached(cache: KVCacheManager, tokens: list[int]) -> int:
-    return cache.cached_tokens(Request("", [*tokens, 9], SamplingParams(), 1))
+    return cache.cached_tokens(asking([*tokens, 9]))
 
 
 def test_the_least_recently_used_leaf_goes_first() -> None:
@@ -342,7 +346,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
 def test_the_head_of_a_block_is_copied_and_the_rest_computed() -> None:
     cache = KVCacheManager(8, 4)
     finished_request(cache, [1, 2, 3, 4, 5, 6, 7, 8], 1)
-    request = Request("", [1, 2, 3, 4, 5, 6, 0, 0, 0], SamplingParams(), 1)
+    request = asking([1, 2, 3, 4, 5, 6, 0, 0, 0])
     copies = cache.admit(request, 2)
     assert copies is not None and [copy.tokens for copy in copies] == [2]
     assert request.num_computed_tokens == 6 and copies[0].target == request.block_ids[1] != copies[0].source
@@ -350,15 +354,15 @@ def test_the_head_of_a_block_is_copied_and_the_rest_computed() -> None:
 
 def test_a_copy_never_reads_what_its_own_step_writes() -> None:
     cache = KVCacheManager(8, 4)
-    leader = Request("", [1, 2, 3, 4, 5], SamplingParams(), 1)
+    leader = asking([1, 2, 3, 4, 5])
     assert cache.admit(leader, 7) is not None
     leader.num_computed_tokens = 5
     cache.publish(leader, 7)
-    whole = Request("", [1, 2, 3, 4, 6], SamplingParams(), 1)
+    whole = asking([1, 2, 3, 4, 6])
     assert cache.admit(whole, 7) == [] and whole.num_computed_tokens == 4  # blocks are written before they are read
-    head = Request("", [1, 2, 3, 0], SamplingParams(), 1)
+    head = asking([1, 2, 3, 0])
     assert cache.admit(head, 7) == [] and head.num_computed_tokens == 0
-    later = Request("", [1, 2, 3, 0], SamplingParams(), 1)
+    later = asking([1, 2, 3, 0])
     copies = cache.admit(later, 8)
     assert copies is not None and later.num_computed_tokens == 3
 
@@ -366,7 +370,7 @@ def test_a_copy_never_reads_what_its_own_step_writes() -> None:
 def test_hits_are_counted_once_a_request() -> None:
     cache = KVCacheManager(8, 4)
     finished_request(cache, [1] * 8, 1)
-    request = Request("", [1] * 12, SamplingParams(), 1)
+    request = asking([1] * 12)
     assert cache.admit(request, 2) is not None
     cache.free(request, 2)
     request.preemptions += 1

@@ -23,7 +23,9 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
 from kvern.structured_output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
+from tests.peft_adapters import make_adapter
 from tests.processors import Step, follow, install
+from tests.scaled_rows import quantize
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -451,3 +453,30 @@ def test_a_stop_costs_at_most_one_token_and_blocks_come_back() -> None:
     llm._engine.core.scheduler.check_integrity()
     assert not llm._engine.has_work
     assert cache.available_count == free
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("llama3", "."), ("llama", r"layers\.1\.mlp"), ("mixtral", "experts|mlp.gate$"), ("glm4_moe", ".")],
+    ids=["tied", "some layers", "experts", "everything"],
+)
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "adapted"])
+def test_weights_of_another_format(family: str, layers: str, adapted: bool, tmp_path: Path) -> None:
+    """In CUDA graphs, whose layers of one token are fused where the format can, and in prompts."""
+    model = make_checkpoint(family, tmp_path / "model")
+    made = quantize(model, tmp_path, layers)
+    prompts = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42], [100] * 10]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_tokens": 1024, "max_model_len": 64}
+    name = None
+    if adapted:
+        name = "one"
+        adapter = make_adapter(model, tmp_path / "one", 1, r=3, target_modules=["q_proj", "o_proj"])
+        options |= {"max_adapters": 1, "adapters": {name: str(adapter)}}
+    expected = LLM(str(made.rounded), device="cpu", **options).generate(prompts, params, adapter=name)
+    llm = LLM(str(made.quantized), device="cuda", **options)
+    for some in (prompts, prompts[:1]):
+        outputs = llm.generate(some, params, adapter=name)
+        assert tokens(outputs) == tokens(expected)[: len(some)]
+        for found, wanted in zip(outputs, expected, strict=False):
+            assert logprobs(found) == pytest.approx(logprobs(wanted), abs=2e-3)

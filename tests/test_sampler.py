@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvern import SamplingParams
 from kvern.device.rows import BatchRows
 from kvern.errors import InvalidParameter
+from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
 from kvern.sample.constraints import constrain
 from kvern.sample.random import uniform
@@ -22,12 +23,13 @@ DRAWS = 20_000
 
 
 def make_rows(*requests: tuple[SamplingParams, list[int], int], **fields: Any) -> BatchRows:
-    """Rows of requests (parameters, tokens, prompt length); `fields` go to NewRequest."""
+    """Rows of requests (parameters, tokens, prompt length); `fields` go to RequestSpec."""
     longest = max(len(tokens) for _, tokens, _ in requests)
     rows = BatchRows(len(requests), longest + 1, 1, torch.device("cpu"))
-    options: dict[str, Any] = {"stop_token_ids": frozenset(), "bad_word_ids": (), "block_ids": [0]} | fields
-    for slot, (params, tokens, prompt_length) in enumerate(requests):
-        rows.join([NewRequest(slot, tokens, prompt_length, params, seed=params.seed or 0, **options)])
+    for slot, (asked, tokens, prompt_length) in enumerate(requests):
+        params = asked.resolved()
+        spec = RequestSpec("", PromptInput(tokens[:prompt_length]), params, 1, **fields)
+        rows.join([NewRequest(slot, spec, params, params.seed or 0, tokens, [0])])
     return rows
 
 

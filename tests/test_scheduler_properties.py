@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+import kvern.engine.core
 from kvern.adapters.slots import AdapterSlots
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import RadixCache
@@ -19,7 +21,7 @@ from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.engine.waiting import WaitingQueue
-from kvern.request import FinishReason, Request
+from kvern.request import FinishReason, Request, State
 from kvern.step import BlockCopy, SchedulerOutput
 from tests.simulated_engine import STOP_TOKEN, Setup, SimulatedEngine
 
@@ -43,6 +45,7 @@ def setups(draw: st.DrawFn) -> Setup:
         spare_budget=draw(st.integers(0, 8)),
         aging_steps=draw(st.integers(1, 12)),
         adapter_slots=draw(st.integers(1, 3)),
+        drafts=draw(st.sampled_from((0, 0, 1, 4))),
     )
 
 
@@ -184,6 +187,7 @@ def random_setup(seed: int) -> Setup:
         slots=dice.randint(1, 6),
         spare_budget=dice.randint(0, 12),
         aging_steps=dice.randint(1, 20),
+        drafts=dice.choice((0, 0, 1, 4)),
     )
 
 
@@ -346,8 +350,8 @@ def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def blocks_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
-    def update_and_release(self: Scheduler, request: Request, token_id: int) -> bool:
-        full = update(self, request, token_id)
+    def update_and_release(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
+        full = update(self, request, token_ids, sampled)
         if full and len(request.block_ids) > len(request.nodes):
             self.cache.pool.release(request.block_ids[-1:])
         return full
@@ -368,7 +372,7 @@ def namespaces_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def adapters_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: request.namespace)
+    monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: request.spec.namespace)
 
 
 def adapter_replaced_while_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,6 +457,44 @@ def all_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "failed", lambda self, planned: next(request.unit for request, _ in planned))
 
 
+def rejected_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def update_and_keep(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
+        full = update(self, request, token_ids, sampled)
+        request.num_computed_tokens += (sampled - len(token_ids)) * (request.state is State.RUNNING)
+        return full
+
+    monkeypatch.setattr(Scheduler, "update", update_and_keep)
+
+
+def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def schedule_certain(self: Scheduler) -> SchedulerOutput:
+        output = schedule(self)
+        output.scheduled = [msgspec.structs.replace(item, uncertain=False) for item in output.scheduled]
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule_certain)
+
+
+def drafts_follow_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = Scheduler._drafts
+
+    def drafts_at_once(self: Scheduler, request: Request, budget: int) -> list[int]:
+        request.drafts_in_flight, before = 0, request.drafts_in_flight
+        found = drafts(self, request, budget)
+        request.drafts_in_flight = before
+        return found
+
+    monkeypatch.setattr(Scheduler, "_drafts", drafts_at_once)
+
+
+def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvern.engine.core, "_until_stop", lambda request, token_ids: token_ids)
+
+
 Mistake = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: list[Mistake] = [
     without_copies,
@@ -475,7 +517,24 @@ MISTAKES: list[Mistake] = [
     lost_tokens_awaited,
     everybody_runs_during_a_trial,
     all_are_blamed,
+    rejected_drafts_count,
+    rows_behind_drafts_begin_where_planned,
+    drafts_follow_drafts,
+    answers_go_on_behind_a_stop,
 ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_drafts_bring_several_tokens_a_step(depth: int) -> None:
+    """A proposer that is always right; the answers are checked as all are."""
+    steps = []
+    for drafts in (0, 3):
+        engine = SimulatedEngine(Setup(depth=depth, max_model_len=64, drafts=drafts, accuracy=1.0, spare_budget=20))
+        engine.add([0, 1], 40)
+        engine.run()
+        steps.append(engine.core.statistics().steps)
+    assert engine.accepted_drafts > 8
+    assert steps[1] < 0.8 * steps[0]
 
 
 @pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake is not copies_in_the_wrong_order])

@@ -7,14 +7,15 @@ from kvern.step import TokenLogprobs
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step did for one answer. `token_id` is None when only prompt log-probabilities came.
+    """What one step did for one answer. `token_ids` are empty when only prompt log-probabilities came.
 
     Or when an answer ends without a token: a beam search found fewer answers than were asked for.
     """
 
     request_id: str
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    """Of each of the tokens, if they were asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -24,7 +25,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     embedding: bytes | None = None
     """The last hidden state of the prompt, float32, of a request that asked for it."""
     cumulative_logprob: float | None = None
-    """Of the whole answer, with the first token of an answer that a beam search found."""
+    """Of the whole answer, which a beam search found."""
 
 
 class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
@@ -37,7 +38,7 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0
     queried_tokens: int = 0
     prefill_tokens: int = 0
-    """Computed in runs of more than one."""
+    """Computed in runs of more than one, but for drafts."""
     steps: int = 0
     preemptions: int = 0
     running: int = 0

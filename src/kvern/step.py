@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import ResolvedParams
 
 if TYPE_CHECKING:
-    from kvern.request import Request
+    from kvern.request import Request, RequestSpec
 
 
 @dataclass(frozen=True)
@@ -30,51 +30,41 @@ class NewRequest:
     """A request that joins the batch in row `slot`, with all its tokens."""
 
     slot: int
-    token_ids: list[int]
-    prompt_length: int
-    params: SamplingParams
+    spec: "RequestSpec"
+    params: ResolvedParams
+    """Those of the spec, of which only the first sequence reports log-probabilities of the prompt."""
     seed: int
-    stop_token_ids: frozenset[int]
-    bad_word_ids: tuple[tuple[int, ...], ...]
+    token_ids: list[int]
     block_ids: list[int]
-    grammar: str | None = None
-    """Compiled; the answer follows it."""
     adapter_slot: int = -1
     """Where the adapter that it uses is on the device; -1: it uses none."""
-    embed: bool = False
-    """The last hidden state of the prompt is wanted, not a token."""
 
     @classmethod
     def of(cls, request: "Request", adapter_slot: int) -> "NewRequest":
         """A request that has a slot and blocks."""
-        return cls(
-            slot=request.slot,
-            token_ids=list(request.token_ids),
-            prompt_length=request.prompt_length,
-            params=request.params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            bad_word_ids=request.bad_word_ids,
-            block_ids=list(request.block_ids),
-            grammar=request.grammar,
-            adapter_slot=adapter_slot,
-            embed=request.embed,
-        )
+        token_ids, block_ids = list(request.token_ids), list(request.block_ids)
+        return cls(request.slot, request.spec, request.params, request.seed, token_ids, block_ids, adapter_slot)
 
     def shareable_blocks(self, block_size: int) -> list[int]:
         """Those that all rows forked from this one have, too."""
         if self.params.beam_width is None:
             return self.block_ids
-        return self.block_ids[: self.prompt_length // block_size]
+        return self.block_ids[: self.spec.prompt_length // block_size]
 
 
 class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
-    """Compute `count` tokens of row `slot` from position `start`, then sample the next token if `sample`."""
+    """Compute `count` tokens of row `slot` from position `start`, and sample what follows the last `sampled` of them.
+
+    0: a part of a prompt. 1: the last token is known, or sampled by a step before. More: all but the first of these
+    tokens are drafts. The tokens sampled are kept as far as the drafts agree with them, and one more.
+    """
 
     slot: int
     start: int
     count: int
-    sample: bool
+    sampled: int
+    uncertain: bool = False
+    """A step with drafts of this row is in flight: `start` is where it begins if all of them are accepted."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +122,8 @@ class SchedulerOutput:
     joined: list[NewRequest] = field(default_factory=list)
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, index of the first new entry in its block table, block ids)."""
+    drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
     """Blocks to be loaded behind all else, or later: nobody uses them before `EngineCore.loaded` was told."""
@@ -159,9 +151,10 @@ class BeamCandidates:
 class ModelRunnerOutput:
     """The sampled tokens of one step, one entry for each entry of `scheduled`."""
 
-    token_ids: list[int | None]
-    """None where the step only computed a part of the prompt."""
-    logprobs: list[TokenLogprobs | None]
+    token_ids: list[list[int]]
+    """Those that are kept; none where the step only computed a part of the prompt."""
+    logprobs: list[list[TokenLogprobs] | None]
+    """Of each of them; None where none were asked for."""
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of the prompt tokens that the step's tokens predict, in their order."""
     broken: dict[int, str] = field(default_factory=dict)

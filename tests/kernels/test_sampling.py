@@ -8,6 +8,7 @@ import torch
 from kvern import SamplingParams
 from kvern.device.rows import BatchRows
 from kvern.kernels.sampling import sample
+from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
 from kvern.step import NewRequest
 
@@ -38,9 +39,9 @@ LAUNCHES: list[Callable[[], object]] = [
 
 def make_rows(device: torch.device, params: list[SamplingParams]) -> BatchRows:
     rows = BatchRows(len(params), 64, 4, torch.device("cpu"))
-    rows.join(
-        [NewRequest(slot, [0], 1, item, 1000 * slot - 3, frozenset(), (), []) for slot, item in enumerate(params)]
-    )
+    for slot, item in enumerate(params):
+        spec = RequestSpec("", PromptInput([0]), item.resolved(), 1)
+        rows.join([NewRequest(slot, spec, spec.params, 1000 * slot - 3, [0], [])])
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
         setattr(rows, name, getattr(rows, name).to(device))
     return rows

@@ -26,6 +26,9 @@ class AttentionBackend(Protocol[Batch]):
     prefix_members: int
     """How many requests of a batch share a tile of a common prefix; 0: prefixes are read for each."""
 
+    reads_device_starts: bool
+    """A step may begin where only the device knows: what the host says of `starts` are then bounds."""
+
     def plan(self, batch: Batch) -> PagedAttend:
         """Prepare one step. The result writes a layer's keys and values to the cache, then attends causally."""
         ...

@@ -29,6 +29,8 @@ class Phases:
 class PagedAttention:
     """AttentionBackend over the paged cache; `deterministic` attends to every token the same way in any batch."""
 
+    reads_device_starts = True
+
     def __init__(
         self,
         layers: Sequence[AttentionSpec],
@@ -69,6 +71,8 @@ class PagedStep:
         self._batch = batch
         self.slot_mapping = batch.slot_mapping
         phases, requests = backend.phases, len(batch.slots)
+        if batch.uncertain:  # libraries plan by lengths that the host knows
+            phases = Phases.all(backend.triton)
         decodes = 0 if backend.deterministic else batch.decodes
         self._decodes = decodes
         self._runs: list[tuple[slice, Run]] = []
@@ -93,7 +97,7 @@ class PagedStep:
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         cache = self._backend.caches[layer]
         if wanted is not None:
-            if self._backend.deterministic:
+            if self._backend.deterministic or len(wanted) > self._backend.triton.max_requests:
                 return self.over_cache(layer, query).index_select(0, wanted)
             query = query.index_select(0, wanted)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

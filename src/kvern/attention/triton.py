@@ -30,6 +30,7 @@ class TritonKernels:
     ) -> None:
         self._layers = list(layers)
         self._deterministic = deterministic
+        self.max_requests = max_requests
         most_heads = max(layer.kv_heads for layer in layers)
         self.prefix_members = min(prefix_members(layer.heads // layer.kv_heads) for layer in layers)
         self._arrived = torch.zeros(max_requests * most_heads, dtype=torch.int32, device=device)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from kvern.device.input_batch import InputBatch
+from kvern.device.input_batch import InputBatch, sampled_tokens
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
 from kvern.kernels.attention import SharedPrefix
@@ -83,7 +83,7 @@ class DeviceBatch(InputBatch):
 
     device_slots, device_starts, device_counts, query_start_loc   [R] int32: row, first position, number of tokens, and
     index of the first token among the T
-    device_sample_slots                                         [S] int64: the rows that sample
+    device_sample_slots                                         [S] int64: the row of each token that is sampled
     """
 
     decodes: int
@@ -96,6 +96,8 @@ class DeviceBatch(InputBatch):
     """What `Queries.tiles` returns for all requests, if it was made before."""
     shared: SharedPrefix | None = None
     """What the decodes have in common, if it is to be read once."""
+    uncertain: bool = False
+    """Some of `starts` are bounds: where these requests begin, only the device knows."""
 
     def queries(self, first: int, last: int) -> Queries:
         """Of the requests from `first` to before `last`, which is the first run, the last request, or both."""
@@ -121,15 +123,18 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     starts = [item.start for item in scheduled]
     counts = [item.count for item in scheduled]
     firsts = list(accumulate(counts[:-1], initial=0))
-    samples = [(first + item.count - 1, item) for first, item in zip(firsts, scheduled, strict=True) if item.sample]
-    sample_positions = [item.start + item.count for _, item in samples]
+    sampled = sampled_tokens(scheduled)
     numbers = np.array(slots + starts + counts + firsts, dtype=np.int32)
-    sample_slots = [item.slot for _, item in samples]
-    sampling = np.array([index for index, _ in samples] + sample_positions + sample_slots, dtype=np.int64)
+    sampling = np.array(sampled.indices + sampled.positions + sampled.slots, dtype=np.int64)
     packed = np.concatenate((sampling.view(np.int32), numbers))
     sent = _send(packed, rows.device)
-    logits_indices, sample_at, device_sample_slots = sent[: 6 * len(samples)].view(torch.int64).view(3, -1)
-    device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(samples) :].view(4, -1)
+    logits_indices, sample_at, device_sample_slots = sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1)
+    device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(sampled.slots) :].view(4, -1)
+    uncertain = any(item.uncertain for item in scheduled)
+    if uncertain:
+        device_starts, planned = rows.starts(scheduled), device_starts
+        request = [place for place, item in enumerate(scheduled) for _ in range(item.sampled)]
+        sample_at = sample_at + (device_starts - planned)[upload(request, torch.int64, rows.device)]
     token_ids, positions, slot_mapping = read_tokens(
         rows.tokens,
         rows.block_table,
@@ -150,7 +155,7 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         token_ids=token_ids,
         slot_mapping=slot_mapping,
         block_table=rows.block_table,
-        sample_slots=sample_slots,
+        sample_slots=sampled.slots,
         logits_indices=logits_indices,
         sample_positions=sample_at,
         decodes=decodes,
@@ -159,6 +164,7 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         device_counts=device_counts,
         query_start_loc=query_start_loc,
         device_sample_slots=device_sample_slots,
+        uncertain=uncertain,
     )
 
 

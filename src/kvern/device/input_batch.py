@@ -1,5 +1,6 @@
 """The device view of one step: a flat run of tokens of many requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,9 @@ class InputBatch:
     token_ids               [T] int64
     slot_mapping             [T] int64   where key and value go: block * block_size + offset
     block_table             [slots, max_blocks] int32   of all rows, indexed by slot
-    sample_slots            rows that sample, in the order of the requests
-    logits_indices          [S] int64   index of their last token among the T
-    sample_positions        [S] int64   the position of the token that is sampled
+    sample_slots            [S] the row of each token that is sampled, in the order of the requests
+    logits_indices          [S] int64   index, among the T, of the token that it follows
+    sample_positions        [S] int64   its position
     """
 
     slots: list[int]
@@ -34,7 +35,29 @@ class InputBatch:
     sample_positions: torch.Tensor
 
 
-def build_input_batch(rows: BatchRows, scheduled: list[ScheduledTokens], block_size: int) -> InputBatch:
+@dataclass(frozen=True)
+class SampledTokens:
+    """Of the S tokens that a step samples: rows, positions, and indices of the tokens that they follow among its T."""
+
+    slots: list[int]
+    positions: list[int]
+    indices: list[int]
+
+
+def sampled_tokens(scheduled: Sequence[ScheduledTokens]) -> SampledTokens:
+    """What a step samples."""
+    slots, positions, indices, total = [], [], [], 0
+    for item in scheduled:
+        total += item.count
+        end = item.start + item.count
+        for behind in range(item.sampled - 1, -1, -1):
+            slots.append(item.slot)
+            positions.append(end - behind)
+            indices.append(total - 1 - behind)
+    return SampledTokens(slots, positions, indices)
+
+
+def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> InputBatch:
     """Read the step's tokens and cache slots from the rows."""
     device = rows.device
     slots = [item.slot for item in scheduled]
@@ -47,11 +70,7 @@ def build_input_batch(rows: BatchRows, scheduled: list[ScheduledTokens], block_s
         positions = torch.cat([torch.arange(item.start, item.start + item.count) for item in scheduled]).to(device)
         row = torch.repeat_interleave(torch.tensor(slots), torch.tensor(counts)).to(device)
     blocks = rows.block_table[row, positions // block_size].long()
-    ends, total = [], 0
-    for count in counts:
-        total += count
-        ends.append(total - 1)
-    samples = [(end, item) for end, item in zip(ends, scheduled, strict=True) if item.sample]
+    sampled = sampled_tokens(scheduled)
     return InputBatch(
         slots=slots,
         starts=starts,
@@ -60,9 +79,7 @@ def build_input_batch(rows: BatchRows, scheduled: list[ScheduledTokens], block_s
         token_ids=rows.tokens[row, positions].long(),
         slot_mapping=blocks * block_size + positions % block_size,
         block_table=rows.block_table,
-        sample_slots=[item.slot for _, item in samples],
-        logits_indices=torch.tensor([end for end, _ in samples], dtype=torch.int64, device=device),
-        sample_positions=torch.tensor(
-            [item.start + item.count for _, item in samples], dtype=torch.int64, device=device
-        ),
+        sample_slots=sampled.slots,
+        logits_indices=torch.tensor(sampled.indices, dtype=torch.int64, device=device),
+        sample_positions=torch.tensor(sampled.positions, dtype=torch.int64, device=device),
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+import msgspec
 import torch
 
 from kvern.device.transfer import upload
@@ -17,6 +18,7 @@ class BatchRows:
     seeds        [slots] int64                      key of the request's random numbers
     top_k        [slots] int64                      0: all
     adapters     [slots] int64                      slot of the adapter; -1: none
+    num_computed_tokens  [slots] int32              of rows with drafts in flight, whose number the host does not know
     temperature, top_p, min_p, typical_p, repetition, presence, frequency   [slots] float32
 
     What few requests use (bias, bans, allowed tokens, log-probabilities) stays in `requests`, on the host.
@@ -26,6 +28,7 @@ class BatchRows:
         self.device = device
         self.tokens = torch.zeros(slots, max_model_len + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(slots, max_blocks, dtype=torch.int32, device=device)
+        self.num_computed_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
         self._integers = torch.zeros(3, slots, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(7, slots, dtype=torch.float32, device=device)
         self.seeds, self.top_k, self.adapters = self._integers
@@ -94,6 +97,35 @@ class BatchRows:
         if grown:
             self._write(self.block_table, grown)
 
+    def draft(self, drafts: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Let rows go on with drafts: (slot, first position, token ids)."""
+        if drafts:
+            self._write(self.tokens, drafts)
+
+    def certain(self, scheduled: Sequence[ScheduledTokens]) -> Sequence[ScheduledTokens]:
+        """The same with the starts that only the device knew: waits for it, if there are such."""
+        if not any(item.uncertain for item in scheduled):
+            return scheduled
+        computed = self.num_computed_tokens.tolist()
+        return [
+            msgspec.structs.replace(item, start=computed[item.slot]) if item.uncertain else item for item in scheduled
+        ]
+
+    def starts(self, scheduled: Sequence[ScheduledTokens]) -> torch.Tensor:
+        """Where the requests of a step begin, [R] int32, without waiting."""
+        flat = [(item.slot, item.start, item.uncertain) for item in scheduled]
+        slots, planned, uncertain = upload(list(chain(*zip(*flat, strict=True))), torch.int64, self.device).view(3, -1)
+        return torch.where(uncertain > 0, self.num_computed_tokens[slots], planned.int())
+
+    def advance(
+        self, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor, rejected: torch.Tensor | None = None
+    ) -> None:
+        """Remember what a step computes of its rows from `starts` [R] int32 on, less what is `rejected` [R]."""
+        flat = [item.slot for item in scheduled] + [item.count for item in scheduled]
+        slots, counts = upload(flat, torch.int64, self.device).view(2, -1)
+        counts = counts if rejected is None else counts - rejected
+        self.num_computed_tokens[slots] = starts + counts.int()
+
     def _write(self, target: torch.Tensor, runs: Iterable[tuple[int, int, list[int]]]) -> None:
         """Write runs of values to rows of `target`: (row, first column, values)."""
         for slot, first, values in runs:
@@ -108,6 +140,6 @@ class BatchRows:
     def sampled_slots(self, scheduled: Sequence[ScheduledTokens]) -> list[int | None]:
         """The rows that go on with the token sampled for them, None for others: parts of prompts, and beams."""
         return [
-            item.slot if item.sample and self.request(item.slot).params.beam_width is None else None
+            item.slot if item.sampled and self.request(item.slot).params.beam_width is None else None
             for item in scheduled
         ]

@@ -14,7 +14,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
+
+import msgspec
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
@@ -27,12 +29,13 @@ from kvern.engine.probation import Probation
 from kvern.engine.scoring import Pair, ScoredPrompt, scored_prompts
 from kvern.engine.supervisor import LONG_LIFE, Death, Supervisor
 from kvern.engine.turns import Turns
-from kvern.engine.wire import AdapterRead, AddRequests, Events, FinishRequests
+from kvern.engine.wire import AdapterRead, Events, FinishRequests
 from kvern.errors import DeadlineExceeded, EngineClosed, EngineDied, InvalidRequest, RequestFailed, in_a_line
 from kvern.events import EngineStatistics
 from kvern.models.hub import resolve_model
 from kvern.models.registry import spec_from_config
 from kvern.observe.metrics import Metrics
+from kvern.request import RequestOptions
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.structured.apart import GrammarProcesses
@@ -217,34 +220,28 @@ class EngineClient:
         params: SamplingParams | None = None,
         *,
         news: asyncio.Event,
-        priority: int = 0,
         owner: str = "",
-        namespace: bytes = b"",
-        embed: bool = False,
         patient: bool = False,
         adapter: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Check a prompt and hand it to the engine, waiting for one that is being replaced.
 
-        `owner` is who shares the engine with others by turns; only requests of one `namespace` share cached blocks.
-        With `embed` the prompt's last hidden state is computed, and the only token means nothing. With `patient`,
-        `news` is set only at the end. `adapter` is the name of one that is loaded.
+        `owner` is who shares the engine with others by turns. With `patient`, `news` is set only at the end. `adapter`
+        is the name of one that is loaded; `options` are of `RequestSpec`.
 
         Raises InvalidRequest, InvalidParameter, ServerBusy or EngineDied.
         """
         asked = time.monotonic()
         request_id = f"{os.getpid()}-{next(self._ids)}"
-        work = functools.partial(self.inputs.requests, request_id, prompt, params, priority=priority, embed=embed)
+        work = functools.partial(self.inputs.request, request_id, prompt, params, **options)
         size = len(prompt) if isinstance(prompt, Sized) else 0
-        requests, resolved = await self._grammars.run(lambda: self._in_thread(size, work), owner)
+        asking = await self._grammars.run(lambda: self._in_thread(size, work), owner)
         await self._engine()
         key = self.adapters.key(adapter)
-        text = prompt if isinstance(prompt, str) else None
-        output = self._outputs.add(request_id, text, requests, resolved)
-        turn = self._turns.take(owner, sum(request.params.beam_width or 1 for request in requests))
-        for request in requests:
-            request.turn, request.namespace, request.adapter = turn, namespace, key
-        generation = Generation(output, requests, news, asked, owner, patient)
+        output = self._outputs.add(prompt if isinstance(prompt, str) else None, asking)
+        spec = msgspec.structs.replace(asking, adapter=key, turn=self._turns.take(owner, asking.params.sequences))
+        generation = Generation(output, spec, news, asked, owner, patient)
         self._generations[request_id] = generation
         if not self._probation.active:
             self._begin(generation)
@@ -263,7 +260,7 @@ class EngineClient:
     def _begin(self, generation: Generation) -> None:
         generation.begun_at = time.monotonic()
         try:
-            self._supervisor.send(AddRequests(generation.messages()))
+            self._supervisor.send(generation.message())
         except Exception as error:
             logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
             self._end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
@@ -278,7 +275,7 @@ class EngineClient:
         self._adapters.unload(name)
 
     def _used_adapters(self) -> set[int | None]:
-        return {generation.adapter for generation in self._generations.values()}
+        return {generation.spec.adapter for generation in self._generations.values()}
 
     async def follow(
         self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
@@ -309,11 +306,11 @@ class EngineClient:
         """End those that have not ended; their blocks are free after the step that runs."""
         for generation in generations:
             if self._generations.pop(generation.output.request_id, None) is not None:
-                self._outputs.abort(generation.request_ids)
+                self._outputs.abort(generation.spec.answer_ids)
                 self.metrics.finished(generation.output, generation.times(time.monotonic()))
                 if not generation.first:
-                    self._turns.give_back(generation.owner, generation.sequences)
-                self._supervisor.send(FinishRequests(generation.request_ids))
+                    self._turns.give_back(generation.owner, generation.spec.params.sequences)
+                self._supervisor.send(FinishRequests(generation.spec.answer_ids))
                 self._clear(generation)
 
     def hear(self, message: AdapterRead | Events) -> None:
@@ -370,7 +367,7 @@ class EngineClient:
             raise next(iter(lost.values()))
         self._adapters.lose(lost)
         for generation in list(self._generations.values()):
-            error = None if generation.adapter is None else lost.get(generation.adapter)
+            error = None if generation.spec.adapter is None else lost.get(generation.spec.adapter)
             if error is not None:
                 self._end(generation, RequestFailed(f"the adapter cannot be read again: {error}"))
 
@@ -426,7 +423,7 @@ class EngineClient:
             self.metrics.next_token(now - generation.last)
         else:
             generation.first = now
-            self._turns.began(generation.turn, generation.owner, generation.sequences)
+            self._turns.began(generation.spec.turn, generation.owner, generation.spec.params.sequences)
             self.metrics.first_token(now - generation.asked)
         generation.last = now
         if generation.output.finished:

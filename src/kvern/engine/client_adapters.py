@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from kvern.adapters.check import MOST_SECONDS
 from kvern.adapters.names import AdapterNames, NamedAdapter
 from kvern.engine.link import EngineLink
-from kvern.engine.wire import AdapterRead, LoadAdapter, Message, UnloadAdapter
+from kvern.engine.wire import AdapterRead, LoadAdapter, UnloadAdapter, WireMessage
 from kvern.errors import EngineDied, InvalidAdapter
 
 logger = logging.getLogger("kvern")
@@ -21,7 +21,7 @@ class ClientAdapters:
     """Adapters of the present engine and the next. `send`: to the engine; `used`: the keys that requests use."""
 
     def __init__(
-        self, names: AdapterNames, send: Callable[[Message], None], used: Callable[[], set[int | None]]
+        self, names: AdapterNames, send: Callable[[WireMessage], None], used: Callable[[], set[int | None]]
     ) -> None:
         self.names = names
         self._send = send

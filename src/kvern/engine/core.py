@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING
 
 from kvern.engine.beams import BeamSearch, Decode
 from kvern.engine.branching import Branching
+from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.errors import InvalidAdapter, in_a_line
 from kvern.events import EngineStatistics, TokenEvent
-from kvern.request import FinishReason, Request, State
+from kvern.request import FinishReason, Request, State, cache_namespace
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.adapters.store import AdapterStore
+    from kvern.engine.proposer import Proposer
     from kvern.step import StepResult
     from kvern.worker.executor import Executor
 
@@ -42,7 +44,7 @@ class EngineCore:
 
     `decode` turns token ids into text, for beams that end at stop strings. `store` has the adapters that the executor's
     runner loads from; None: there are none. `prepare` begins to prepare for a grammar, and what it returns is done when
-    the grammar can be followed; None: it can.
+    the grammar can be followed; None: it can. `proposer` guesses at tokens for steps to verify; None: nobody does.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class EngineCore:
         decode: Decode | None = None,
         store: "AdapterStore | None" = None,
         prepare: "Callable[[str], Future[None] | None] | None" = None,
+        proposer: "Proposer | None" = None,
     ) -> None:
         self.scheduler = scheduler
         self._branching = Branching(scheduler)
         self.prepare = prepare
+        self.proposer = proposer
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._decode = decode
@@ -79,10 +83,10 @@ class EngineCore:
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
         if request.adapter is not None and self._store is not None and request.adapter in self._store:
-            request.adapter_digest = self._store[request.adapter].digest
+            request.cache_namespace = cache_namespace(request.spec, self._store[request.adapter].digest)
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
-        preparing = None if request.grammar is None or self.prepare is None else self.prepare(request.grammar)
+        preparing = None if request.spec.grammar is None or self.prepare is None else self.prepare(request.spec.grammar)
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
         if preparing is None:
@@ -145,7 +149,9 @@ class EngineCore:
             if output.scheduled:
                 self._counted.steps += 1
                 self._counted.computed_tokens += output.token_count
-                self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > 1)
+                self._counted.prefill_tokens += sum(
+                    item.count for item in output.scheduled if item.count > (item.sampled or 1)
+                )
                 requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
                 if output.joined:
                     now = time.monotonic()
@@ -168,9 +174,14 @@ class EngineCore:
         except BaseException:  # an interruption is nobody's fault
             self._undo(output)
             raise
-        self._trial.passed(_computed(output, requests))
+        self._trial.passed(_reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
-        return self._collect(output, requests, result)
+        events = self._collect(output, requests, result)
+        if self.proposer is not None:
+            self._propose(
+                self.proposer, [r for r, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
+            )
+        return events
 
     def _undo(self, output: SchedulerOutput) -> None:
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
@@ -219,43 +230,56 @@ class EngineCore:
         for index, request in enumerate(requests):
             if request.state is State.FINISHED:
                 continue  # aborted, or it stopped one step ago
-            request_id, token_id = request.request_id, result.token_ids[index]
-            prompt_logprobs = _not_yet_reported(request, output.scheduled[index].start, result.prompt_logprobs[index])
-            if token_id is None:
+            request_id, item, token_ids = request.request_id, output.scheduled[index], result.token_ids[index]
+            prompt_logprobs = _not_yet_reported(request, item.start, result.prompt_logprobs[index])
+            if not token_ids or request.beams is not None:
                 if prompt_logprobs is not None:
                     events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
+                if token_ids:
+                    events += self._report(request, item.slot, result)
                 continue
-            self._counted.generation_tokens += 1
-            slot = output.scheduled[index].slot
-            if request.beams is not None:
-                if prompt_logprobs is not None:
-                    events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
-                self.scheduler.hold(request)
-                if request.beams.report(request, result.candidates.get(slot), result.broken.get(slot)):
-                    events += self._continue(request.beams)
-                continue
-            full = self.scheduler.update(request, token_id)
+            slot, logprobs = item.slot, result.logprobs[index]
+            if item.sampled > 1:
+                token_ids = _until_stop(request, token_ids)
+                logprobs = logprobs and logprobs[: len(token_ids)]
+            self._counted.generation_tokens += len(token_ids)
+            full = self.scheduler.update(request, token_ids, item.sampled)
             if slot in result.broken:
                 self.scheduler.finish(request, "abort", result.broken[slot])
-            elif token_id in request.stop_token_ids and request.output_length > request.params.min_tokens:
-                self.scheduler.finish(request, "stop", token_id)
+            elif token_ids[-1] in request.stop_token_ids and request.output_length > request.params.min_tokens:
+                self.scheduler.finish(request, "stop", token_ids[-1])
             elif full:
                 self.scheduler.finish(request, "length")
             events.append(
                 TokenEvent(
                     request_id,
-                    token_id,
-                    result.logprobs[index],
+                    token_ids,
+                    logprobs,
                     prompt_logprobs,
                     request.cached_tokens,
                     request.finish_reason,
                     request.stop_reason,
-                    request.begun_at - request.arrived_at if request.output_length == 1 else 0.0,
-                    result.embeddings.get(slot) if request.embed else None,
+                    request.begun_at - request.arrived_at if request.output_length == len(token_ids) else 0.0,
+                    result.embeddings.get(slot) if request.spec.embed else None,
                 )
             )
         self._forget_unused()
         return events
+
+    def _propose(self, proposer: "Proposer", requests: Iterable[Request]) -> None:
+        """Have the continuations of requests that got tokens guessed."""
+        going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
+        for request, drafts in zip(going, proposer.propose(going), strict=True):
+            request.draft_token_ids = drafts
+
+    def _report(self, request: Request, slot: int, result: ModelRunnerOutput) -> list[TokenEvent]:
+        """What may follow a beam has come; the answers, if that ends its search."""
+        assert request.beams is not None
+        self._counted.generation_tokens += 1
+        self.scheduler.hold(request)
+        if request.beams.report(request, result.candidates.get(slot), result.broken.get(slot)):
+            return self._continue(request.beams)
+        return []
 
     def _continue(self, search: BeamSearch) -> list[TokenEvent]:
         """Choose which beams go on, now that all have reported; the answers, if none does."""
@@ -270,35 +294,47 @@ class EngineCore:
 
 
 def _computed(output: SchedulerOutput, requests: Iterable[Request]) -> Iterator[tuple[Request, int]]:
-    """The requests of a step, and how many of their tokens are computed when it is done."""
+    """The requests of a step, and how many of their tokens it was to bring them to at most."""
     for request, item in zip(requests, output.scheduled, strict=True):
         yield request, item.start + item.count
 
 
+def _reached(
+    output: SchedulerOutput, requests: Iterable[Request], result: ModelRunnerOutput
+) -> Iterator[tuple[Request, int]]:
+    """The same when it is done: less what was rejected."""
+    for (request, tokens), token_ids in zip(_computed(output, requests), result.token_ids, strict=True):
+        yield request, min(tokens, len(request.token_ids) + len(token_ids) - 1) if token_ids else tokens
+
+
 def _answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
-    """The answers of a search that is done, token by token; `request` is one of its beams."""
-    events = []
-    queued = request.begun_at - request.arrived_at
-    for answer_id, found in zip(search.answer_ids, search.hypotheses, strict=False):
-        last = len(found.token_ids) - 1
-        for index, token_id in enumerate(found.token_ids):
-            events.append(
-                TokenEvent(
-                    answer_id,
-                    token_id,
-                    found.entries[index] if found.entries else None,
-                    cached_tokens=request.cached_tokens,
-                    finish_reason=found.reason if index == last else None,
-                    stop_reason=found.stop_reason if index == last else None,
-                    queue_seconds=queued if index == 0 else 0.0,
-                    cumulative_logprob=found.total if index == 0 else None,
-                )
-            )
+    """The answers of a search that is done; `request` is one of its beams."""
+    events = [
+        TokenEvent(
+            answer_id,
+            found.token_ids,
+            found.entries or None,
+            cached_tokens=request.cached_tokens,
+            finish_reason=found.reason,
+            stop_reason=found.stop_reason,
+            queue_seconds=request.begun_at - request.arrived_at,
+            cumulative_logprob=found.total,
+        )
+        for answer_id, found in zip(search.answer_ids, search.hypotheses, strict=False)
+    ]
     reason = None
     if not search.hypotheses:
         reason = f"no beam can go on: {search.failure or 'every next token is banned'}"
     missing = search.answer_ids[len(search.hypotheses) :]
     return events + [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]
+
+
+def _until_stop(request: Request, token_ids: list[int]) -> list[int]:
+    """New tokens as far as the first that ends the request."""
+    for count, token_id in enumerate(token_ids, 1):
+        if token_id in request.stop_token_ids and request.output_length + count > request.params.min_tokens:
+            return token_ids[:count]
+    return token_ids
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:

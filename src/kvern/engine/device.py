@@ -8,6 +8,7 @@ import torch
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
+from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 
@@ -65,19 +66,20 @@ def check_head_dim(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of the model's weights, from its description alone."""
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods) -> int:
+    """Bytes of the model's weights, from its description and how they are stored."""
     # Tables of rotations are no weights, and arithmetic without data makes PyTorch import its compiler, for seconds.
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
-    meta = Decoder(dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1))
-    return sum(parameter.numel() * parameter.element_size() for parameter in meta.parameters())
+    return Decoder(
+        dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=linear)
+    ).weight_bytes
 
 
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device, linear: LinearMethods) -> None:
     """Raise ConfigError if the GPU's free memory does not hold the weights."""
     if device.type != "cuda":
         return
-    needed = weight_bytes(spec, dtype)
+    needed = weight_bytes(spec, dtype, linear)
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         fits = free / dtype.itemsize / 1e9

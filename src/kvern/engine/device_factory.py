@@ -30,14 +30,17 @@ from kvern.engine.factory import (
 from kvern.engine.kernel_check import REQUIRED, working_kernels
 from kvern.engine.startup import Startup
 from kvern.kernels.masks import restrict
-from kvern.layers.linear import Multiply
-from kvern.layers.tuned_linear import TunedLinear, deterministic_linear
+from kvern.layers.linear_format import linear_methods
+from kvern.layers.tuned_linear import TunedLinear
+from kvern.layers.tuning import tune
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import choose_dtype, load_model, read_config
 from kvern.models.registry import spec_from_config
+from kvern.request import PromptInput, RequestSpec
 from kvern.sample.processors import ProcessorModel, load_processors
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
@@ -64,12 +67,13 @@ def build_device_core(
 
     Raises KvernError subclasses.
     """
-    spec = spec_from_config(read_config(folder))
+    described = read_config(folder)
+    spec = spec_from_config(described)
     longest = resolve_max_model_len(config, spec)
     dtype = choose_dtype(config.dtype, spec, None if config.load_format == "dummy" else folder)
     check_dtype(dtype, device)
     check_head_dim(config, spec)
-    check_weights_fit(spec, dtype, device)
+    check_weights_fit(spec, dtype, device, linear_methods(described, Unquantized()))
     keep_builds(cache_folder(config))
     measurements = Measurements(cache_folder(config), device)
     kernels = ALL_KERNELS
@@ -80,10 +84,7 @@ def build_device_core(
     if not kernels >= REQUIRED:
         return None
     config = without_broken(config, spec, kernels)
-    linear = None
-    if config.linear_backend != "cublas" and not config.deterministic:
-        linear = TunedLinear(device, cublas=config.linear_backend == "auto")
-    multiply: Multiply = deterministic_linear if config.deterministic else linear or torch.nn.functional.linear
+    linear = TunedLinear(device, config.linear_backend)
     with startup.stage("weights"):
         decoder = load_model(
             folder,
@@ -92,12 +93,12 @@ def build_device_core(
             max_model_len=longest,
             load_format=config.load_format,
             kernels=kernels & MODEL_KERNELS,
-            multiply=multiply,
+            unquantized=linear,
             deterministic=config.deterministic,
         )
-    if linear is not None and device.type == "cuda":
+    if device.type == "cuda":
         with startup.stage("tuning"), torch.inference_mode():
-            timed = linear.tune(decoder, time_calls, measurements.section("linear"))
+            timed = tune(decoder, time_calls, measurements.section("linear"))
             measurements.remember("linear", timed)
     adapters, store = make_adapters(config, decoder, "adapters" in kernels)
     slots = batch_requests(config, device)
@@ -230,10 +231,10 @@ def activation_bytes(
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    joined = [NewRequest(slot, [0], 1, params, 0, frozenset(), (), []) for slot in range(slots)]
-    prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), True) for slot in range(requests)]
-    decodes = [ScheduledTokens(slot, 0, 1, True) for slot in range(slots)]
+    spec = RequestSpec("", PromptInput([0]), ResolvedParams(temperature=1.0, top_p=0.9), 1)
+    joined = [NewRequest(slot, spec, spec.params, 0, [0], []) for slot in range(slots)]
+    prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
+    decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
     for step, scheduled in enumerate((prompts, decodes)):
         runner.execute(SchedulerOutput(step, joined=joined if step == 0 else [], scheduled=scheduled)).result()
     peak = torch.cuda.max_memory_allocated(device) - before

@@ -1,13 +1,13 @@
 """From sampled tokens to the answers that users see: text, stop strings, log-probabilities, n samples of one prompt."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.events import TokenEvent
 from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.request import FinishReason, Request
+from kvern.request import FinishReason, RequestSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -19,7 +19,7 @@ class Answer:
     """The growing text of one sequence, held back where it may be the beginning of a stop string."""
 
     def __init__(
-        self, tokenizer: Tokenizer, request: Request, params: SamplingParams, stop_strings: StopStrings, index: int
+        self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, stop_strings: StopStrings, index: int
     ) -> None:
         self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
         self._params = params
@@ -27,32 +27,35 @@ class Answer:
         self._eos_token_ids = tokenizer.eos_token_ids
         self._tokenizer = tokenizer
         self._text = ""
-        prompt = request.token_ids[: request.prompt_length]
         kept = frozenset(params.visible_token_ids or ())
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
     def add(self, event: TokenEvent) -> str | None:
-        """Take one token; the stop string that it completes, if any."""
-        output, token_id = self.output, event.token_id
-        assert token_id is not None
-        output.token_ids.append(token_id)
-        if output.logprobs is not None and event.logprobs is not None:
-            output.logprobs.append(self.with_text(event.logprobs))
-            if not self.searched:
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs[token_id].logprob
+        """Take the tokens of a step; the stop string that they complete, if any: those behind it are dropped."""
         if event.cumulative_logprob is not None:
-            output.cumulative_logprob = event.cumulative_logprob
-        if event.finish_reason != "stop" or self._params.include_stop_str_in_output:
-            stop = self._grow(self._detokenizer.append([token_id]))
-            if stop is not None:
-                self.end("stop", stop)
-                return stop
+            self.output.cumulative_logprob = event.cumulative_logprob
+        last = len(event.token_ids) - 1
+        for place, token_id in enumerate(event.token_ids):
+            self._add_token(token_id, None if event.logprobs is None else event.logprobs[place])
+            if place < last or event.finish_reason != "stop" or self._params.include_stop_str_in_output:
+                stop = self._grow(self._detokenizer.append([token_id]))
+                if stop is not None:
+                    self.end("stop", stop)
+                    return stop
         if event.finish_reason is not None:
             is_eos = event.stop_reason in self._eos_token_ids
             self.end(event.finish_reason, None if is_eos else event.stop_reason)
         else:
-            output.text = self._text[: len(self._text) - self._search.held_back]
+            self.output.text = self._text[: len(self._text) - self._search.held_back]
         return None
+
+    def _add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        output = self.output
+        output.token_ids.append(token_id)
+        if output.logprobs is not None and logprobs is not None:
+            output.logprobs.append(self.with_text(logprobs))
+            if not self.searched:
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[token_id].logprob
 
     @property
     def searched(self) -> bool:
@@ -95,17 +98,15 @@ class OutputProcessor:
         """Answers that have not ended."""
         return len(self._answers)
 
-    def add(self, output_id: str, prompt: str | None, requests: list[Request], params: SamplingParams) -> RequestOutput:
-        """Announce the requests (samples) that together answer one prompt."""
-        prompt_ids = requests[0].token_ids[: requests[0].prompt_length]
-        owners = [(answer_id, request) for request in requests for answer_id in request.answer_ids]
+    def add(self, prompt: str | None, spec: RequestSpec) -> RequestOutput:
+        """Announce a request, whose prompt was this text."""
+        prompt_ids, params = spec.prompt.token_ids, spec.params
         stop = StopStrings(params.stop_strings)
-        answers = [Answer(self._tokenizer, request, params, stop, index) for index, (_, request) in enumerate(owners)]
-        output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
+        answers = [Answer(self._tokenizer, prompt_ids, params, stop, index) for index in range(params.n)]
+        output = RequestOutput(spec.request_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))
-        for (answer_id, _), answer in zip(owners, answers, strict=True):
-            self._answers[answer_id] = output, answer
+        self._answers |= {name: (output, answer) for name, answer in zip(spec.answer_ids, answers, strict=True)}
         return output
 
     def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:
@@ -127,7 +128,7 @@ class OutputProcessor:
             if answer.output.finish_reason is not None:
                 self._answers.pop(event.request_id, None)
             output.finished = all(item.finish_reason is not None for item in output.outputs)
-            if (event.token_id, event.finish_reason, stop) != (None, None, None):
+            if event.token_ids or event.finish_reason is not None or stop is not None:
                 changed[output.request_id] = output
         return list(changed.values()), stopped
 
@@ -135,7 +136,7 @@ class OutputProcessor:
         """Let the answer grow; the stop string that it completes, if any."""
         if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
             output.prompt_logprobs += map(answer.with_text, event.prompt_logprobs)
-        if event.token_id is None:
+        if not event.token_ids:
             if event.finish_reason is not None:
                 self._end_without_token(event, output, answer)
             return None

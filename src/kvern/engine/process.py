@@ -23,13 +23,12 @@ from kvern.engine.running_file import NotingExecutor, RunningFile
 from kvern.engine.startup import Startup
 from kvern.engine.wire import (
     AdapterRead,
-    AddRequests,
+    AddRequest,
     Events,
     Failed,
     FinishRequests,
     LoadAdapter,
     Loading,
-    NewRequest,
     Ready,
     Shutdown,
     Start,
@@ -39,7 +38,7 @@ from kvern.engine.wire import (
 )
 from kvern.errors import KvernError, in_a_line
 from kvern.events import TokenEvent
-from kvern.request import Request
+from kvern.request import Progress, RequestSpec, requests_of
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -122,8 +121,8 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
             if not socket.poll(0 if core.has_work or refused else int(1000 * idle)):
                 break
             match decode_for_engine(socket.recv()):
-                case AddRequests(requests):
-                    refused += add(core, requests)
+                case AddRequest(spec, progress):
+                    refused += add(core, spec, progress)
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):
@@ -142,15 +141,14 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
             spoke = now
 
 
-def add(core: EngineCore, messages: Sequence[NewRequest]) -> list[TokenEvent]:
+def add(core: EngineCore, spec: RequestSpec, progress: Sequence[Progress]) -> list[TokenEvent]:
     """Queue what a user asked in one; if that fails it alone ends, and the events say so."""
-    requests: list[Request] = []
+    requests = requests_of(spec, progress)
     try:
-        for message in messages:
-            requests.append(message.request(requests[0] if requests else None))
-            core.add(requests[-1])
+        for request in requests:
+            core.add(request)
     except Exception as error:
-        logger.exception("request %s cannot be queued", messages[0].request_id)
+        logger.exception("request %s cannot be queued", spec.request_id)
         return core.fail(requests, f"it cannot be queued: {in_a_line(error)}")
     return []
 

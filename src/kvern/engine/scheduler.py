@@ -6,6 +6,7 @@ under a budget. A decode is one token behind, a prompt is many, a preempted requ
     schedule():  1. running requests that are one token behind (decode), best first
                  2. running requests that are further behind (prefill), with what is left of the budget
                  3. waiting requests, best first, while there are slots, blocks and budget
+    A decode with drafts behind it is as many tokens longer as there is room for: nobody waits for drafts.
     When blocks run out in 1 or 2, the worst running request is preempted: its blocks go, its tokens stay.
 
 Best first means: aged requests first, then the policy's key, then turn, then arrival. Waiting requests are admitted
@@ -17,6 +18,7 @@ an adapter go on, as they take no such place, and requests with an adapter wait 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvern.adapters.slots import AdapterSlots
@@ -97,10 +99,14 @@ class Scheduler:
             member.finish_reason, member.stop_reason = reason, stop_reason
             self.forget(member)
 
-    def update(self, request: Request, token_id: int) -> bool:
-        """Append a sampled token that has arrived; whether the request has reached its length."""
-        request.token_ids.append(token_id)
-        request.in_flight -= 1
+    def update(self, request: Request, token_ids: list[int], sampled: int) -> bool:
+        """Append what is kept of `sampled` tokens that have arrived; whether the request has reached its length."""
+        request.token_ids.extend(token_ids)
+        request.in_flight -= sampled
+        if sampled > 1:
+            request.drafts_in_flight = 0
+            if request.state is State.RUNNING:
+                request.num_computed_tokens -= sampled - len(token_ids)
         if request.state is State.RUNNING:
             self.cache.publish(request, self.step)
         else:
@@ -140,6 +146,9 @@ class Scheduler:
                 self._admit(output, budget)
         if output.scheduled:
             self.forks.tell(output)
+        if output.drafts:  # single tokens first: they are attended to by kernels of their own
+            pairs = sorted(zip(output.scheduled, output.request_ids, strict=True), key=lambda pair: pair[0].count > 1)
+            output.scheduled, output.request_ids = [item for item, _ in pairs], [name for _, name in pairs]
         return output
 
     def undo(self, step: int) -> None:
@@ -147,7 +156,7 @@ class Scheduler:
         for request in list(self.running):
             self._preempt(request)
         for request in self._awaited:
-            request.in_flight = 0
+            request.in_flight = request.drafts_in_flight = 0
             self.waiting.wake(request)
         self._awaited.clear()
         self.cache.tree.forget_since(step)
@@ -174,7 +183,8 @@ class Scheduler:
             if remaining > 1:
                 behind.append(request)
             elif remaining == 1 <= budget:
-                budget -= self._advance(request, 1, 1, output)
+                drafts = self._drafts(request, budget) if request.draft_token_ids else None
+                budget -= self._verify(request, drafts, output) if drafts else self._advance(request, 1, 1, output)
         for request in behind:
             remaining = request.remaining_tokens
             budget -= self._advance(request, remaining, self._chunk(remaining, budget), output)
@@ -188,6 +198,32 @@ class Scheduler:
             return 0
         self._take(request, count, count == remaining, output)
         return count
+
+    def _verify(self, request: Request, drafts: Sequence[int], output: SchedulerOutput) -> int:
+        """Compute a decode's next token and drafts behind it, for which there is room; how many are computed."""
+        count = 1 + len(drafts)
+        self._extend(request, count, output)
+        output.drafts.append((request.slot, request.num_computed_tokens + 1, list(drafts)))
+        self._take(request, count, count, output)
+        request.drafts_in_flight = len(drafts)
+        return count
+
+    def _drafts(self, request: Request, budget: int) -> Sequence[int]:
+        """Drafts to be verified with a request's next token: those that leave a token and a block to everybody.
+
+        None while others are verified: where these will go is not known.
+        """
+        if request.drafts_in_flight or request.state is not State.RUNNING:
+            return ()
+        others = len(self.running)
+        blocks = len(request.block_ids) + max(0, self.cache.available_count - others)
+        room = min(
+            budget - others,
+            request.max_tokens - request.output_length - request.in_flight - 1,
+            blocks * self.cache.block_size - request.num_computed_tokens - 1,
+        )
+        known = request.draft_token_ids[request.in_flight :]  # the first are guesses at tokens sampled meanwhile
+        return known[: max(room, 0)]
 
     def _extend(self, request: Request, count: int, output: SchedulerOutput) -> bool:
         """Make room for more tokens, if need be that of the worst that are not in this step; whether it was found."""
@@ -260,12 +296,12 @@ class Scheduler:
             return remaining
         return budget if self.limits.chunked_prefill else 0
 
-    def _take(self, request: Request, count: int, sample: bool, output: SchedulerOutput) -> None:
+    def _take(self, request: Request, count: int, sampled: int, output: SchedulerOutput) -> None:
         start = request.num_computed_tokens
-        output.scheduled.append(ScheduledTokens(request.slot, start, count, sample))
+        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, request.drafts_in_flight > 0))
         output.request_ids.append(request.request_id)
         request.num_computed_tokens = start + count
-        request.in_flight += sample
+        request.in_flight += sampled
         self.cache.publish(request, self.step)
         if start < request.prompt_length and request.prompt_scheduled:
             self.waiting.wake(request)

@@ -18,7 +18,7 @@ from typing import Protocol
 from kvern.config import EngineConfig
 from kvern.engine.link import EngineLink
 from kvern.engine.running_file import read_running
-from kvern.engine.wire import AdapterRead, Events, Message
+from kvern.engine.wire import AdapterRead, Events, WireMessage
 from kvern.errors import ConfigError, EngineDied, EngineUnavailable
 
 logger = logging.getLogger("kvern")
@@ -109,7 +109,7 @@ class Supervisor:
         self.available.set()
         self._remove_directory()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """To the engine, if one takes requests: a later one is told what it needs by the owner."""
         if self.available.is_set() and not self.closed:
             self.link.send(message)

@@ -14,7 +14,7 @@ BANNED = float("-inf")
 def is_constrained(request: NewRequest) -> bool:
     """Whether the request uses anything of this module but penalties."""
     params = request.params
-    return bool(params.allowed_token_ids or params.logit_bias or request.bad_word_ids or params.min_tokens)
+    return bool(params.allowed_token_ids or params.logit_bias or request.spec.bad_word_ids or params.min_tokens)
 
 
 def is_penalized(request: NewRequest) -> bool:
@@ -23,21 +23,34 @@ def is_penalized(request: NewRequest) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def constrain(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: Sequence[int]) -> None:
-    """Change `logits` [N, vocabulary] in place as each row's request asks; positions are those to be sampled."""
-    penalized = [row for row, slot in enumerate(slots) if is_penalized(rows.request(slot))]
-    for row in penalized:
-        _penalize(logits[row], rows, slots[row], positions[row])
+def constrain(
+    logits: torch.Tensor,
+    rows: BatchRows,
+    slots: Sequence[int],
+    positions: Sequence[int],
+    exact: torch.Tensor | None = None,
+) -> None:
+    """Change `logits` [N, vocabulary] in place as each row's request asks; positions are those to be sampled.
+
+    With `exact` [N] int64 these are on the device, and those on the host are bounds, never below them.
+    """
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         request = rows.request(slot)
+        if is_penalized(request):
+            _penalize(logits[row], rows, slot, position, None if exact is None else exact[row])
         if is_constrained(request):
-            _constrain_row(logits[row], request, rows.tokens[slot, :position], position)
+            where = None if exact is None else exact[row]
+            _constrain_row(logits[row], request, rows.tokens[slot, :position], position, where)
 
 
-def _penalize(logits: torch.Tensor, rows: BatchRows, slot: int, position: int) -> None:
+def _penalize(logits: torch.Tensor, rows: BatchRows, slot: int, position: int, exact: torch.Tensor | None) -> None:
     tokens = rows.tokens[slot, :position].long()
-    output = tokens[rows.request(slot).prompt_length :]
-    counts = torch.zeros_like(logits).scatter_add_(0, output, torch.ones_like(output, dtype=logits.dtype))
+    length = rows.request(slot).spec.prompt_length
+    weights = torch.ones_like(tokens[length:], dtype=logits.dtype)
+    if exact is not None:
+        known = torch.arange(position, device=tokens.device) < exact
+        tokens, weights = torch.where(known, tokens, tokens[0]), known[length:].to(logits.dtype)
+    counts = torch.zeros_like(logits).scatter_add_(0, tokens[length:], weights)
     seen = torch.zeros_like(logits, dtype=torch.bool)
     seen.index_fill_(0, tokens, True)
     penalty = rows.repetition[slot]
@@ -45,7 +58,9 @@ def _penalize(logits: torch.Tensor, rows: BatchRows, slot: int, position: int) -
     logits -= rows.frequency[slot] * counts + rows.presence[slot] * (counts > 0)
 
 
-def _constrain_row(logits: torch.Tensor, request: NewRequest, tokens: torch.Tensor, position: int) -> None:
+def _constrain_row(
+    logits: torch.Tensor, request: NewRequest, tokens: torch.Tensor, position: int, exact: torch.Tensor | None
+) -> None:
     params, device = request.params, logits.device
     if params.logit_bias:
         ids = upload(list(params.logit_bias), torch.int64, device)
@@ -55,15 +70,37 @@ def _constrain_row(logits: torch.Tensor, request: NewRequest, tokens: torch.Tens
         kept = logits[allowed]
         logits.fill_(BANNED)
         logits[allowed] = kept
-    if position - request.prompt_length < params.min_tokens and request.stop_token_ids:
-        logits.index_fill_(0, upload(list(request.stop_token_ids), torch.int64, device), BANNED)
-    for word in request.bad_word_ids:
+    if params.min_tokens and request.spec.stop_token_ids:
+        _ban_ends(logits, request, position, exact)
+    for word in request.spec.bad_word_ids:
         head = word[:-1]
-        if len(head) > position - request.prompt_length:
+        if len(head) > position - request.spec.prompt_length:
             continue
         last = logits[word[-1] : word[-1] + 1]
         if head:
-            said = (tokens[position - len(head) :] == upload(head, torch.int32, device)).all()
-            last.masked_fill_(said, BANNED)
+            last.masked_fill_(_ends_with(tokens, upload(head, torch.int32, device), request, exact), BANNED)
         else:
             last.fill_(BANNED)
+
+
+def _ban_ends(logits: torch.Tensor, request: NewRequest, position: int, exact: torch.Tensor | None) -> None:
+    """Ban what would end the answer before `min_tokens`."""
+    first = request.spec.prompt_length + request.params.min_tokens
+    if position >= first and exact is None:
+        return
+    ids = upload(list(request.spec.stop_token_ids), torch.int64, logits.device)
+    if exact is None:
+        logits.index_fill_(0, ids, BANNED)
+    else:
+        logits[ids] = logits[ids].masked_fill(exact < first, BANNED)
+
+
+def _ends_with(
+    tokens: torch.Tensor, head: torch.Tensor, request: NewRequest, exact: torch.Tensor | None
+) -> torch.Tensor:
+    """Whether the tokens end with `head`, or their first `exact` ones do, all of it generated."""
+    if exact is None:
+        return (tokens[len(tokens) - len(head) :] == head).all()
+    first = exact - len(head)
+    places = (first + torch.arange(len(head), device=tokens.device)).clamp_(min=0)
+    return (tokens[places] == head).all() & (first >= request.spec.prompt_length)

@@ -18,6 +18,7 @@ from kvern.device.transfer import upload
 from kvern.kernels.attention import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
+from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.step import NewRequest
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes, tiles_for
@@ -97,16 +98,25 @@ class DecodeGraphs:
         """Whether `adapted` steps can be run."""
         return self._adapters is not None and self._adapters.captures
 
-    def run(self, slots: list[int], starts: list[int], filtered: bool, adapted: bool = False) -> torch.Tensor:
+    def run(
+        self,
+        slots: list[int],
+        starts: list[int],
+        filtered: bool,
+        adapted: bool = False,
+        exact: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call.
 
-        `adapted`: some of the rows use adapters.
+        `adapted`: some of the rows use adapters. `exact` [R] int32: where they begin, if `starts` are only bounds.
         """
-        return self._replay(slots, starts, filtered, adapted).result[: len(slots)]
+        return self._replay(slots, starts, filtered, adapted, exact).result[: len(slots)]
 
-    def run_to_states(self, slots: list[int], starts: list[int], adapted: bool = False) -> DecodedStates:
+    def run_to_states(
+        self, slots: list[int], starts: list[int], adapted: bool = False, exact: torch.Tensor | None = None
+    ) -> DecodedStates:
         """Start a step of one token for each request, whose sampling takes more than a graph can do."""
-        graph, count = self._replay(slots, starts, None, adapted), len(slots)
+        graph, count = self._replay(slots, starts, None, adapted, exact), len(slots)
         rows, positions = graph.inputs[:, :count]
         return DecodedStates(graph.result[:count], rows, graph.next_positions[:count], positions)
 
@@ -115,7 +125,9 @@ class DecodeGraphs:
         for graph in self._graphs.values():
             graph.slots, graph.starts, graph.groups = [], [], None
 
-    def _replay(self, slots: list[int], starts: list[int], filtered: bool | None, adapted: bool) -> DecodeGraph:
+    def _replay(
+        self, slots: list[int], starts: list[int], filtered: bool | None, adapted: bool, exact: torch.Tensor | None
+    ) -> DecodeGraph:
         size = padded_size(len(slots))
         groups = self._shared_prefixes(slots, starts)
         key = size, filtered, groups is not None, adapted
@@ -131,6 +143,9 @@ class DecodeGraphs:
             graph.inputs.copy_(upload(padded_slots + padded_starts, torch.int32, self._rows.device).view(2, -1))
         graph.slots = padded_slots
         graph.starts = [start + 1 for start in starts] + [0] * padding
+        if exact is not None:
+            graph.inputs[1, : len(starts)].copy_(exact)
+            graph.starts = []  # the next step is told anew
         graph.graph.replay()
         return graph
 
@@ -216,9 +231,9 @@ class DecodeGraphs:
             tiles=(requests, zeros),
             shared=shared,
         )
-        if self._adapters is not None:
-            self._adapters.select_decodes(rows.adapters.index_select(0, slots) if adapted else None)
-        hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
+        places = rows.adapters.index_select(0, slots) if adapted else None
+        adapters = NO_ADAPTERS if places is None else StepAdapters(places, places)
+        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters)
         if filtered is None:
             return hidden, next_positions
         logits = self._decoder.logits(hidden, upcast=False)

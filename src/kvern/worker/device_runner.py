@@ -17,11 +17,14 @@ import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
+from kvern.device.input_batch import sampled_tokens
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.sampling import sample as sample_tokens
+from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
+from kvern.sample.drafts import verify
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
 from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput, StepResult
@@ -66,11 +69,11 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.CONSTRAINTS
     if params.logprobs is not None:
         needs |= Needs.LOGPROBS
-    if request.grammar is not None:
+    if request.spec.grammar is not None:
         needs |= Needs.GRAMMAR
     if params.logits_processors:
         needs |= Needs.PROCESSORS
-    if request.embed:
+    if request.spec.embed:
         needs |= Needs.EMBEDDING
     if params.beam_width is not None:
         needs |= Needs.BEAMS
@@ -147,6 +150,7 @@ class DeviceRunner:
         self._grammars.join(output.joined)
         self._processors.join(output.joined)
         self._rows.grow(output.grown)
+        self._rows.draft(output.drafts)
         for request in output.joined:
             self._needs[request.slot] = int(needs_of(request))
         return Results(self._run(output.scheduled))
@@ -166,7 +170,7 @@ class DeviceRunner:
             try:
                 return [self._start(scheduled)]
             except torch.OutOfMemoryError as error:
-                if tokens == 1:
+                if tokens == 1 or (len(scheduled) == 1 and scheduled[0].sampled > 1):
                     raise
                 self._token_limit = max(1, tokens // 2)
                 free = torch.cuda.mem_get_info(self._rows.device)[0] if self._rows.device.type == "cuda" else 0
@@ -179,6 +183,8 @@ class DeviceRunner:
                 )
                 torch.cuda.empty_cache()
         limit = self._token_limit or 1
+        if len(scheduled) == 1 and scheduled[0].sampled > 1:
+            return [self._start(scheduled)]  # drafts are verified at once
         if len(scheduled) > 1:
             middle = len(scheduled) // 2
             return self._run(scheduled[:middle]) + self._run(scheduled[middle:])
@@ -188,7 +194,7 @@ class DeviceRunner:
                 item.slot,
                 item.start + first,
                 min(limit, item.count - first),
-                item.sample and first + limit >= item.count,
+                item.sampled if first + limit >= item.count else 0,
             )
             for first in range(0, item.count, limit)
         ]
@@ -197,31 +203,42 @@ class DeviceRunner:
 
     def _start(self, scheduled: Sequence[ScheduledTokens]) -> PendingStep:
         needs = 0
-        decodes = True
+        decodes, uncertain = True, False
         for item in scheduled:
             needs |= self._needs[item.slot]
-            decodes = decodes and item.count == 1 and item.sample
+            decodes = decodes and item.count == item.sampled == 1
+            uncertain = uncertain or item.uncertain
+        if uncertain and not self._attention.reads_device_starts:
+            scheduled = self._rows.certain(scheduled)
         wanted = Needs(needs)
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.slots(self._rows, slots)) >= 0
         if decodes and self._graphs is not None and (not adapted or self._graphs.captures_adapters):
             starts = [item.start for item in scheduled]
+            exact = self._rows.starts(scheduled) if uncertain else None
             if not wanted & ~Needs.FILTERS:
-                return PendingStep(scheduled, self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS), adapted))
-            return self._sample(scheduled, slots, self._graphs.run_to_states(slots, starts, adapted), wanted, None)
+                sampled = self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS), adapted, exact)
+                if exact is not None:
+                    self._rows.advance(scheduled, exact)
+                return PendingStep(scheduled, sampled)
+            decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
+            return self._sample(scheduled, slots, decoded, wanted, None, exact)
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         states = tokens_wanted(batch, runs)
+        adapters = NO_ADAPTERS
         if self._adapters is not None:
-            self._adapters.select(self._rows, batch, states is not None)
-        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states)
+            adapters = self._adapters.select(self._rows, batch, states is not None)
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states, adapters)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
         if len(batch.sample_slots) != hidden.shape[0]:
             hidden = hidden.index_select(0, batch.logits_indices)
         decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions, None)
-        return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts)
+        counted = uncertain or any(item.sampled > 1 for item in scheduled)
+        exact = batch.device_starts if counted else None
+        return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
 
     def _sample(
         self,
@@ -230,7 +247,9 @@ class DeviceRunner:
         decoded: DecodedStates,
         needs: Needs,
         prompts: PromptLogprobs | None,
+        starts: torch.Tensor | None,
     ) -> PendingStep:
+        """Sample and write what `slots` [S] go on with. `starts` [R] int32: of a step with drafts, or behind them."""
         rows = self._rows
         computing = needs & ~(Needs.FILTERS | Needs.EMBEDDING | Needs.GRAMMAR)
         logits = self._decoder.logits(decoded.hidden, upcast=bool(computing))
@@ -239,27 +258,17 @@ class DeviceRunner:
         if needs & Needs.LOGPROBS:
             counts = [rows.request(slot).params.logprobs for slot in slots]
             original = logits.clone() if needs & CHANGED_LOGITS else logits
-        positions = [item.start + item.count for item in scheduled if item.sample]
+        positions = sampled_tokens(scheduled).positions if needs & (Needs.CONSTRAINTS | Needs.PROCESSORS) else []
         if needs & Needs.CONSTRAINTS:
-            constrain(logits, rows, slots, positions)
+            constrain(logits, rows, slots, positions, None if starts is None else decoded.positions)
         verdict = self._processors.apply(logits, rows.tokens, slots, positions) if needs & Needs.PROCESSORS else None
         broken: dict[int, str] = {}
         if needs & Needs.GRAMMAR:
             broken = self._grammars.restrict(logits, slots)
-        if needs & Needs.TYPICAL:
-            chosen = sample(logits, rows, slots, decoded.positions)
-        else:
-            chosen = sample_tokens(
-                logits,
-                decoded.slots,
-                decoded.positions,
-                rows.temperature,
-                rows.top_k,
-                rows.top_p,
-                rows.min_p,
-                rows.seeds,
-                filtered=bool(needs & Needs.FILTERS),
-            )
+        chosen = self._choose(logits, slots, decoded, needs)
+        kept = None
+        if starts is not None:
+            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
         write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen, decoded.starts)
         logprobs = None
         if needs & Needs.LOGPROBS:
@@ -267,10 +276,27 @@ class DeviceRunner:
             logprobs = token_logprobs(original, chosen, most)
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
         candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
-        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict)
+        step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
         if needs & Needs.GRAMMAR:
             self._grammars.expect(rows.sampled_slots(scheduled), step)
         return step
+
+    def _choose(self, logits: torch.Tensor, slots: Sequence[int], decoded: DecodedStates, needs: Needs) -> torch.Tensor:
+        """One token [S] int64 for each row of logits [S, vocabulary]."""
+        rows = self._rows
+        if needs & Needs.TYPICAL:
+            return sample(logits, rows, slots, decoded.positions)
+        return sample_tokens(
+            logits,
+            decoded.slots,
+            decoded.positions,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seeds,
+            filtered=bool(needs & Needs.FILTERS),
+        )
 
 
 class JoinedPieces:

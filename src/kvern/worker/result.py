@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 
@@ -71,15 +71,17 @@ class PendingStep:
         broken: dict[int, str] | None = None,
         candidates: DeviceCandidates | None = None,
         verdict: Verdict | None = None,
+        kept: torch.Tensor | None = None,
     ) -> None:
-        """`sampled` [S] and `logprobs` belong to the scheduled that sample; `counts` are None where none were asked.
+        """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
 
         `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput; `verdict`: of
-        logits processors.
+        logits processors; `kept` [R]: how many of the tokens sampled for each request are kept; None: all.
         """
         self._scheduled = scheduled
         self._counts = counts
         self._sampled = None if sampled is None else fetch(sampled)
+        self._kept = None if kept is None else fetch(kept)
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
         self._broken = broken or {}
@@ -96,37 +98,44 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if self._logprobs is not None:
-            entries = self._logprobs.entries(tokens, [count or 0 for count in self._counts])
-            logprobs = [None if count is None else entry for count, entry in zip(self._counts, entries, strict=True)]
-        prompts = [] if self._prompt_logprobs is None else self._prompt_logprobs.entries()
+        places = len(self._scheduled)
+        prompts: list[list[TokenLogprobs] | None] = [None] * places
+        if self._prompt_logprobs is not None:
+            prompts = self._prompt_logprobs.entries()
         embeddings = {}
         if self._embeddings is not None:
             slots, states = self._embeddings
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
         candidates = {} if self._candidates is None else self._candidates.by_slot()
         broken = self._verdict.reasons() | self._broken
-        if len(tokens) == len(self._scheduled):
-            prompts = prompts or [None] * len(tokens)
-            return ModelRunnerOutput(list(tokens), logprobs, prompts, broken, embeddings, candidates)
-        pairs = iter(zip(tokens, logprobs, strict=True))
-        chosen = [next(pairs) if item.sample else (None, None) for item in self._scheduled]
-        return ModelRunnerOutput(
-            [token for token, _ in chosen],
-            [logprob for _, logprob in chosen],
-            prompts or [None] * len(chosen),
-            broken,
-            embeddings,
-            candidates,
-        )
+        if self._kept is None and self._logprobs is None and len(tokens) == places:
+            return ModelRunnerOutput(
+                [[token] for token in tokens], [None] * places, prompts, broken, embeddings, candidates
+            )
+        runs = self._runs()
+        token_ids = [tokens[run] for run in runs]
+        return ModelRunnerOutput(token_ids, self._entries(tokens, runs), prompts, broken, embeddings, candidates)
+
+    def _runs(self) -> list[slice]:
+        """Where the tokens of each request that are kept stand among those sampled."""
+        kept = [item.sampled for item in self._scheduled] if self._kept is None else self._kept.tolist()
+        firsts = accumulate((item.sampled for item in self._scheduled), initial=0)
+        return [slice(first, first + count) for first, count in zip(firsts, kept, strict=False)]
+
+    def _entries(self, tokens: list[int], runs: Sequence[slice]) -> list[list[TokenLogprobs] | None]:
+        """Log-probabilities of the tokens in each of `runs`, where they were asked for."""
+        if self._logprobs is None:
+            return [None] * len(runs)
+        entries = self._logprobs.entries(tokens, [count or 0 for count in self._counts])
+        asked = [run.start < run.stop and self._counts[run.start] is not None for run in runs]
+        return [entries[run] if wanted else None for run, wanted in zip(runs, asked, strict=True)]
 
 
 def embeddings(
     rows: BatchRows, slots: Sequence[int], hidden: torch.Tensor
 ) -> tuple[Sequence[int], torch.Tensor] | None:
     """Slots [E] and states [E, hidden] of those among the sampling `slots` [S] that want theirs, of `hidden` [S]."""
-    wanted = [index for index, slot in enumerate(slots) if rows.request(slot).embed]
+    wanted = [index for index, slot in enumerate(slots) if rows.request(slot).spec.embed]
     if not wanted:
         return None
     return [slots[index] for index in wanted], hidden[upload(wanted, torch.int64, hidden.device)]
@@ -147,7 +156,7 @@ def prompt_runs(rows: BatchRows, batch: InputBatch) -> list[PromptRun]:
         wanted = request.params.prompt_logprobs
         if wanted is not None:
             predicted = max(start + 1, request.params.prompt_logprobs_from)
-            tokens = request.token_ids[predicted : min(start + count + 1, request.prompt_length)]
+            tokens = request.token_ids[predicted : min(start + count + 1, request.spec.prompt_length)]
             if tokens:
                 runs.append(PromptRun(place, first + predicted - 1 - start, tokens, wanted))
         first += count

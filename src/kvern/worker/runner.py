@@ -7,10 +7,12 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
+from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
-from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
+from kvern.sample.drafts import verify
+from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
 from kvern.sampling_params import SamplingParams
 from kvern.step import SchedulerOutput
@@ -54,24 +56,38 @@ class ModelRunner:
         self._grammars.join(output.joined)
         self._processors.join(output.joined)
         self._rows.grow(output.grown)
-        batch = build_input_batch(self._rows, output.scheduled, self._block_size)
+        self._rows.draft(output.drafts)
+        scheduled = self._rows.certain(output.scheduled)
+        batch = build_input_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         wanted = tokens_wanted(batch, runs)
+        adapters = NO_ADAPTERS
         if self._adapters is not None:
-            self._adapters.select(self._rows, batch, wanted is not None)
-        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
+            adapters = self._adapters.select(self._rows, batch, wanted is not None)
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted, adapters)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
-            return PendingStep(output.scheduled, None, prompt_logprobs=prompts)
+            return PendingStep(scheduled, None, prompt_logprobs=prompts)
         params = [self._rows.request(slot).params for slot in batch.sample_slots]
         counts = [item.logprobs for item in params]
         beams = any(item.beam_width for item in params)
         everyone = len(batch.sample_slots) == hidden.shape[0]
         hidden = hidden if everyone else hidden[batch.logits_indices]
         most = max((count for count in counts if count is not None), default=None)
-        chosen, logprobs, candidates, broken, verdict = self._sample(batch, hidden, most, beams)
+        logits = self._decoder.logits(hidden)
+        original = None if most is None else logits.clone()
+        verdict = self._constrain(batch, logits)
+        chosen, broken = self._choose(logits, batch.sample_slots, batch.sample_positions)
+        kept = None
+        slots = torch.tensor(batch.sample_slots, device=chosen.device)
+        if output.drafts or scheduled is not output.scheduled:
+            starts = torch.tensor(batch.starts, dtype=torch.int32, device=chosen.device)
+            kept = verify(self._rows, scheduled, starts, slots, batch.sample_positions, chosen)
+        self._rows.tokens[slots, batch.sample_positions] = chosen.int()
+        logprobs = None if original is None else token_logprobs(original, chosen, most or 0)
+        candidates = DeviceCandidates(logits, original, self._rows, batch.sample_slots) if beams else None
         states = embeddings(self._rows, batch.sample_slots, hidden)
-        return PendingStep(output.scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict)
+        return PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
 
     def abandon(self) -> None:
         """Wait for the device and forget the steps on their way. Raises if the device is broken."""
@@ -79,22 +95,13 @@ class ModelRunner:
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)
 
-    def _sample(
-        self, batch: InputBatch, hidden: torch.Tensor, wanted: int | None, beams: bool
-    ) -> tuple[torch.Tensor, DeviceLogprobs | None, DeviceCandidates | None, dict[int, str], Verdict | None]:
+    def _constrain(self, batch: InputBatch, logits: torch.Tensor) -> Verdict | None:
+        """Change `logits` [S, vocabulary] in place as the requests ask."""
         slots = batch.sample_slots
-        logits = self._decoder.logits(hidden)
-        original = None if wanted is None else logits.clone()
-        ends = {slot: sum(run) for slot, *run in zip(batch.slots, batch.starts, batch.counts, strict=True)}
-        positions = [ends[slot] for slot in slots]
+        positions = batch.sample_positions.tolist()
         if any(is_constrained(self._rows.request(slot)) or is_penalized(self._rows.request(slot)) for slot in slots):
             constrain(logits, self._rows, slots, positions)
-        verdict = self._processors.apply(logits, self._rows.tokens, slots, positions)
-        chosen, broken = self._choose(logits, slots, batch.sample_positions)
-        self._rows.tokens[torch.tensor(slots, device=chosen.device), batch.sample_positions] = chosen.int()
-        logprobs = None if original is None else token_logprobs(original, chosen, wanted or 0)
-        candidates = DeviceCandidates(logits, original, self._rows, slots) if beams else None
-        return chosen, logprobs, candidates, broken, verdict
+        return self._processors.apply(logits, self._rows.tokens, slots, positions)
 
     def _choose(
         self, logits: torch.Tensor, slots: Sequence[int], positions: torch.Tensor

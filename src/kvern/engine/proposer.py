@@ -1,0 +1,40 @@
+"""Guesses at how answers go on: one step verifies several, and gives as many tokens as they are right, and one more.
+
+    result of a step --propose--> Request.draft_token_ids --schedule--> a decode of 1 + k tokens --verify--> result
+
+Tokens are sampled from the model alone, whatever was guessed, and random numbers depend on seed and position: with any
+proposer an answer has the tokens that it has without one.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvern.request import Request
+
+
+class Proposer(Protocol):
+    """Asked on the host, between steps."""
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[list[int]]:
+        """For each request the tokens that may follow its `token_ids`; none where there is no guess.
+
+        As many of the first as `in_flight` says are sampled already, and not used.
+        """
+        ...
+
+
+def takes_drafts(request: Request) -> bool:
+    """Whether drafts of a request can be verified.
+
+    Not where the host has a say in every token: a grammar or a logits processor would have to be followed along the
+    drafts and back, and what follows a beam is chosen among others. Embeddings have no second token, and the
+    log-probabilities of a prompt belong to steps that sample one.
+    """
+    params = request.params
+    return not (
+        request.spec.embed
+        or request.spec.grammar is not None
+        or params.beam_width is not None
+        or params.logits_processors
+        or params.prompt_logprobs is not None
+    )

@@ -1,0 +1,51 @@
+"""Which drafts are accepted: those in whose places the same tokens are sampled, as far as all before them are.
+
+    known token, draft, draft, draft  --one step-->  sampled behind each of them:  a, b, c, d
+                   a      x      c                   kept: a and b, as b was sampled behind what is right
+
+The host does not wait for it: rows count on the device how many of their tokens are computed.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from kvern.device.rows import BatchRows
+from kvern.device.transfer import upload
+from kvern.step import ScheduledTokens
+
+
+def verify(
+    rows: BatchRows,
+    scheduled: Sequence[ScheduledTokens],
+    starts: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    sampled: torch.Tensor,
+) -> torch.Tensor | None:
+    """How many of the tokens that were sampled for each of R requests are kept, [R] int64; None: all.
+
+    starts            [R] int32, where each begins
+    slots, positions  [S] integers, row and position of each token that is sampled
+    sampled           [S] int64, the tokens, not yet written to the rows
+
+    The rows remember what is computed of them.
+    """
+    runs = [item.sampled for item in scheduled]
+    longest = max(runs)
+    if longest <= 1:
+        rows.advance(scheduled, starts)
+        return None
+    places = [
+        first + place if place < run - 1 else len(sampled)
+        for first, run in zip(accumulate(runs, initial=0), runs, strict=False)
+        for place in range(longest - 1)
+    ]
+    sent = upload([*runs, *places], torch.int64, rows.device)
+    lengths, places_of = sent[: len(runs)], sent[len(runs) :].view(len(runs), -1)
+    agree = torch.zeros(len(sampled) + 1, dtype=torch.int64, device=rows.device)
+    agree[:-1] = rows.tokens[slots.long(), positions] == sampled
+    kept = torch.minimum(agree[places_of].cumprod(1).sum(1) + 1, lengths)
+    rows.advance(scheduled, starts, lengths - kept)
+    return kept

@@ -1,0 +1,109 @@
+"""Answers whose drafts are verified have the tokens that they have without drafts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import LLM, RequestOutput, SamplingParams
+from kvern.structured_output import StructuredOutput
+from tests.peft_adapters import make_adapter
+from tests.speculation import speculating
+
+PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
+LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": 5, **LENGTH}
+EVERYTHING = [
+    SamplingParams(temperature=0, **LENGTH),
+    SamplingParams(**DRAWN, n=3),
+    SamplingParams(**DRAWN, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5, logprobs=1),
+    SamplingParams(**DRAWN, logit_bias={7: 4.0, 9: -50.0}, logprobs=2),
+    SamplingParams(**DRAWN, typical_p=0.6),
+    SamplingParams(**DRAWN, allowed_token_ids=[3, 4, 5, 6, 7], bad_words=["a", "of"]),
+    SamplingParams(temperature=1.5, seed=2, max_tokens=24, min_tokens=20, stop_token_ids=list(range(0, 200, 3))),
+    SamplingParams(temperature=1.5, seed=3, max_tokens=24, stop_token_ids=list(range(0, 200, 7))),
+    SamplingParams(**DRAWN, top_p=0.9, top_k=20, min_p=0.01),
+    SamplingParams(temperature=0, max_tokens=6, structured=StructuredOutput(regex="[ab]{3,9}")),
+    SamplingParams(temperature=0, max_tokens=5, beam_width=2),
+    SamplingParams(temperature=0, prompt_logprobs=1, **LENGTH),
+]
+
+
+def answers(outputs: list[RequestOutput]) -> list[list[Any]]:
+    return [[(answer.token_ids, answer.text, answer.stop_reason) for answer in output.outputs] for output in outputs]
+
+
+def logprobs(outputs: list[RequestOutput]) -> Iterator[float]:
+    for output in outputs:
+        for answer in output.outputs:
+            for entry in answer.logprobs or []:
+                yield from (item.logprob for item in entry.values())
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
+    options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 8, "kv_cache_tokens": 512, "block_size": 4}
+    with LLM(str(tiny_model), dtype="float32", threads=1, **options) as llm:
+        llm._engine.core._depth = request.param
+        yield llm
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
+def test_every_parameter(llm: LLM, accuracy: float) -> None:
+    prompts = [PROMPTS[index % 3] for index in range(len(EVERYTHING))]
+    expected = llm.generate(prompts, EVERYTHING)
+    before = llm._engine.statistics().steps
+    with speculating(llm, expected, accuracy) as oracle:
+        found = llm.generate(prompts, EVERYTHING)
+    assert oracle.guessed > 100
+    assert answers(found) == answers(expected)
+    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=1e-4)
+    llm._engine.core.scheduler.check_integrity()
+    assert llm._engine.statistics().steps > before
+
+
+def test_right_drafts_save_steps(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    steps = [llm._engine.statistics().steps]
+    expected = llm.generate(PROMPTS, params)
+    steps.append(llm._engine.statistics().steps)
+    with speculating(llm, expected, 1.0):
+        assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+    steps.append(llm._engine.statistics().steps)
+    assert steps[2] - steps[1] < 0.8 * (steps[1] - steps[0])
+
+
+def test_stop_strings_within_a_run(llm: LLM) -> None:
+    """What follows a stop string is dropped, though it was verified in the same step."""
+    free = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    stops = [output.outputs[0].text[9:11] for output in free]
+    params = [SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=[stop]) for stop in stops]
+    expected = llm.generate(PROMPTS, params)
+    with speculating(llm, free, 1.0):
+        assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+
+
+def test_answers_stay_cached(llm: LLM) -> None:
+    """What the prefix tree holds afterwards is what was verified."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate(PROMPTS, params)
+    with speculating(llm, expected, 0.5):
+        llm.generate(PROMPTS, params)
+    longer = [output.prompt_token_ids + output.outputs[0].token_ids for output in expected]
+    again = llm.generate(longer, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0))
+    with LLM(llm._engine.config.model, dtype="float32", max_model_len=64, kv_cache_tokens=512, threads=1) as fresh:
+        alone = fresh.generate(longer, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0))
+    assert answers(again) == answers(alone)
+    assert list(logprobs(again)) == pytest.approx(list(logprobs(alone)), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+def test_adapters_in_the_batch(tiny_model: Path, tmp_path: Path) -> None:
+    path = make_adapter(tiny_model, tmp_path / "one", 1, r=3)
+    params = SamplingParams(temperature=0.7, seed=4, max_tokens=20, ignore_eos=True)
+    names = ["one", None, "one"]
+    with LLM(str(tiny_model), dtype="float32", threads=1, max_adapters=1, adapters={"one": str(path)}) as llm:
+        expected = llm.generate(PROMPTS, params, adapter=names)
+        with speculating(llm, expected):
+            assert answers(llm.generate(PROMPTS, params, adapter=names)) == answers(expected)
