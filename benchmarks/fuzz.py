@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.soak import resident
 from tests.fuzz_requests import Findings, Requests, send
+from tests.served import KEY, Served
 from tests.test_fuzz_requests import FIXED, plain_answer
-from tests.test_server import KEY, Served
 
 ROUND = 2000
 MOST_GROWTH = 256 << 20

@@ -17,8 +17,8 @@ class FailingRunner:
     """Runs steps through the engine's own runner; `where` they fail: "before", "behind" or in the "result"."""
 
     def __init__(self, llm: LLM | AsyncLLM, where: str = "behind") -> None:
-        executor: Any = llm._engine.core.executor
-        self._runner, executor._runner = executor._runner, self
+        worker: Any = llm._engine.core.executor._worker
+        self._runner, worker.runner = worker.runner, self
         self._where = where
         self._limits: dict[int, int] = {}
         self.failures = 0
@@ -28,7 +28,7 @@ class FailingRunner:
         for fork in output.forked:
             self._limits[fork.slot] = limits[fork.source]
         for request in output.joined:
-            prompt = request.token_ids[: request.prompt_length]
+            prompt = request.spec.prompt.token_ids
             self._limits[request.slot] = min(
                 (len(prompt) + MARKS[mark] for mark in MARKS if mark in prompt), default=999
             )

@@ -3,11 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
-from kvern.step import ModelRunnerOutput, SchedulerOutput
-from kvern.worker.executor import Runner, StepResult
+from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.worker.executor import Executor
 
 
 class HostTier:
@@ -53,18 +54,18 @@ class HostTier:
         assert not self.users.pop(key), "a block is dropped while it is loaded"
 
 
-class TieredRunner:
-    """Runs steps through the engine's runner, and copies blocks of `caches` [2, blocks, ...] out and in."""
+class TieredExecutor:
+    """Runs steps through the engine's executor, and copies blocks of `caches` [2, blocks, ...] out and in."""
 
-    def __init__(self, runner: Runner, tier: HostTier, caches: Sequence[torch.Tensor]) -> None:
-        self._runner, self._tier, self._caches = runner, tier, caches
+    def __init__(self, executor: Executor, tier: HostTier, caches: Sequence[torch.Tensor]) -> None:
+        self._executor, self._tier, self._caches = executor, tier, caches
         self._kept: dict[bytes, list[torch.Tensor]] = {}
         self.saved = self.loaded = 0
 
-    def execute(self, output: SchedulerOutput) -> StepResult:
+    def submit(self, output: SchedulerOutput) -> StepResult:
         for save in output.saves:
             self._kept[save.key] = [cache[:, save.block].clone() for cache in self._caches]
-        result = self._runner.execute(output).result() if output.scheduled else ModelRunnerOutput([], [], [])
+        result = self._executor.submit(output).result() if output.scheduled else ModelRunnerOutput([], [], [])
         counts: dict[int, int] = {}
         for load in output.loads:
             for cache, kept in zip(self._caches, self._kept[load.key], strict=True):
@@ -78,5 +79,5 @@ class TieredRunner:
         done.set_result(result)
         return done
 
-    def abandon(self) -> None:
-        self._runner.abandon()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)

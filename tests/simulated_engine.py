@@ -20,7 +20,7 @@ from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.events import TokenEvent
-from kvern.request import FinishReason, Request, State
+from kvern.request import FinishReason, PromptInput, Request, RequestSpec, State, requests_of
 from kvern.sampling_params import SamplingParams
 from kvern.step import (
     BeamCandidates,
@@ -86,7 +86,7 @@ class Setup:
 
 def first_key(request: Request) -> int:
     """Stands for a request's namespace and adapter."""
-    return hash((request.namespace, request.adapter))
+    return hash((request.spec.namespace, request.spec.adapter))
 
 
 def extend_key(key: int, token: int) -> int:
@@ -299,11 +299,11 @@ class SimulatedDevice:
                     row.computed = len(prefix) + len(kept) - item.sampled
             elif item.sampled:
                 best = sorted(simulated_logprobs(prefix[-1]).items(), key=lambda pair: -pair[1])
-                ids, logprobs = zip(*best[: width + len(row.request.stop_token_ids)], strict=True)
+                ids, logprobs = zip(*best[: width + len(row.request.spec.stop_token_ids)], strict=True)
                 result.candidates[item.slot] = BeamCandidates(ids, logprobs)
             result.token_ids.append(kept)
             result.logprobs.append(None)
-            last = min(item.start + item.count, row.request.prompt_length - 1)
+            last = min(item.start + item.count, row.request.spec.prompt_length - 1)
             first = max(item.start + 1, row.request.params.prompt_logprobs_from)
             wanted = row.request.params.prompt_logprobs is not None and last >= first
             marks = [{position: Logprob(0.0, 1)} for position in range(first, last + 1)]
@@ -409,23 +409,20 @@ class SimulatedEngine:
         params = SamplingParams(max_tokens=max_tokens, n=n, beam_width=beams, **search)
         if prompt_logprobs_from is not None:
             params = params.replace(prompt_logprobs=0, prompt_logprobs_from=prompt_logprobs_from)
-        added: list[Request] = []
-        for index in range(n if beams is None else 1):
-            request = Request(
-                request_id=f"{number}#{index}",
-                token_ids=list(prompt),
-                params=params if index == 0 else params.replace(prompt_logprobs=None),
-                max_tokens=min(max_tokens, self.setup.max_model_len - len(prompt)),
-                seed=number + index,
-                stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
-                priority=priority,
-                turn=turn,
-                namespace=namespace.to_bytes(1, "big"),
-                adapter=adapter,
-                group=str(number) if params.sequences > 1 else None,
-                leader=added[0] if added else None,
-            )
-            added.append(request)
+        spec = RequestSpec(
+            str(number),
+            PromptInput(list(prompt)),
+            params.resolved(),
+            min(max_tokens, self.setup.max_model_len - len(prompt)),
+            seed=number,
+            stop_token_ids=frozenset({STOP_TOKEN} if stop else ()),
+            priority=priority,
+            turn=turn,
+            namespace=namespace.to_bytes(1, "big"),
+            adapter=adapter,
+        )
+        added = requests_of(spec)
+        for request in added:
             self.requests[request.request_id] = request
             self._first_keys[self.cache._namespace(request)] = first_key(request)
             self.heard |= {answer_id: Heard() for answer_id in request.answer_ids}

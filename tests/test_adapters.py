@@ -92,13 +92,11 @@ def test_logits_agree_with_peft(family: str, modules: Any, tmp_path: Path) -> No
     plain = logits(decoder, PROMPT)
     bank = AdapterBank(decoder, slots=2, rank=8, kernels=False)
     bank.load(1, read_adapter(adapter, decoder.spec, bank.targets, 8, torch.float32))
-    bank.select([1], [len(PROMPT)], None)
     merged = merge(model, adapter, tmp_path / "merged")
-    changed = logits(decoder, PROMPT)
+    changed = logits(decoder, PROMPT, bank.select([1], [len(PROMPT)], None))
     assert (changed - reference_logits(merged, PROMPT)).abs().max() < 5e-5
     assert (changed - plain).abs().max() > 0.1, "the adapter changes too little to be seen"
-    bank.select([-1], [len(PROMPT)], None)
-    assert torch.equal(logits(decoder, PROMPT), plain)
+    assert torch.equal(logits(decoder, PROMPT, bank.select([-1], [len(PROMPT)], None)), plain)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +232,7 @@ def test_an_unloaded_adapter_finishes_what_it_began(
         while engine.has_work:
             engine.step()
         assert [output.outputs[0].token_ids for output in outputs] == [expected["all"][0]] * 2
-        assert len(engine.core._store._adapters) == len(KINDS) - 1  # type: ignore[union-attr]
+        assert len(engine.core.executor._worker._store._adapters) == len(KINDS) - 1
 
 
 Spoil = Callable[[Path], None]

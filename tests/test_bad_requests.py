@@ -77,7 +77,7 @@ def test_bad_parameters_are_named(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, 2**5000, 1.5, True, "1"])
 def test_a_priority_has_64_bits(llm: LLM, priority: Any) -> None:
     with pytest.raises(InvalidParameter, match=r"priority is .*: it must be a"):
-        llm._engine.inputs.requests("a", "a", GREEDY, priority=priority)
+        llm._engine.inputs.request("a", "a", GREEDY, priority=priority)
 
 
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[KvernError], str]] = [

@@ -20,7 +20,7 @@ from kvern.bench.serving_figures import is_good, read_goodput, summarize
 from kvern.bench.serving_workloads import WORKLOADS
 from kvern.cli.main import main
 from kvern.errors import ConfigError
-from tests.test_server import KEY, Served
+from tests.served import KEY, Served
 
 Bench = Callable[..., tuple[int, dict[str, Any], str]]
 SMALL = ("kvern-1m", "--threads", "1", "--max-model-len", "256")

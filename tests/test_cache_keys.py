@@ -15,8 +15,8 @@ from kvern import LLM
 from kvern.cache.keys import KEY_BYTES, block_key, block_keys, contents_of, digest, model_identity, root_key
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import Node
-from kvern.request import Request
-from kvern.sampling_params import SamplingParams
+from kvern.request import PromptInput, Request, RequestSpec
+from kvern.sampling_params import ResolvedParams, SamplingParams
 from tests.peft_adapters import make_adapter
 
 IDENTITY = bytes(range(16))
@@ -69,9 +69,14 @@ def computed(cache: KVCacheManager, request: Request, step: int = 1) -> list[Nod
     return request.nodes
 
 
+def asking(tokens: list[int], marks: dict[int, bytes] | None = None, namespace: bytes = b"") -> Request:
+    prompt = PromptInput(tokens, block_keys=tuple((marks or {}).items()))
+    return Request(RequestSpec("", prompt, ResolvedParams(), 1, namespace=namespace))
+
+
 def test_the_nodes_of_the_tree_have_the_keys_of_their_content() -> None:
     cache = KVCacheManager(8, 4, identity=IDENTITY)
-    request = Request("", list(range(14)), SamplingParams(), 1, namespace=b"n", block_keys={5: b"image"})
+    request = asking(list(range(14)), {5: b"image"}, b"n")
     nodes = computed(cache, request)
     contents = contents_of(request.token_ids, request.block_keys)
     assert [cache.tree.key(node) for node in reversed(nodes)] == [
@@ -84,11 +89,11 @@ def test_the_nodes_of_the_tree_have_the_keys_of_their_content() -> None:
 def test_another_image_in_the_same_place_is_another_prefix(position: int, hit: int) -> None:
     cache = KVCacheManager(16, 4)
     tokens = [7] * 10
-    computed(cache, Request("", tokens, SamplingParams(), 1, block_keys={position: b"one"}))
+    computed(cache, asking(tokens, {position: b"one"}))
     for data, expected in ((b"one", 9), (b"two", hit)):
-        request = Request("", tokens, SamplingParams(), 1, block_keys={position: data})
+        request = asking(tokens, {position: data})
         assert cache.cached_tokens(request) == min(expected, 8)
-    assert cache.cached_tokens(Request("", tokens, SamplingParams(), 1)) == min(hit, 8)
+    assert cache.cached_tokens(asking(tokens)) == min(hit, 8)
 
 
 def test_a_model_is_known_by_its_files_wherever_they_lie(tiny_model: Path, tmp_path: Path) -> None:

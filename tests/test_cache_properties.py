@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 
 import pytest
 from hypothesis import Phase, settings
@@ -19,8 +20,8 @@ from kvern.cache.block_pool import BlockPool
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import NO_STATE, Node, RadixCache
 from kvern.cache.states import StatePool
-from kvern.request import Request, State
-from kvern.sampling_params import SamplingParams
+from kvern.request import PromptInput, Request, RequestSpec, State
+from kvern.sampling_params import ResolvedParams
 from kvern.step import BlockLoad, ScheduledTokens, SchedulerOutput
 from tests.host_tier import HostTier
 
@@ -144,10 +145,10 @@ class CacheMachine(RuleBasedStateMachine):
         if group is not None:
             tokens = list(self.groups.setdefault(group, tokens))
             namespace = b""
-        params = SamplingParams()
+        params = ResolvedParams(n=1 if group is None else 2)
         if scored_from is not None:
-            params = SamplingParams(prompt_logprobs=0, prompt_logprobs_from=scored_from)
-        request = Request("", tokens, params, LIMIT, namespace=namespace, group=group)
+            params = params.replace(prompt_logprobs=0, prompt_logprobs_from=scored_from)
+        request = Request(RequestSpec(group or "", PromptInput(tokens), params, LIMIT, namespace=namespace))
         self.steps += 1
         self.cache.register(request)
         self.try_to_admit(request, reserve)
@@ -174,8 +175,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.available_count >= reserve
         assert request.num_computed_tokens == request.cached_tokens == expected < len(request.token_ids)
         assert len(request.block_ids) == self.cache.blocks_for(len(request.token_ids))
-        for copy in copies:
-            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+        for head in copies:
+            self.memory[head.target][: head.tokens] = self.memory[head.source][: head.tokens]
         request.state = State.RUNNING
         self.running.append(request)
         self.read(request)
@@ -211,7 +212,7 @@ class CacheMachine(RuleBasedStateMachine):
         known = request.token_ids[: request.num_computed_tokens]
         self.cache.free(request, self.steps)
         if self.cache.prefix_cache and self.cache.states is None:
-            path, _, partial = self.cache.tree.match(request.namespace, known, len(known))
+            path, _, partial = self.cache.tree.match(request.cache_namespace, known, len(known))
             assert len(path) * self.cache.block_size + partial == len(known), "what was computed is not cached"
         request.state = State.FINISHED
         self.cache.forget(request)
@@ -232,14 +233,16 @@ class CacheMachine(RuleBasedStateMachine):
         known = parent.token_ids[: parent.num_computed_tokens]
         if not known or len(known) == LIMIT or (parent.num_computed_tokens < parent.prompt_length):
             return
-        child = Request("", [*known, next_token], parent.params, LIMIT, namespace=parent.namespace, group=parent.group)
+        child = copy(parent)
+        child.token_ids = [*known, next_token]
+        child.block_ids, child.nodes, child.num_computed_tokens, child.state_slot = [], [], 0, NO_STATE
         copies = self.cache.fork(parent, child)
         if copies is None:
             assert not child.block_ids and child.state_slot == NO_STATE
             return
         self.move()
-        for copy in copies:
-            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
+        for head in copies:
+            self.memory[head.target][: head.tokens] = self.memory[head.source][: head.tokens]
         if self.cache.extend(child, len(child.token_ids)) is None:
             self.cache.drop(child)
             return
@@ -406,16 +409,20 @@ def test_the_machine_notices(mistake: Callable[[pytest.MonkeyPatch], None], monk
         run_state_machine_as_test(CacheMachine, settings=few)
 
 
+def asking(tokens: list[int]) -> Request:
+    return Request(RequestSpec("", PromptInput(tokens), ResolvedParams(), 1))
+
+
 def finished_request(cache: KVCacheManager, tokens: list[int], step: int) -> None:
     """A request that computed all its tokens and left."""
-    request = Request("", tokens, SamplingParams(), 1)
+    request = asking(tokens)
     assert cache.admit(request, step) is not None
     request.num_computed_tokens = len(tokens)
     cache.free(request, step)
 
 
 def cached(cache: KVCacheManager, tokens: list[int]) -> int:
-    return cache.cached_tokens(Request("", [*tokens, 9], SamplingParams(), 1))
+    return cache.cached_tokens(asking([*tokens, 9]))
 
 
 def test_the_least_recently_used_leaf_goes_first() -> None:
@@ -433,7 +440,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
 def test_the_head_of_a_block_is_copied_and_the_rest_computed() -> None:
     cache = KVCacheManager(8, 4)
     finished_request(cache, [1, 2, 3, 4, 5, 6, 7, 8], 1)
-    request = Request("", [1, 2, 3, 4, 5, 6, 0, 0, 0], SamplingParams(), 1)
+    request = asking([1, 2, 3, 4, 5, 6, 0, 0, 0])
     copies = cache.admit(request, 2)
     assert copies is not None and [copy.tokens for copy in copies] == [2]
     assert request.num_computed_tokens == 6 and copies[0].target == request.block_ids[1] != copies[0].source
@@ -441,15 +448,15 @@ def test_the_head_of_a_block_is_copied_and_the_rest_computed() -> None:
 
 def test_a_copy_never_reads_what_its_own_step_writes() -> None:
     cache = KVCacheManager(8, 4)
-    leader = Request("", [1, 2, 3, 4, 5], SamplingParams(), 1)
+    leader = asking([1, 2, 3, 4, 5])
     assert cache.admit(leader, 7) is not None
     leader.num_computed_tokens = 5
     cache.publish(leader, 7)
-    whole = Request("", [1, 2, 3, 4, 6], SamplingParams(), 1)
+    whole = asking([1, 2, 3, 4, 6])
     assert cache.admit(whole, 7) == [] and whole.num_computed_tokens == 4  # blocks are written before they are read
-    head = Request("", [1, 2, 3, 0], SamplingParams(), 1)
+    head = asking([1, 2, 3, 0])
     assert cache.admit(head, 7) == [] and head.num_computed_tokens == 0
-    later = Request("", [1, 2, 3, 0], SamplingParams(), 1)
+    later = asking([1, 2, 3, 0])
     copies = cache.admit(later, 8)
     assert copies is not None and later.num_computed_tokens == 3
 
@@ -457,7 +464,7 @@ def test_a_copy_never_reads_what_its_own_step_writes() -> None:
 def test_hits_are_counted_once_a_request() -> None:
     cache = KVCacheManager(8, 4)
     finished_request(cache, [1] * 8, 1)
-    request = Request("", [1] * 12, SamplingParams(), 1)
+    request = asking([1] * 12)
     assert cache.admit(request, 2) is not None
     cache.free(request, 2)
     request.preemptions += 1

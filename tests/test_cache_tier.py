@@ -5,7 +5,7 @@ from typing import Any
 
 from kvern import LLM, SamplingParams
 from kvern.cache.tier import TierTraffic
-from tests.host_tier import HostTier, TieredRunner
+from tests.host_tier import HostTier, TieredExecutor
 from tests.idle import is_idle
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -19,21 +19,20 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def with_tier(llm: LLM, blocks: int) -> TieredRunner:
+def with_tier(llm: LLM, blocks: int) -> TieredExecutor:
     """Keep blocks that the engine evicts in host memory, and bring them back."""
     core: Any = llm._engine.core
     cache = core.scheduler.cache
     tier = HostTier(blocks)
     cache.tier = TierTraffic(tier, cache.pool, cache.tree, cache.block_size)
-    runner = core.executor._runner
-    core.executor._runner = TieredRunner(runner, tier, runner._attention._caches)
-    return core.executor._runner
+    core.executor = TieredExecutor(core.executor, tier, core.executor._worker.runner._attention._caches)
+    return core.executor
 
 
 def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:
     """Each turn evicts the blocks of all other conversations."""
     plain, tiered = LLM(tiny_model, **OPTIONS), LLM(tiny_model, **OPTIONS)
-    runner = with_tier(tiered, 200)
+    executor = with_tier(tiered, 200)
     talks = [list(range(20 + 40 * talk, 50 + 40 * talk)) for talk in range(4)]
     for turn in range(3):
         expected = plain.generate(talks, PARAMS)
@@ -44,14 +43,14 @@ def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:
             assert max(computed) <= 5, "what was said before was computed again"
         for talk, output in zip(talks, outputs, strict=True):
             talk += [*output.outputs[0].token_ids, 7]
-    assert runner.saved and runner.loaded and is_idle(tiered)
+    assert executor.saved and executor.loaded and is_idle(tiered)
 
 
 def test_a_tier_that_forgets_changes_no_answer(tiny_model: Path) -> None:
     plain, tiered = LLM(tiny_model, **OPTIONS), LLM(tiny_model, **OPTIONS)
-    runner = with_tier(tiered, 5)
+    executor = with_tier(tiered, 5)
     prompts = [[*range(20, 36), number, *range(number, number + 12)] for number in range(60, 66)] * 2
     for _ in range(3):
         expected = [output.outputs[0].token_ids for output in plain.generate(prompts, PARAMS)]
         assert [output.outputs[0].token_ids for output in tiered.generate(prompts, PARAMS)] == expected
-    assert runner.loaded and is_idle(tiered)
+    assert executor.loaded and is_idle(tiered)

@@ -23,7 +23,7 @@ from kvern.cli.serve import Serve
 from kvern.config import EngineConfig
 from kvern.observe.metrics import GPU_FIGURES, Metrics
 from kvern.server.config import ServerConfig
-from tests.test_server import KEY, Served
+from tests.served import KEY, Served
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 SUFFIXES = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}

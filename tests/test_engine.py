@@ -1,7 +1,9 @@
 """LLM on a tiny random model: what goes in, what comes out, and what is left behind."""
 
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvern import LLM, SamplingParams
+from kvern import LLM, PromptInput, SamplingParams
 from kvern.engine.output import Answer
 from kvern.engine.stop_strings import StopStrings
+from kvern.engine.wire import AddRequest, decode_for_engine, encode
 from kvern.errors import InvalidRequest
 from kvern.events import TokenEvent
 from kvern.llm import FailedRequest
 from kvern.outputs import RequestOutput
-from kvern.request import Request
+from kvern.request import requests_of
 from kvern.tokenizer import Tokenizer
 from tests.idle import is_idle
 
@@ -48,6 +51,69 @@ def test_texts_and_token_ids_are_the_same_prompts(llm: LLM) -> None:
         assert (answer.index, answer.finish_reason, answer.stop_reason) == (0, "length", None)
         assert len(answer.token_ids) == 12 and answer.text == llm.tokenizer.decode(answer.token_ids)
         assert answer.logprobs is None and answer.cumulative_logprob is None and first.prompt_logprobs is None
+
+
+def test_a_prompt_input_is_a_prompt(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    named, plain = llm.generate([PromptInput(ids, block_keys=((1, b"picture"),)), ids], GREEDY)
+    assert named.outputs == plain.outputs and named.prompt_token_ids == ids
+    assert llm.generate(PromptInput(ids), GREEDY)[0].outputs == plain.outputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attachments": (b"picture",)}, "1 attachments"),
+        ({"block_keys": ((2, b"a"),)}, "position 2"),
+        ({"block_keys": ((-1, b"a"),)}, "position -1"),
+        ({"block_keys": ((1, b"a"), (0, b"b"))}, "position 0 after 1"),
+        ({"block_keys": ((0, b""),)}, "b''"),
+        ({"block_keys": ((True, b"a"),)}, "position True"),
+        ({"block_keys": (b"a",)}, "position b'a'"),
+        ({"block_keys": ((0, b"a" * 65),)}, "1 to 64 bytes"),
+        ({"token_ids": []}, "is empty"),
+        ({"token_ids": [5, 10**6]}, "1000000 at position 1"),
+        ({"token_ids": [True, 5]}, "True at position 0"),
+    ],
+)
+def test_prompt_inputs_that_are_refused(llm: LLM, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        llm.generate(PromptInput(**{"token_ids": [5, 6]} | fields), GREEDY)
+
+
+def test_a_prompt_crosses_to_the_engine_once(llm: LLM) -> None:
+    """However many samples are asked for; there each has its own number and seed."""
+    sizes = []
+    for count in (1, 16):
+        params = GREEDY.replace(n=count, temperature=1, seed=7, prompt_logprobs=0, logit_bias={5: 1.5})
+        spec = llm._engine.inputs.request("a", [5, 6, 7] * 10, params)
+        sizes.append(len(encode(AddRequest(spec))))
+        message = decode_for_engine(encode(AddRequest(spec)))
+        assert isinstance(message, AddRequest) and message.spec == spec
+        requests = requests_of(message.spec, message.progress)
+        assert [request.request_id for request in requests] == spec.answer_ids
+        assert [request.seed for request in requests] == list(range(7, 7 + count))
+        assert {request.leader for request in requests[1:]} <= {requests[0]}
+        assert [request.params.prompt_logprobs for request in requests] == [0] + [None] * (count - 1)
+    assert sizes[1] - sizes[0] < 10
+
+
+def test_requests_made_at_once_draw_different_seeds(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads stop between counting their requests and using the count, at the worst moment there is."""
+    inputs = llm._engine.inputs
+    both = threading.Barrier(2)
+
+    class Meeting(type(inputs)):  # type: ignore[misc]
+        @property
+        def _seed(self) -> int:
+            both.wait(30)
+            return 0
+
+    met = Meeting.__new__(Meeting)
+    met.__dict__.update(inputs.__dict__)
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda name: met.request(name, [5, 6]), "ab"))
+    assert made[0].seed != made[1].seed
 
 
 def test_one_prompt_and_one_parameter_for_each(llm: LLM) -> None:
@@ -217,7 +283,7 @@ def test_streamed_text_never_retracts(
     tokens = tokenizer.encode(text)
     assume(tokens)
     params = SamplingParams(stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens)
-    answer = Answer(tokenizer, Request("", [5], params, 99), params, StopStrings(stop), 0)
+    answer = Answer(tokenizer, [5], params, StopStrings(stop), 0)
     shown, stopped = "", None
     for place, token in enumerate(tokens):
         reason = "length" if ending == "length" and place == len(tokens) - 1 else None
@@ -292,7 +358,7 @@ def test_a_failed_step_leaves_no_half_written_cache(tiny_model: Path, monkeypatc
         prompt = list(range(20, 90))
         expected = llm.generate(prompt, GREEDY)[0].outputs
         llm._engine.core.scheduler.cache.tree.clear()
-        runner = llm._engine.core.executor._runner  # type: ignore[attr-defined]
+        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
         calls, execute = itertools.count(), runner.execute
 
         def interrupted(output: Any) -> Any:

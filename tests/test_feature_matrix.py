@@ -40,7 +40,7 @@ from tests.combined_features import (
 )
 from tests.feature_matrix import page
 from tests.idle import is_idle
-from tests.test_server import serving
+from tests.served import serving
 from tests.test_server_tools import gathered
 
 

@@ -13,7 +13,7 @@ from kvern import SamplingParams
 from kvern.server.batches import ENDPOINTS
 from kvern.structured_output import StructuredOutput
 from tests.fuzz_requests import Findings, Requests, encoded, places, send
-from tests.test_server import KEY, Served, eventually
+from tests.served import KEY, Served, eventually
 
 FIXED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"max_tokens": 1, "temperature": 1},

@@ -18,12 +18,14 @@ import torch
 from training.exam import questions
 from training.text import TASKS
 
-import kvern.kernels.norm
+import kvern.kernel_list.dense
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
 from kvern.structured_output import StructuredOutput
 from tests.families import FAMILIES, make_checkpoint
+from tests.peft_adapters import make_adapter
 from tests.processors import Step, follow, install
+from tests.scaled_rows import quantize
 from tests.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -215,7 +217,7 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     expected = tokens(LLM(device="cpu", **config).generate(prompts, params))
     llm = LLM(device="cuda", **(config | options))
     assert tokens(llm.generate(prompts, params)) == expected
-    graphs = llm._engine.core.executor._runner._graphs._graphs
+    graphs = llm._engine.core.executor._worker.runner._graphs._graphs
     assert any(with_prefix for _, _, with_prefix, _ in graphs) == llm.config.shared_prefix_attention
 
 
@@ -395,7 +397,7 @@ def test_takes_less_of_a_card_that_others_use(tmp_path: Path, caplog: pytest.Log
     folder = write_config(tmp_path, layers=16, hidden=1024)
     llm = LLM(str(folder), device="cuda", load_format="dummy")
     assert "others hold" in caplog.text
-    plan = llm._engine.cache_plan
+    plan = llm._engine.layout
     total = torch.cuda.mem_get_info()[1]
     cache_bytes = plan.blocks * plan.block_size * plan.token_bytes
     assert 0.2 * total < cache_bytes < 0.5 * total
@@ -424,7 +426,7 @@ def test_a_kernel_that_does_not_work_is_left_to_pytorch(
     def broken(*arguments: object) -> torch.Tensor:
         raise RuntimeError("PTX JIT compilation failed")
 
-    monkeypatch.setattr(kvern.kernels.norm, "rms_norm", broken)
+    monkeypatch.setattr(kvern.kernel_list.dense, "rms_norm", broken)
     with caplog.at_level(logging.WARNING):
         llm = LLM(device="cuda", **SMALL)
     assert "the kernels for norm do not work here, PyTorch does their work: PTX JIT compilation failed" in caplog.text
@@ -451,3 +453,30 @@ def test_a_stop_costs_at_most_one_token_and_blocks_come_back() -> None:
     llm._engine.core.scheduler.check_integrity()
     assert not llm._engine.has_work
     assert cache.available_count == free
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("llama3", "."), ("llama", r"layers\.1\.mlp"), ("mixtral", "experts|mlp.gate$"), ("glm4_moe", ".")],
+    ids=["tied", "some layers", "experts", "everything"],
+)
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "adapted"])
+def test_weights_of_another_format(family: str, layers: str, adapted: bool, tmp_path: Path) -> None:
+    """In CUDA graphs, whose layers of one token are fused where the format can, and in prompts."""
+    model = make_checkpoint(family, tmp_path / "model")
+    made = quantize(model, tmp_path, layers)
+    prompts = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42], [100] * 10]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_tokens": 1024, "max_model_len": 64}
+    name = None
+    if adapted:
+        name = "one"
+        adapter = make_adapter(model, tmp_path / "one", 1, r=3, target_modules=["q_proj", "o_proj"])
+        options |= {"max_adapters": 1, "adapters": {name: str(adapter)}}
+    expected = LLM(str(made.rounded), device="cpu", **options).generate(prompts, params, adapter=name)
+    llm = LLM(str(made.quantized), device="cuda", **options)
+    for some in (prompts, prompts[:1]):
+        outputs = llm.generate(some, params, adapter=name)
+        assert tokens(outputs) == tokens(expected)[: len(some)]
+        for found, wanted in zip(outputs, expected, strict=False):
+            assert logprobs(found) == pytest.approx(logprobs(wanted), abs=2e-3)

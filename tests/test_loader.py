@@ -63,7 +63,7 @@ def test_runs_of_rows_load_like_whole_tensors(folder: Path, monkeypatch: pytest.
 def test_files_of_any_name_load_without_an_index(folder: Path) -> None:
     expected = weights(load_model(folder))
     (folder / "model.safetensors").rename(folder / "pytorch_model-00001-of-00001.safetensors")
-    assert torch.equal(weights(load_model(folder))["lm_head.weight"], expected["lm_head.weight"])
+    assert torch.equal(weights(load_model(folder))["lm_head.method.weight"], expected["lm_head.method.weight"])
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_files_of_any_name_load_without_an_index(folder: Path) -> None:
     [("bf16", torch.bfloat16), ("half", torch.float16), ("fp32", torch.float32), ("auto", torch.float32)],
 )
 def test_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
-    assert load_model(folder, dtype=name).embed_tokens.weight.dtype == dtype
+    assert load_model(folder, dtype=name).embed_tokens.method.dequantize().dtype == dtype
 
 
 def test_auto_follows_the_configuration_then_the_weights(folder: Path) -> None:
     config = read_config(folder) | {"dtype": "float16"}
     (folder / "config.json").write_text(json.dumps(config))
-    assert load_model(folder).embed_tokens.weight.dtype == torch.float16
+    assert load_model(folder).embed_tokens.method.dequantize().dtype == torch.float16
     (folder / "config.json").write_text(json.dumps(config | {"dtype": None}))
-    assert load_model(folder).embed_tokens.weight.dtype == torch.float32
+    assert load_model(folder).embed_tokens.method.dequantize().dtype == torch.float32
 
 
 def test_an_unknown_dtype_is_refused(folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_random_weights_need_no_file_and_are_the_same_twice(folder: Path) -> Non
     first, second = (weights(load_model(folder, load_format="dummy")) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["layers.0.attention_in.weight"].std() == 0
-    assert first["lm_head.weight"].std() > 0
+    assert first["lm_head.method.weight"].std() > 0
 
 
 def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
@@ -128,8 +128,8 @@ def test_a_tied_head_is_ignored_where_it_is_stored(tmp_path: Path) -> None:
     folder = make_checkpoint("llama3", tmp_path)
     change_tensors(folder, **{"lm_head.weight": torch.zeros(131, 48)})
     decoder = load_model(folder)
-    assert decoder.lm_head.weight is decoder.embed_tokens.weight
-    assert decoder.lm_head.weight.any()
+    assert decoder.lm_head.method is decoder.embed_tokens.method
+    assert decoder.lm_head.method.dequantize().any()
 
 
 def test_nothing_is_read_before_all_is_checked(folder: Path) -> None:
@@ -247,11 +247,11 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, dtype
         "dtype": "bfloat16",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    slots = Decoder(spec_from_config(config), Build(torch.bfloat16, torch.device("meta"), 64)).slots()
+    targets = Decoder(spec_from_config(config), Build(torch.bfloat16, torch.device("meta"), 64)).tensor_targets()
     header, end = {}, 0
-    for name, slot in slots.items():
-        begin, end = end, end + 2 * torch.Size(slot.shape).numel()
-        header[name] = {"dtype": "BF16", "shape": slot.shape, "data_offsets": [begin, end]}
+    for name, target in targets.items():
+        begin, end = end, end + 2 * torch.Size(target.shape).numel()
+        header[name] = {"dtype": "BF16", "shape": target.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

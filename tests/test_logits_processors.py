@@ -20,7 +20,7 @@ from kvern.llm import FailedRequest
 from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
 from tests.processors import NAMES, Step, follow, install
-from tests.test_server import Served, eventually
+from tests.served import Served, eventually
 
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "max_batch_requests": 16, "kv_cache_tokens": 4096, "threads": 1}
 PROMPT = [5, 9, 17, 33, 2, 81]

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.layers.build import Build
+from kvern.layers.unquantized import Unquantized, multiply_on_cpu
 from kvern.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, load_weights, read_config
@@ -37,10 +39,10 @@ class DenseAttend:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
-def logits(decoder: Decoder, token_ids: list[int]) -> torch.Tensor:
+def logits(decoder: Decoder, token_ids: list[int], adapters: StepAdapters = NO_ADAPTERS) -> torch.Tensor:
     with torch.inference_mode():
-        positions = torch.arange(len(token_ids))
-        return decoder.logits(decoder(torch.tensor(token_ids), positions, DenseAttend(decoder.spec)))
+        positions, attend = torch.arange(len(token_ids)), DenseAttend(decoder.spec)
+        return decoder.logits(decoder(torch.tensor(token_ids), positions, attend, adapters=adapters))
 
 
 def error(decoder: Decoder, folder: Path) -> float:
@@ -227,10 +229,9 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
 def test_packed_weights_give_the_products_of_plain_ones(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2", tmp_path)
-    plain = Decoder(spec_from_config(read_config(folder)), Build(torch.bfloat16, torch.device("cpu"), 256))
-    load_weights(plain, folder)
+    plain = load_model(folder, dtype="bf16", unquantized=Unquantized(multiply_on_cpu))
     packed = load_model(folder, dtype="bf16")
-    assert "PackedLinear" in repr(packed)
+    assert "PackedMethod" in repr(packed) and "PackedMethod" not in repr(plain)
     torch.testing.assert_close(logits(packed, PROMPT), logits(plain, PROMPT), rtol=0.05, atol=0.1)
 
 

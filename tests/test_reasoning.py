@@ -15,7 +15,7 @@ from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.outputs import CompletionOutput
 from kvern.structured_output import StructuredOutput
 from kvern.tools.pieces import Message
-from tests.test_server import KEY, Served, serving
+from tests.served import KEY, Served, serving
 from tests.test_server_tools import ALARM, QUESTION, TOOLS, check_call, gathered
 from tests.tiny_model import make_tiny_model
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvern import SamplingParams
 from kvern.device.rows import BatchRows
 from kvern.errors import InvalidParameter
+from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
 from kvern.sample.constraints import constrain
 from kvern.sample.random import uniform
@@ -22,12 +23,13 @@ DRAWS = 20_000
 
 
 def make_rows(*requests: tuple[SamplingParams, list[int], int], **fields: Any) -> BatchRows:
-    """Rows of requests (parameters, tokens, prompt length); `fields` go to NewRequest."""
+    """Rows of requests (parameters, tokens, prompt length); `fields` go to RequestSpec."""
     longest = max(len(tokens) for _, tokens, _ in requests)
     rows = BatchRows(len(requests), longest + 1, 1, torch.device("cpu"))
-    options: dict[str, Any] = {"stop_token_ids": frozenset(), "bad_word_ids": (), "block_ids": [0]} | fields
-    for slot, (params, tokens, prompt_length) in enumerate(requests):
-        rows.join([NewRequest(slot, tokens, prompt_length, params, seed=params.seed or 0, **options)])
+    for slot, (asked, tokens, prompt_length) in enumerate(requests):
+        params = asked.resolved()
+        spec = RequestSpec("", PromptInput(tokens[:prompt_length]), params, 1, **fields)
+        rows.join([NewRequest(slot, spec, params, params.seed or 0, tokens, [0])])
     return rows
 
 
@@ -283,6 +285,26 @@ def test_penalties_of_a_row_leave_the_others_alone() -> None:
     plain, strict = SamplingParams(), SamplingParams(presence_penalty=2.0, logit_bias={4: 9.0})
     constrain(logits, make_rows((plain, TOKENS, 4), (strict, TOKENS, 4)), [0, 1], [9, 9])
     assert torch.equal(logits[0], random_logits(3, 2)[0]) and not torch.equal(logits[1], random_logits(3, 2)[1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7),
+        SamplingParams(min_tokens=3, logit_bias={4: 9.0}),
+        SamplingParams(allowed_token_ids=[1, 2, 7]),
+    ],
+    ids=range(3),
+)
+@pytest.mark.parametrize("position", range(4, 10))
+def test_what_stands_behind_a_position_that_only_the_device_knows_is_not_seen(
+    params: SamplingParams, position: int
+) -> None:
+    fields: dict[str, Any] = {"stop_token_ids": frozenset({3, 4}), "bad_word_ids": ((7, 7, 1), (5, 6), (8,))}
+    expected = constrained(params, TOKENS[:position], 4, **fields)
+    logits = random_logits(3)
+    constrain(logits, make_rows((params, TOKENS, 4), **fields), [0], [len(TOKENS)], torch.tensor([position]))
+    assert torch.equal(logits[0], expected)
 
 
 def test_logit_bias_is_added() -> None:

@@ -381,7 +381,7 @@ def namespaces_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def adapters_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: request.namespace)
+    monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: request.spec.namespace)
 
 
 def adapter_replaced_while_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from kvern.sample.logprobs import token_logprobs
 from kvern.tokenizer import Tokenizer
 from tests.families import make_checkpoint, reference_logits
 from tests.idle import is_idle
-from tests.test_server import KEY, Served, eventually
+from tests.served import KEY, Served, eventually
 
 TOLERANCE = 1e-3
 Ids = tuple[list[int], list[int]]

@@ -15,7 +15,7 @@ import pytest
 
 from kvern import LLM, SamplingParams
 from tests.peft_adapters import make_adapter
-from tests.test_server import KEY, Served
+from tests.served import KEY, Served
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 

@@ -14,7 +14,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidRequest
-from tests.test_server import KEY, QUESTION, Served
+from tests.served import KEY, QUESTION, Served
 from tests.tiny_model import make_tiny_model
 
 STORY = "Tell me a story about a fox."

@@ -1,13 +1,10 @@
 """What hostile clients send to a server: each is refused or closed, and a small request beside it is answered soon."""
 
 import asyncio
-import contextlib
 import functools
 import json
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvern.server.connection import Connection
-from tests.test_server import SMALL, Served, eventually, serving
-
-MEGABYTE = 1 << 20
-SOON = 4.0
-"""Seconds in which a small request is answered on a machine that does other things as well."""
+from tests.raw_requests import (
+    MEGABYTE,
+    POST,
+    TEXT,
+    connect,
+    drip,
+    form,
+    received,
+    resident,
+    send_until_closed,
+    small_requests_are_answered,
+    upload,
+)
+from tests.served import SMALL, Served, eventually, serving
 
 
 @pytest.fixture(scope="module")
@@ -33,67 +39,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(data: Path) -> Iterator[Served]:
     with serving(*SMALL, "--request-timeout", "2", "--data-dir", str(data)) as served:
         yield served
-
-
-def connect(server: Served) -> socket.socket:
-    return socket.create_connection((server.host, server.port), timeout=30)
-
-
-def resident(server: Served) -> int:
-    """Megabytes of memory that the server's process has."""
-    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) // 1024
-
-
-def most_resident(server: Served) -> int:
-    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) // 1024
-
-
-@contextlib.contextmanager
-def small_requests_are_answered(server: Served) -> Iterator[None]:
-    """While the block runs, and at least once."""
-    slowest, ended = [0.0], threading.Event()
-
-    def ask() -> None:
-        body = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
-        while True:
-            began = time.monotonic()
-            assert server.raw("GET", "/health")[0] == server.raw("POST", "/v1/completions", body)[0] == 200
-            slowest[0] = max(slowest[0], time.monotonic() - began)
-            if ended.wait(0.05):
-                return
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    assert 0 < slowest[0] < SOON
-
-
-def send_until_closed(connection: socket.socket, part: bytes, most: int) -> int:
-    """Send a part again and again until the server closes; how many bytes it took."""
-    sent = 0
-    with contextlib.suppress(OSError):
-        while sent < most:
-            connection.sendall(part)
-            sent += len(part)
-    return sent
-
-
-def received(connection: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    data = b""
-    with contextlib.suppress(ConnectionError):
-        while part := connection.recv(65536):
-            data += part
-    return data
-
-
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize(
@@ -211,38 +156,6 @@ def connections(server: Served) -> int:
     return sum(line.split()[1] == local and line.split()[3] == established for line in lines)
 
 
-def drip(connection: socket.socket, part: bytes, seconds: float = 15.0) -> bool:
-    """Send a little now and then; whether the server closes meanwhile."""
-    connection.settimeout(0.2)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            connection.sendall(part)
-            if connection.recv(65536) == b"":
-                return True
-        except TimeoutError:
-            continue
-        except ConnectionError:
-            return True
-    return False
-
-
-def form(name: bytes = b"a.jsonl", charset: str = "", content: bytes = b"{}\n") -> tuple[bytes, bytes]:
-    """Content type and body of an upload."""
-    fields = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    fields += b'--x\r\nContent-Disposition: form-data; name="file"; filename="' + name + b'"\r\n\r\n'
-    return f"multipart/form-data; boundary=x{charset}".encode(), fields + content + b"\r\n--x--\r\n"
-
-
-def upload(server: Served, kind: bytes, body: bytes) -> bytes:
-    with connect(server) as connection:
-        head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: " + kind
-        connection.sendall(head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode())
-        with contextlib.suppress(OSError):
-            connection.sendall(body)
-        return received(connection)
-
-
 def test_an_upload_that_drips(server: Served) -> None:
     kind, body = form()
     with connect(server) as connection:
@@ -273,119 +186,6 @@ def test_a_file_whose_name_is_kept(server: Served, data: Path) -> None:
     [path] = data.glob("files/file-*")
     private = (path, path.parent, data / "kvern.db")
     assert [oct(path.stat().st_mode & 0o077) for path in private] == ["0o0"] * 3
-
-
-CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/score"
-MESSAGE = b'{"role":"user","content":"a"}'
-
-
-def many(before: bytes, item: bytes, after: bytes, size: int = 15 * MEGABYTE) -> bytes:
-    return before + b",".join([item] * (size // (len(item) + 1))) + after
-
-
-LARGE: list[tuple[str, str, Callable[[], bytes], str]] = [
-    ("messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}"), "more values than fit"),
-    ("few messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}", 400_000), "messages holds"),
-    (
-        "parts",
-        CHAT,
-        lambda: many(b'{"messages":[{"role":"user","content":[', b'{"text":"a"}', b"]}]}", 400_000),
-        "parts",
-    ),
-    ("tools", CHAT, lambda: many(b'{"tools":[', b"{}", b"]}", 6000), "tools holds"),
-    ("extra", CHAT, lambda: many(b'{"extra_body":{"messages":[', MESSAGE, b"]}}", 400_000), "messages holds"),
-    ("items", "/v1/responses", lambda: many(b'{"input":[', MESSAGE, b"]}", 400_000), "input holds"),
-    ("ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}"), "more values than fit"),
-    ("a million ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}", 2_000_000), "the prompt has 1000000 tokens"),
-    ("dicts", TEXT, lambda: many(b'{"x":[', b"{}", b"]}"), "more values than fit"),
-    ("a word", TEXT, lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
-    ("a word said", CHAT, lambda: many(b'{"messages":[{"role":"user","content":"', b"a", b'"}]}'), "characters"),
-    ("a word counted", "/tokenize", lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
-    ("detokenize", "/detokenize", lambda: many(b'{"tokens":[', b"7", b"]}", 2_000_000), "tokens holds 1000000"),
-    ("braces in a text", TEXT, lambda: b'{"prompt":"' + b'{[:,\\"' * (2 * MEGABYTE) + b'"}', "characters"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "said"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
-def test_large_bodies(server: Served, path: str, body: Callable[[], bytes], said: str) -> None:
-    with small_requests_are_answered(server):
-        status, _, content = server.raw("POST", path, body())
-    assert status in (400, 413)
-    assert said in content["error"]["message"]
-
-
-def test_memory_goes_back_after_large_bodies() -> None:
-    """Of several at once, which wait for each other."""
-    with serving(*SMALL) as server:
-        server.raw("POST", TEXT, b'{"prompt": "Once", "max_tokens": 1}')
-        before = resident(server)
-        bodies = [case[2]() for case in LARGE] * 2
-        paths = [case[1] for case in LARGE] * 2
-        threads = [
-            threading.Thread(target=server.raw, args=("POST", path, body))
-            for path, body in zip(paths, bodies, strict=True)
-        ]
-        with small_requests_are_answered(server):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert most_resident(server) < before + 500
-        eventually(lambda: resident(server) < before + 250, 60)
-
-
-@pytest.mark.parametrize(
-    ("path", "begin"),
-    [
-        (TEXT, b'{"max_tokens":500,"n":16,"ignore_eos":true,"prompt":"Once'),
-        (SCORE, b'{"continuations":[' + b",".join([b'"%s"' % (b" fox" * 100)] * 256) + b'],"context":"Once'),
-    ],
-    ids=["completions", "scores"],
-)
-def test_large_bodies_do_not_wait_for_answers(server: Served, path: str, begin: bytes) -> None:
-    """More than are worked on at the same time, whose answers take long: another one is read meanwhile."""
-    field = b'","user":"' + b"a" * (15 * MEGABYTE) + b'"}'
-    body = begin + field
-    with contextlib.ExitStack() as connections:
-        for _ in range(8):
-            connection = connections.enter_context(connect(server))
-            connection.sendall(
-                POST.replace(TEXT.encode(), path.encode()) + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-            )
-        assert server.raw("POST", "/tokenize", b'{"prompt":"Once' + field)[2]["count"] == 2
-        assert server.figure("num_requests_running") + server.figure("num_requests_waiting") > 0
-
-
-def test_scores_of_a_long_context_many_times(server: Served) -> None:
-    before = most_resident(server)
-    context, continuations = b"[" + b"7," * 999_999 + b"7]", b"[" + b"[7]," * 999 + b"[7]]"
-    with small_requests_are_answered(server):
-        body = b'{"context":' + context + b',"continuations":' + continuations + b"}"
-        status, _, content = server.raw("POST", SCORE, body)
-    assert status == 400 and "1000001 tokens with its context" in content["error"]["message"]
-    assert most_resident(server) < before + 300
-
-
-def test_a_row_of_a_hundred_megabytes(server: Served) -> None:
-    row = (
-        b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"'
-        + b"a" * (100 * MEGABYTE)
-        + b'"}}'
-    )
-    many_ids = (
-        b'{"custom_id":"b","method":"POST","url":"/v1/completions","body":{"prompt":[' + b"7," * 4_000_000 + b"7]}}"
-    )
-    kind, body = form(content=row + b"\n" + many_ids + b"\n")
-    before = most_resident(server)
-    with small_requests_are_answered(server):
-        file_id = json.loads(upload(server, kind, body).partition(b"\r\n\r\n")[2])["id"]
-        wanted = json.dumps({"input_file_id": file_id, "endpoint": TEXT, "completion_window": "24h"}).encode()
-        batch = server.raw("POST", "/v1/batches", wanted)[2]
-        eventually(lambda: server.raw("GET", f"/v1/batches/{batch['id']}")[2]["status"] == "failed", 60)
-    errors = server.raw("GET", f"/v1/batches/{batch['id']}")[2]["errors"]["data"]
-    assert "more than 16777216 bytes" in errors[0]["message"]
-    assert "more values than fit" in errors[1]["message"]
-    assert most_resident(server) < before + 400
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -20,7 +20,7 @@ from kvern.server.batch_routes import Batches
 from kvern.server.batches import Answerer
 from kvern.server.keys import ApiKey
 from kvern.server.store import Store
-from tests.test_server import KEY, Served, eventually
+from tests.served import KEY, Served, eventually
 
 CHAT = "/v1/chat/completions"
 ARGUMENTS = (

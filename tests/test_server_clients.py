@@ -13,7 +13,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from tests.families import reference_logits
-from tests.test_server import QUESTION, Served, serving
+from tests.served import QUESTION, Served, serving
 
 
 @pytest.fixture(scope="module")

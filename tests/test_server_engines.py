@@ -38,13 +38,13 @@ async def two_engines(tiny_model: Path, adapters: dict[str, str]) -> AsyncIterat
         str(tiny_model), max_model_len=SIZES["tiny"], served_model_name=("tiny", "other"), adapters=adapters, **OPTIONS
     )
     small = EngineConfig("kvern-1m", max_model_len=SIZES["small"], served_model_name=("small",), **OPTIONS)
-    async with EngineClient(tiny, names=tiny.model_names) as one, EngineClient(small, names=small.model_names) as two:
-        server = Server([(one, tiny.model_names), (two, small.model_names)], ServerConfig())
+    async with EngineClient(tiny) as one, EngineClient(small) as two:
+        server = Server([one, two], ServerConfig())
         transport = httpx2.ASGITransport(server.app())
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
             yield http
-        with pytest.raises(ConfigError, match="small names two models"):
-            Server([(one, ("small",)), (two, ("small",))], ServerConfig())
+        with pytest.raises(ConfigError, match="tiny names two models"):
+            Server([one, one], ServerConfig())
 
 
 async def said(http: httpx2.AsyncClient, model: str | None) -> str:

@@ -22,7 +22,7 @@ from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
-from tests.test_server import SMALL, STORY, Served, eventually, serving
+from tests.served import SMALL, STORY, Served, eventually, serving
 from tests.tiny_model import make_tiny_model
 
 
@@ -184,7 +184,7 @@ async def _watch_the_loop() -> None:
 
     config = EngineConfig(model="kvern-1m", threads=1)
     async with EngineClient(config) as client:
-        app = Server([(client, ["kvern-1m"])], ServerConfig()).app()
+        app = Server([client], ServerConfig()).app()
         listener = socket.create_server(("127.0.0.1", 0))
         http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
         serving_it = asyncio.create_task(http.serve(sockets=[listener]))
@@ -197,6 +197,8 @@ async def _watch_the_loop() -> None:
         bodies += [("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})] * 4
         bodies += [("/v1/completions", {"prompt": [7] * 300_000})] * 2
         bodies += [("/v1/completions", {"prompt": ["Once"] * 64, "max_tokens": 20, "logprobs": 5})]
+        stop = ["e" * 1023 + chr(200 + number) for number in range(64)]
+        bodies += [("/v1/completions", STREAM | {"prompt": "Once", "n": 8, "stop": stop})]
         requests = [request(body, path) for path, body in bodies]
         asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
         try:

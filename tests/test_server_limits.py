@@ -18,7 +18,7 @@ import pytest
 from kvern.engine.client import EngineClient
 from kvern.server.admission import Admission, KeyLimits
 from kvern.server.keys import ApiKey
-from tests.test_server import KEY, SMALL, STORY, Served, eventually, serving
+from tests.served import KEY, SMALL, STORY, Served, eventually, serving
 
 LONG: dict[str, Any] = STORY | {"max_tokens": 450}
 ONE_SLOT = ("--max-batch-requests", "1")

@@ -11,7 +11,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.core.failures import FailureGroup
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.test_server import KEY, Served
+from tests.served import KEY, Served
 
 EXCLUDED = [positive_data_acceptance]
 """A text can be too long for the model and a token unknown to it: the description cannot say that."""

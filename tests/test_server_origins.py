@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_server import SMALL, Served, eventually, serving
-from tests.test_server_attacks import TEXT, connect, form, received
+from tests.raw_requests import TEXT, connect, form, received
+from tests.served import SMALL, Served, eventually, serving
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvern.cli.main import main
-from tests.test_server import KEY, Served, serving
+from tests.served import KEY, Served, serving
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_server import SMALL, Served, serving
-from tests.test_server_attacks import CHAT, SCORE, TEXT, connect
+from tests.raw_requests import CHAT, SCORE, TEXT, connect
+from tests.served import SMALL, Served, serving
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from kvern.server.response_memory import (
     ResponseMemory,
     Stored,
 )
-from tests.test_server import SMALL, STORY, Served, eventually
+from tests.served import SMALL, STORY, Served, eventually
 
 KEYS = """
 alice:alice-key

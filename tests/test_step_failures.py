@@ -17,10 +17,8 @@ from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.engine.beams import BeamSearch
 from kvern.engine.process import serve
 from kvern.engine.wire import (
-    AddRequests,
+    AddRequest,
     Events,
-    Message,
-    NewRequest,
     Shutdown,
     decode_for_server,
     encode,
@@ -34,7 +32,7 @@ from tests.failing_runner import MARKS, FailingRunner
 from tests.idle import is_idle
 from tests.peft_adapters import make_adapter
 from tests.processors import install
-from tests.test_server import SMALL, Served, serving
+from tests.served import SMALL, Served, serving
 
 REASON = "its step failed: RuntimeError: as planned"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -225,10 +223,9 @@ def test_one_that_cannot_be_queued(tiny_model: Path, monkeypatch: pytest.MonkeyP
         thread = threading.Thread(target=serve, args=(there, llm._engine.core, os.getppid()))
         thread.start()
         try:
-            asks: list[Message] = []
+            asks: list[AddRequest] = []
             for name, params in (("good", GREEDY), ("bad", KINDS[3])):
-                requests, _ = llm._engine.inputs.requests(name, [5, 6, 7], params)
-                asks.append(AddRequests([NewRequest.of(request) for request in requests]))
+                asks.append(AddRequest(llm._engine.inputs.request(name, [5, 6, 7], params)))
             for ask in asks:
                 here.send(encode(ask))
             ended: dict[str, Any] = {}

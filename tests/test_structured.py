@@ -18,7 +18,7 @@ from kvern.errors import InvalidParameter
 from kvern.structured.tags import StructuralTag, structural_tags
 from kvern.structured_output import StructuredOutput
 from tests.idle import is_idle
-from tests.test_server import SMALL, Served, eventually, serving
+from tests.served import SMALL, Served, eventually, serving
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -28,7 +28,7 @@ from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import Grammars
 from kvern.structured.matchers import SPARE_BYTES, Kept, Matchers, size
 from kvern.structured_output import StructuredOutput
-from tests.test_server import SMALL, Served, children_of, eventually, serving
+from tests.served import SMALL, Served, children_of, eventually, serving
 
 SOON = 20.0
 """Seconds, on a machine that does other things too; each of these once took longer, or its neighbours did."""
@@ -229,7 +229,7 @@ def test_whose_turn_does_not_come_is_told_to_come_again(monkeypatch: pytest.Monk
 
     async def ask_twice() -> list[httpx2.Response]:
         async with EngineClient(EngineConfig(model="kvern-1m", threads=1)) as client:
-            app = Server([(client, ["kvern-1m"])], ServerConfig()).app()
+            app = Server([client], ServerConfig()).app()
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as http:
                 bodies = [{"prompt": "a", "guided_json": patterns(500 + number)} for number in range(2)]
                 return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))

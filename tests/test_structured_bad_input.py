@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvern import LLM, SamplingParams
-from tests.test_server import SMALL, Served, eventually, serving
+from tests.served import SMALL, Served, eventually, serving
 
 STREAMS = 32
 TOKENS = 40

@@ -7,17 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern.engine.trial import Trial
-from kvern.request import Request, State
-from kvern.sampling_params import SamplingParams
+from kvern.request import PromptInput, Request, RequestSpec, State, requests_of
+from kvern.sampling_params import ResolvedParams
 
 WORK = 12
 """Tokens that each request has to compute."""
 
 
 def make(unit: str, members: int) -> list[Request]:
-    group = unit if members > 1 else None
-    names = [f"{unit}#{index}" for index in range(members)] if members > 1 else [unit]
-    return [Request(name, [0] * WORK, SamplingParams(), 1, group=group) for name in names]
+    return requests_of(RequestSpec(unit, PromptInput([0] * WORK), ResolvedParams(n=members), 1))
 
 
 def run(requests: list[Request], faults: dict[str, int], dice: random.Random, room: int) -> tuple[list[str], int]:

@@ -9,8 +9,8 @@ from kvern.engine import waiting
 from kvern.engine.policy import POLICIES, Policy
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.waiting import AGED, LOOKS, Cause, WaitingQueue
-from kvern.request import Request
-from kvern.sampling_params import SamplingParams
+from kvern.request import PromptInput, Request, RequestSpec
+from kvern.sampling_params import ResolvedParams
 from kvern.step import SchedulerOutput, StepResult
 from tests.simulated_engine import Setup, SimulatedEngine
 from tests.test_scheduler_properties import random_life, random_setup
@@ -176,7 +176,10 @@ def test_what_becomes_cached_moves_a_request_forward() -> None:
     queue_length = 5 * LOOKS
     cache = KVCacheManager(64, 4)
     queue = WaitingQueue(POLICIES["prefix"], cache, aging_steps=1000)
-    requests = [Request(str(index), [index] * 9, SamplingParams(), 4, arrival=index) for index in range(queue_length)]
+    requests = []
+    for index in range(queue_length):
+        spec = RequestSpec(str(index), PromptInput([index] * 9), ResolvedParams(), 4)
+        requests.append(Request(spec, arrival=index))
     for request in requests:
         queue.add(request)
     assert queue.best() is requests[0]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvern.llm import LLM
     from kvern.models.registry import register_family
     from kvern.outputs import CompletionOutput, RequestOutput
+    from kvern.request import PromptInput
     from kvern.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "KvernError",
+    "PromptInput",
     "RequestOutput",
     "SamplingParams",
     "Score",
@@ -42,6 +44,7 @@ _HOMES = {
     "CompletionOutput": "kvern.outputs",
     "EngineConfig": "kvern.config",
     "KvernError": "kvern.errors",
+    "PromptInput": "kvern.request",
     "RequestOutput": "kvern.outputs",
     "SamplingParams": "kvern.sampling_params",
     "Score": "kvern.engine.scoring",

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvern.errors import ConfigError
 
+DEFAULT_MODEL = "kvern-12m"
 DEFAULT_ADAPTERS = 8
 LARGEST_RANK = 128
 LONGEST_SECONDS = 10_000_000
@@ -114,7 +115,7 @@ class EngineConfig:
     @property
     def model_names(self) -> tuple[str, ...]:
         """By which a server's clients ask for the model; at least one."""
-        return self.served_model_name or (self.model or "kvern-12m",)
+        return self.served_model_name or (self.model or DEFAULT_MODEL,)
 
     @property
     def adapter_slots(self) -> int:

@@ -1,4 +1,7 @@
-"""One sequence to generate, and where it stands.
+"""What is asked of the engine, and each sequence of it with where it stands.
+
+    RequestSpec   what a user asked with one prompt; never changes, and crosses the wire as it is
+      Request     one sequence to generate, as the scheduler and the cache see it: the spec, and what steps change
 
     WAITING --admitted--> RUNNING --stop, length, abort--> FINISHED
        ^                     |
@@ -11,17 +14,96 @@ is one request, from which others are forked when its prompt is computed.
 """
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-from kvern.sampling_params import SamplingParams
+import msgspec
+
+from kvern.sampling_params import ResolvedParams
 
 if TYPE_CHECKING:
     from kvern.cache.radix import Node
     from kvern.engine.beams import BeamSearch
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prompt as the model reads it: what texts, lists of token ids and conversations become."""
+
+    token_ids: list[int]
+    attachments: tuple[bytes, ...] = ()
+    """What tokens stand for that is no text, in the form that the model's own code reads; opaque to all others."""
+    block_keys: tuple[tuple[int, bytes], ...] = ()
+    """(position, digest): the token there stands for content of this digest. Cached blocks are shared only where tokens
+    and digests are the same. Positions ascend."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may ask for beside prompt and parameters, handed on as it is from any API to `RequestSpec`."""
+
+    priority: int
+    namespace: bytes
+    embed: bool
+
+
+class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is asked with one prompt: made once, valid, and the same for server, wire, scheduler and batch.
+
+    Its `n` samples, or its beam search, are the answers `request_id#0`, `request_id#1` ...
+    """
+
+    request_id: str
+    prompt: PromptInput
+    params: ResolvedParams
+    max_tokens: int
+    """Tokens to generate at most, within what the context leaves."""
+    seed: int = 0
+    """Of the first sample; each of the others has the next one."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Sampling one of these ends an answer (end-of-sequence tokens included)."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
+    """Compiled; the answers follow it."""
+    priority: int = 0
+    namespace: bytes = b""
+    """Only requests of one namespace share cached blocks."""
+    embed: bool = False
+    """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
+    adapter: int | None = None
+    """The key of the adapter that changes the model for it."""
+    turn: int = 0
+    """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def group(self) -> str | None:
+        """What its sequences have in common if they are several: samples of a prompt, or beams of a search."""
+        return self.request_id if self.params.sequences > 1 else None
+
+    @property
+    def answer_ids(self) -> list[str]:
+        """Under which its answers are reported."""
+        return [f"{self.request_id}#{index}" for index in range(self.params.n)]
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far an earlier engine brought a sample, or a beam search, which goes on from there."""
+
+    index: int
+    generated: list[int]
+    reported_prompt_logprobs: int
+
+
+MAX_SEED = 2**63
 
 
 class State(enum.Enum):
@@ -33,50 +115,49 @@ class State(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
-    """What scheduler, cache and runner know of one sequence. Only the engine core changes it.
+    """What scheduler, cache and runner know of one sequence of a spec. Only the engine core changes it.
 
     `num_computed_tokens` counts the tokens whose keys and values the steps scheduled so far will have written;
     `in_flight` the sampled tokens that the host has not seen yet. While drafts are verified, both count as if all were
     accepted; what was rejected is taken back when the step's result is there.
     """
 
-    request_id: str
-    token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
-    """Tokens to generate at most; the engine has resolved None to what the context leaves."""
-    seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    """Sampling one of these ends the request (end-of-sequence tokens included)."""
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0
-    namespace: bytes = b""
-    """Only requests of one namespace share cached blocks; see `cache_namespace`."""
-    adapter: int | None = None
-    """The key of the adapter that changes the model for it."""
-    adapter_digest: bytes = b""
-    """Names the adapter's content in every process; b"": unknown, its key names it in this one."""
-    block_keys: Mapping[int, bytes] = field(default_factory=dict)
-    """By position: what the token there stands for, if that is more than a token, as a part of an image is."""
-    turn: int = 0
-    """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
-    grammar: str | None = None
-    """Compiled; the answer follows it."""
-    embed: bool = False
-    """The last hidden state of the prompt is wanted; one token is sampled beside it and means nothing."""
-    group: str | None = None
+    spec: RequestSpec
+    index: int = 0
+    """Which of the samples it is."""
     leader: "Request | None" = None
     """The request of the group that computes the shared prompt; None for the leader itself."""
+    generated: InitVar[Sequence[int]] = ()
+    """By an earlier engine, which has reported them."""
+    reported_prompt_logprobs: int = 0
+    """Tokens from `params.prompt_logprobs_from` on whose log-probabilities have been reported."""
+
+    request_id: str = field(init=False)
+    token_ids: list[int] = field(init=False)
+    params: ResolvedParams = field(init=False)
+    """Those of the spec; only the first sequence reports log-probabilities of the prompt."""
+    seed: int = field(init=False)
+    cache_namespace: bytes = field(init=False)
+    """Opaque: only requests of one namespace and one adapter share cached blocks."""
+    block_keys: dict[int, bytes] = field(init=False)
+    """Of the prompt, by position."""
+
+    prompt_length: int = field(init=False)  # this and what follows is read at every step: copied from the spec
+    max_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    group: str | None = field(init=False)
+    priority: int = field(init=False)
+    turn: int = field(init=False)
+    adapter: int | None = field(init=False)
+
     arrival: int = 0
     """Sequence number, given by the scheduler."""
     beams: "BeamSearch | None" = None
     """The search that this is a beam of; the engine core makes it."""
     held: bool = False
     """A beam whose continuations are known, and which waits for those of the others."""
-
-    prompt_length: int = field(init=False)
     state: State = State.WAITING
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
@@ -95,16 +176,24 @@ class Request:
     waiting_since: int = 0
     aged: bool = False
     preemptions: int = 0
-    reported_prompt_logprobs: int = 0
-    """Tokens from `params.prompt_logprobs_from` on whose log-probabilities have been reported."""
     arrived_at: float = 0.0
     begun_at: float = 0.0
     """When it came and when its first step was planned, by the monotonic clock."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.token_ids)
+    def __post_init__(self, generated: Sequence[int]) -> None:
+        spec = self.spec
+        self.request_id = f"{spec.request_id}#{self.index}"
+        self.token_ids = [*spec.prompt.token_ids, *generated]
+        reports = self.index == 0 or spec.params.prompt_logprobs is None
+        self.params = spec.params if reports else spec.params.replace(prompt_logprobs=None)
+        self.seed = (spec.seed + self.index) % MAX_SEED
+        self.cache_namespace = cache_namespace(spec)
+        self.block_keys = dict(spec.prompt.block_keys)
+        self.prompt_length, self.max_tokens = spec.prompt_length, spec.max_tokens
+        self.stop_token_ids = spec.stop_token_ids
+        self.group, self.priority, self.turn, self.adapter = spec.group, spec.priority, spec.turn, spec.adapter
 
     @property
     def output_length(self) -> int:
@@ -123,21 +212,12 @@ class Request:
     @property
     def unit(self) -> str:
         """What a user asked in one: the samples of a prompt, and the beams of a search, have this in common."""
-        return self.group or self.request_id
+        return self.spec.request_id
 
     @property
     def answer_ids(self) -> list[str]:
         """Under which its answers are reported: its own id, or one for each of the best of its beams."""
-        if self.params.beam_width is None:
-            return [self.request_id]
-        return [f"{self.request_id.removesuffix('#0')}#{index}" for index in range(self.params.n)]
-
-    @property
-    def cache_namespace(self) -> bytes:
-        """Only requests of one namespace and one adapter share cached blocks."""
-        if self.adapter is None:
-            return self.namespace
-        return b"adapter %s\0%s" % (self.adapter_digest.hex().encode() or b"%d" % self.adapter, self.namespace)
+        return [self.request_id] if self.params.beam_width is None else self.spec.answer_ids
 
     @property
     def most_cached(self) -> int:
@@ -155,3 +235,25 @@ class Request:
     def prompt_scheduled(self) -> bool:
         """All of the prompt has been given to a step, so that its blocks can be shared."""
         return self.state is State.FINISHED or self.num_computed_tokens >= self.prompt_length
+
+
+def cache_namespace(spec: RequestSpec, adapter_digest: bytes = b"") -> bytes:
+    """Only requests of one namespace and one adapter share cached blocks.
+
+    `adapter_digest` names the adapter's content in every process; where it is unknown, its key names it in this one.
+    """
+    if spec.adapter is None:
+        return spec.namespace
+    return b"adapter %s\0%s" % (adapter_digest.hex().encode() or b"%d" % spec.adapter, spec.namespace)
+
+
+def requests_of(spec: RequestSpec, progress: Sequence[Progress] = ()) -> list[Request]:
+    """The sequences of a spec: its samples, the one that computes the prompt first, or one for all beams.
+
+    With `progress` those that are named there, each alone: the others may have ended.
+    """
+    if progress:
+        return [Request(spec, one.index, None, one.generated, one.reported_prompt_logprobs) for one in progress]
+    leader = Request(spec)
+    samples = spec.params.n if spec.params.beam_width is None else 1
+    return [leader, *(Request(spec, index, leader) for index in range(1, samples))]

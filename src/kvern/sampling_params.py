@@ -1,7 +1,7 @@
 """What the user asks of the sampler, checked when it is made."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -99,9 +99,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Sequences that run side by side for one prompt."""
         return self.beam_width or self.n
 
-    def replace(self, **changes: Any) -> "SamplingParams":
+    def replace(self, **changes: Any) -> Self:
         """A copy with other values, checked again."""
         return msgspec.structs.replace(self, **changes)
+
+    def resolved(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> "ResolvedParams":
+        """A copy in which these stand for what is None; a beam search draws nothing and needs none of them."""
+        if self.beam_width is not None:
+            temperature, top_k, top_p = 0.0, 0, 1.0
+        values = msgspec.structs.asdict(self)
+        for name, default in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+            values[name] = default if values[name] is None else values[name]
+        values["top_k"] = max(values["top_k"], 0)
+        return ResolvedParams(**values)
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0, MAX_FACTOR)
@@ -183,6 +193,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"{name} is {getattr(self, name)} with beam_width {self.beam_width}: beams are not drawn; leave "
                     f"{name} out"
                 )
+
+
+class ResolvedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+    """Parameters in which no default of a model is open: what everything behind `InputProcessor` reads."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
 
 
 MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import ResolvedParams
 
 if TYPE_CHECKING:
-    from kvern.request import Request
+    from kvern.request import Request, RequestSpec
 
 
 @dataclass(frozen=True)
@@ -30,45 +30,29 @@ class NewRequest:
     """A request that joins the batch in row `slot`, with all its tokens."""
 
     slot: int
-    token_ids: list[int]
-    prompt_length: int
-    params: SamplingParams
+    spec: "RequestSpec"
+    params: ResolvedParams
+    """Those of the spec, of which only the first sequence reports log-probabilities of the prompt."""
     seed: int
-    stop_token_ids: frozenset[int]
-    bad_word_ids: tuple[tuple[int, ...], ...]
+    token_ids: list[int]
     block_ids: list[int]
-    grammar: str | None = None
-    """Compiled; the answer follows it."""
-    state_slot: int = -1
-    """Where its state is, if the model has recurrent layers."""
     adapter_slot: int = -1
     """Where the adapter that it uses is on the device; -1: it uses none."""
-    embed: bool = False
-    """The last hidden state of the prompt is wanted, not a token."""
+    state_slot: int = -1
+    """Where its state is, if the model has recurrent layers."""
 
     @classmethod
     def of(cls, request: "Request", adapter_slot: int) -> "NewRequest":
         """A request that has a slot and blocks."""
-        return cls(
-            slot=request.slot,
-            token_ids=list(request.token_ids),
-            prompt_length=request.prompt_length,
-            params=request.params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            bad_word_ids=request.bad_word_ids,
-            block_ids=list(request.block_ids),
-            grammar=request.grammar,
-            state_slot=request.state_slot,
-            adapter_slot=adapter_slot,
-            embed=request.embed,
-        )
+        token_ids, block_ids = list(request.token_ids), list(request.block_ids)
+        spec, params, seed, state = request.spec, request.params, request.seed, request.state_slot
+        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_slot, state)
 
     def shareable_blocks(self, block_size: int) -> list[int]:
         """Those that all rows forked from this one have, too."""
         if self.params.beam_width is None:
             return self.block_ids
-        return self.block_ids[: self.prompt_length // block_size]
+        return self.block_ids[: self.spec.prompt_length // block_size]
 
 
 class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):

@@ -1,46 +1,21 @@
 """The sampling kernels choose what the PyTorch sampler chooses."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from kvern import SamplingParams
 from kvern.device.rows import BatchRows
 from kvern.kernels.sampling import sample
+from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
 from kvern.step import NewRequest
 
 
-def launch(dtype: torch.dtype, filtered: bool, slots: torch.dtype) -> object:
-    numbers = [torch.ones(4) for _ in range(3)]
-    longs = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
-    return sample(
-        torch.zeros(3, 128256, dtype=dtype),
-        torch.zeros(3, dtype=slots),
-        longs[0],
-        numbers[0],
-        longs[1],
-        numbers[1],
-        numbers[2],
-        longs[2],
-        filtered=filtered,
-    )
-
-
-LAUNCHES: list[Callable[[], object]] = [
-    lambda dtype=dtype, filtered=filtered, slots=slots: launch(dtype, filtered, slots)
-    for dtype in (torch.bfloat16, torch.float32)
-    for filtered in (False, True)
-    for slots in (torch.int32, torch.int64)
-]
-
-
 def make_rows(device: torch.device, params: list[SamplingParams]) -> BatchRows:
     rows = BatchRows(len(params), 64, 4, torch.device("cpu"))
-    rows.join(
-        [NewRequest(slot, [0], 1, item, 1000 * slot - 3, frozenset(), (), []) for slot, item in enumerate(params)]
-    )
+    for slot, item in enumerate(params):
+        spec = RequestSpec("", PromptInput([0]), item.resolved(), 1)
+        rows.join([NewRequest(slot, spec, spec.params, 1000 * slot - 3, [0], [])])
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
         setattr(rows, name, getattr(rows, name).to(device))
     return rows

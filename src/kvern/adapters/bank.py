@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import chain, repeat
-from typing import cast
 
 import torch
-from torch import Tensor
 
 from kvern.adapters.peft import Adapter
 from kvern.adapters.targets import linear_layers, targets_of
 from kvern.device.transfer import upload
 from kvern.errors import ConfigError
-from kvern.layers.adapted_linear import AdaptedLinear, AdaptedRows, Matrices, Selection, StackedLinear
-from kvern.layers.block import SequentialLayer
+from kvern.layers.adapted_linear import AdaptedLinear, AdaptedRows, Matrices, StackedLinear
+from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 
 
@@ -27,7 +25,6 @@ class AdapterBank:
         self.targets = targets_of(decoder)
         self.captures = kernels
         self.device = decoder.build.device
-        self._selection: Selection[object] = Selection()
         self._layers: dict[str, AdaptedLinear[object]] = {}
         layers = list(linear_layers(decoder))
         if kernels:
@@ -38,13 +35,11 @@ class AdapterBank:
             if kernels:
                 from kvern.layers.fused_adapters import FusedAdaptedLinear
 
-                adapted = FusedAdaptedLinear(linear, self._selection, slots, rank, decoder.build.deterministic)  # type: ignore[arg-type,assignment]
+                adapted = FusedAdaptedLinear(linear, slots, rank, decoder.build.deterministic)  # type: ignore[assignment]
             else:
-                adapted = StackedLinear(linear, self._selection, decoder.build.dtype)  # type: ignore[arg-type,assignment]
+                adapted = StackedLinear(linear)  # type: ignore[assignment]
             self._layers[path] = adapted
             setattr(decoder.get_submodule(parent), name, adapted)
-        for layer in decoder.layers:
-            cast("SequentialLayer", layer).selection = self._selection
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot, behind the steps that were started."""
@@ -55,27 +50,19 @@ class AdapterBank:
         for path, layer in self._layers.items():
             layer.load(slot, parts[path])
 
-    def select(self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] | None) -> None:
-        """The next step's rows: `counts` tokens of a request each that uses the adapter in `slots`, -1 for none.
+    def select(self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] | None) -> StepAdapters:
+        """The adapters of a step's rows: `counts` tokens of each request, which uses that in `slots`, -1 for none.
 
         `sampled`: the slots of the requests that sample, if a last layer computes theirs alone.
         """
-        by_count = self._selection.by_count
-        by_count.clear()
-        if max(slots, default=-1) < 0:
-            return
-        rows = list(chain.from_iterable(map(repeat, slots, counts)))
-        for some in (rows, *(() if sampled is None else (sampled,))):
-            if any(slot >= 0 for slot in some):
-                by_count[len(some)] = self._rows(list(some))
-
-    def select_decodes(self, slots: Tensor | None) -> None:
-        """The next step's rows, whose adapters are read on the device: `slots [R]`; None: no row uses one."""
-        self._selection.by_count.clear()
-        if slots is not None:
-            self._selection.by_count[slots.shape[0]] = slots
+        rows = self._rows(list(chain.from_iterable(map(repeat, slots, counts))))
+        if rows is None:
+            return NO_ADAPTERS
+        return StepAdapters(rows, rows if sampled is None else self._rows(list(sampled)))
 
     def _rows(self, slots: list[int]) -> object:
+        if max(slots, default=-1) < 0:
+            return None
         if not self.captures:
             return AdaptedRows.of(slots, self.device)
         return upload(slots, torch.int32, self.device)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from kvern.layers.linear import Linear
-from kvern.layers.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,10 @@ class Target:
         return f"{self.layer}/{self.part}"
 
 
-def linear_layers(decoder: nn.Module) -> Iterator[tuple[str, Linear | PackedLinear]]:
+def linear_layers(decoder: nn.Module) -> Iterator[tuple[str, Linear]]:
     """The linear layers of the decoder's blocks, with their paths."""
     for path, module in decoder.named_modules():
-        if path.startswith("layers.") and isinstance(module, Linear | PackedLinear):
+        if path.startswith("layers.") and isinstance(module, Linear):
             yield path, module
 
 

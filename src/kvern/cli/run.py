@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from kvern.cli.options import SamplingOptions
-from kvern.config import EngineConfig
+from kvern.config import DEFAULT_MODEL, EngineConfig
 
 if TYPE_CHECKING:
     from kvern.batch.job import BatchResult
@@ -78,8 +78,6 @@ class Run:
 
 def model_name(engine: EngineConfig) -> str:
     """Return what stands for the model in answers and in a job's identity; a folder by its whole path."""
-    from kvern.models.hub import DEFAULT_MODEL
-
     if engine.model is None:
         return DEFAULT_MODEL
     return str(Path(engine.model).resolve()) if Path(engine.model).is_dir() else engine.model

@@ -2,20 +2,24 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Unpack
+
+import msgspec
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.factory import build_core
 from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.engine.output import OutputProcessor
-from kvern.engine.startup import Startup
 from kvern.errors import InvalidRequest
 from kvern.events import EngineStatistics
 from kvern.models.hub import resolve_model
 from kvern.outputs import RequestOutput
+from kvern.request import RequestOptions, requests_of
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
+from kvern.worker.startup import Startup
 
 logger = logging.getLogger("kvern")
 
@@ -27,19 +31,18 @@ class Engine:
         self.startup = Startup()
         self.config = config
         self.folder = folder = resolve_model(config.model, revision=config.revision)
-        self.core, self.spec, self.cache_plan = build_core(config, folder, self.startup)
+        self.core, self.spec, self.layout = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder)
         self.inputs = InputProcessor(
             self.tokenizer,
             self.spec,
             folder,
-            self.cache_plan.max_model_len,
+            self.layout.max_model_len,
             config,
             load_processors(config.logits_processors),
             max_batch_requests=self.core.scheduler.limits.max_batch_requests,
         )
-        self.core.prepare = None  # what runs when must not depend on how fast threads are
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
         self._adapters = AdapterNames()
@@ -65,25 +68,21 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
-        embed: bool = False,
         adapter: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Queue a prompt; the returned output grows with each `step`. Raises InvalidRequest or InvalidParameter.
 
-        `adapter` is the name of one that is loaded; None: the model as it is.
-        With `embed` its last hidden state is computed, and the only token means nothing.
+        `adapter` is the name of one that is loaded; None: the model as it is. `options` are of `RequestSpec`.
         """
         if request_id in self._members:
             raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
         key = self._adapters.key(adapter)
-        requests, params = self.inputs.requests(request_id, prompt, params, priority=priority, embed=embed)
-        text = prompt if isinstance(prompt, str) else None
-        output = self._outputs.add(request_id, text, requests, params)
-        self._members[request_id] = [name for request in requests for name in request.answer_ids]
+        spec = msgspec.structs.replace(self.inputs.request(request_id, prompt, params, **options), adapter=key)
+        output = self._outputs.add(prompt if isinstance(prompt, str) else None, spec)
+        self._members[request_id] = spec.answer_ids
         try:
-            for request in requests:
-                request.adapter = key
+            for request in requests_of(spec):
                 self.core.add(request)
         except BaseException:
             self.abort([request_id])

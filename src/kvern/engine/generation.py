@@ -2,11 +2,11 @@
 
 import asyncio
 
-from kvern.engine.wire import NewRequest
+from kvern.engine.wire import AddRequest
 from kvern.errors import KvernError
 from kvern.observe.metrics import RequestTimes
 from kvern.outputs import RequestOutput
-from kvern.request import Request
+from kvern.request import Progress, RequestSpec
 
 
 class Generation:
@@ -18,7 +18,7 @@ class Generation:
     def __init__(
         self,
         output: RequestOutput,
-        requests: list[Request],
+        spec: RequestSpec,
         news: asyncio.Event,
         asked: float,
         owner: str,
@@ -38,31 +38,11 @@ class Generation:
         """An engine that died had it."""
         self.progress = 0
         """Steps of the present engine that brought it on."""
-        self._requests = requests
+        self.spec = spec
 
     def times(self, now: float) -> RequestTimes:
         """How long it took, if it ends now."""
         return RequestTimes(now - self.asked, now - self.first if self.first else None)
-
-    @property
-    def turn(self) -> int:
-        """Of all its answers."""
-        return self._requests[0].turn
-
-    @property
-    def adapter(self) -> int | None:
-        """The key of the adapter that it uses."""
-        return self._requests[0].adapter
-
-    @property
-    def request_ids(self) -> list[str]:
-        """Of its answers."""
-        return [name for request in self._requests for name in request.answer_ids]
-
-    @property
-    def sequences(self) -> int:
-        """That run side by side."""
-        return sum(request.params.beam_width or 1 for request in self._requests)
 
     def fail(self, error: KvernError) -> None:
         """It ends with this error."""
@@ -78,19 +58,19 @@ class Generation:
         """The engine that had it is gone."""
         self.resumed, self.begun_at, self.progress = self.resumed or self.begun, 0.0, 0
 
-    def messages(self) -> list[NewRequest]:
+    def message(self) -> AddRequest:
         """What an engine needs to begin it, or to go on where the answers stand."""
         if not any(answer.token_ids for answer in self.output.outputs) and not self.resumed:
-            return [NewRequest.of(request) for request in self._requests]
+            return AddRequest(self.spec)
         logprobs = self.output.prompt_logprobs or []
-        reported = len(logprobs) - self._requests[0].params.prompt_logprobs_from if logprobs else 0
-        if self._requests[0].params.beam_width is not None:  # nothing of it arrives before all of it
-            return [NewRequest.of(request, max(reported, 0)) for request in self._requests]
-        return [
-            NewRequest.of(request).resumed(answer.token_ids, max(reported, 0) if answer.index == 0 else 0)
-            for request, answer in zip(self._requests, self.output.outputs, strict=True)
-            if answer.finish_reason is None
-        ]
+        reported = max(len(logprobs) - self.spec.params.prompt_logprobs_from, 0) if logprobs else 0
+        if self.spec.params.beam_width is not None:  # nothing of it arrives before all of it
+            return AddRequest(self.spec, [Progress(0, [], reported)])
+        going_on = (answer for answer in self.output.outputs if answer.finish_reason is None)
+        return AddRequest(
+            self.spec,
+            [Progress(answer.index, answer.token_ids, 0 if answer.index else reported) for answer in going_on],
+        )
 
 
 def generation_id(request_id: str) -> str:

@@ -3,24 +3,28 @@
 Everything that can be wrong with a request is found here, before it reaches the engine.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
+
+import msgspec
 
 from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.model_spec import ModelSpec
-from kvern.request import Request
+from kvern.request import PromptInput, RequestOptions, RequestSpec
 from kvern.sample.processors import Processors, check_arguments
-from kvern.sampling_params import SamplingParams, check_wide_integer
+from kvern.sampling_params import ResolvedParams, SamplingParams, check_wide_integer
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import Chat
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | PromptInput
 Messages = Sequence[Mapping[str, Any]]
 
-MAX_SEED = 2**63
+LONGEST_DIGEST = 64
+"""Bytes that name the content behind a token."""
 EMBEDDING = SamplingParams(temperature=0, max_tokens=1)
 """The token that is sampled beside a hidden state means nothing."""
 
@@ -54,53 +58,41 @@ class InputProcessor:
         self.chat = Chat(tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, max_model_len)
         self._seed = config.seed
         self._max_batch_requests = max_batch_requests
-        self._count = 0
+        self._count = itertools.count(1)  # threads make requests at the same time
 
-    def requests(
+    def request(
         self,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        embed: bool = False,
-    ) -> tuple[list[Request], SamplingParams]:
-        """`n` requests for one prompt, or one for all beams, and the parameters with all defaults filled in.
+        **options: Unpack[RequestOptions],
+    ) -> RequestSpec:
+        """What is asked with a prompt, checked and with all defaults filled in.
 
-        With `embed`, one for the prompt's last hidden state. Raises InvalidRequest, InvalidParameter or NotCompiled.
+        Raises InvalidRequest, InvalidParameter or NotCompiled.
         """
-        check_wide_integer("priority", priority)
-        params = self._resolve(EMBEDDING if embed else params or SamplingParams())
-        grammar = None if params.structured is None else self.grammars.compile(params.structured)
-        token_ids = self._token_ids(prompt)
-        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(token_ids))
-        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        self._count += 1
-        seed = params.seed if params.seed is not None else hash((self._seed, self._count))
-        bad_word_ids = self._bad_word_ids(params)
-        _check_that_something_can_be_sampled(params, stop, bad_word_ids)
-        group = request_id if params.sequences > 1 else None
-        first = params.replace(structured=None) if params.structured is not None else params  # the grammar says it
-        others = first.replace(prompt_logprobs=None) if params.n > 1 else first
-        requests: list[Request] = []
-        for index in range(params.n if params.beam_width is None else 1):
-            requests.append(
-                Request(
-                    request_id=f"{request_id}#{index}",
-                    token_ids=list(token_ids),
-                    params=others if index else first,
-                    max_tokens=max_tokens,
-                    seed=(seed + index) % MAX_SEED,
-                    stop_token_ids=stop,
-                    bad_word_ids=bad_word_ids,
-                    priority=priority,
-                    grammar=grammar,
-                    embed=embed,
-                    group=group,
-                    leader=requests[0] if requests else None,
-                )
-            )
-        return requests, params
+        check_wide_integer("priority", options.get("priority"))
+        asked = EMBEDDING if options.get("embed") else params or SamplingParams()
+        resolved = self._resolve(asked)
+        grammar = None if asked.structured is None else self.grammars.compile(asked.structured)
+        read = self._prompt(prompt)
+        stop = frozenset(asked.stop_token_ids or ()) | (frozenset() if asked.ignore_eos else self._eos_token_ids)
+        count = next(self._count)
+        bad_word_ids = self._bad_word_ids(asked)
+        _check_that_something_can_be_sampled(asked, stop, bad_word_ids)
+        return RequestSpec(
+            request_id,
+            read,
+            resolved if grammar is None else resolved.replace(structured=None),  # the grammar says it
+            max_tokens=min(asked.max_tokens or self.max_model_len, self.max_model_len - len(read)),
+            seed=asked.seed
+            if asked.seed is not None
+            else hash((self._seed, count)),  # of integers: the same everywhere
+            stop_token_ids=stop,
+            bad_word_ids=bad_word_ids,
+            grammar=grammar,
+            **options,
+        )
 
     def chat_prompt(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True
@@ -108,11 +100,18 @@ class InputProcessor:
         """The messages as token ids, by the model's chat template."""
         return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _prompt(self, prompt: Prompt) -> PromptInput:
         if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt, most_tokens=self.max_model_len)
+            read = PromptInput(self.tokenizer.encode(prompt, most_tokens=self.max_model_len))
+        elif isinstance(prompt, PromptInput):
+            read = msgspec.structs.replace(prompt, token_ids=as_list(prompt.token_ids))
         else:
-            token_ids = as_list(prompt)
+            read = PromptInput(as_list(prompt))
+        self._check_tokens(read.token_ids)
+        _check_contents(read)
+        return read
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
@@ -120,6 +119,8 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens, and at most {self.max_model_len - 1} leave room for an "
                 f"answer in the context of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
             )
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return
         for position, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidRequest(f"the prompt holds {shown(token)} at position {position}: token ids are integers")
@@ -128,9 +129,8 @@ class InputProcessor:
                     f"the prompt holds token id {shown(token)} at position {position}: the model has ids 0 to "
                     f"{self.vocab_size - 1}"
                 )
-        return token_ids
 
-    def _resolve(self, params: SamplingParams) -> SamplingParams:
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < self.vocab_size:
@@ -138,15 +138,12 @@ class InputProcessor:
                         f"{name} holds token id {token}: the model has ids 0 to {self.vocab_size - 1}"
                     )
         check_arguments(self._processors, params.logits_processors or {})
-        if params.beam_width is not None:
-            if params.beam_width > self._max_batch_requests:
-                raise InvalidParameter(
-                    f"beam_width is {params.beam_width}, and {self._max_batch_requests} sequences run at the same time "
-                    "at most: lower it, or raise max_batch_requests"
-                )
-            return params.replace(temperature=0, top_k=0, top_p=1)
-        missing = {name: value for name, value in self._defaults.items() if getattr(params, name) is None}
-        return params.replace(**missing) if missing else params
+        if params.beam_width is not None and params.beam_width > self._max_batch_requests:
+            raise InvalidParameter(
+                f"beam_width is {params.beam_width}, and {self._max_batch_requests} sequences run at the same time at "
+                "most: lower it, or raise max_batch_requests"
+            )
+        return params.resolved(**self._defaults)
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         spellings = (spelling for word in params.bad_words or () for spelling in (word, " " + word))
@@ -165,6 +162,26 @@ def _check_that_something_can_be_sampled(
         )
 
 
+def _check_contents(prompt: PromptInput) -> None:
+    if prompt.attachments:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt.attachments)} attachments: this model reads nothing but tokens; leave them out"
+        )
+    last = -1
+    for entry in prompt.block_keys:
+        position, digest = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, b"")
+        if type(position) is not int or not last < position < len(prompt):
+            raise InvalidRequest(
+                f"block_keys has position {shown(position)} after {last}: positions ascend, within the "
+                f"{len(prompt)} tokens of the prompt"
+            )
+        if not isinstance(digest, bytes) or not 0 < len(digest) <= LONGEST_DIGEST:
+            raise InvalidRequest(
+                f"block_keys has {shown(digest)} at position {position}: it must be 1 to {LONGEST_DIGEST} bytes"
+            )
+        last = position
+
+
 def as_list(prompt: Any) -> list[int]:
     """Token ids as a list. Raises InvalidRequest if they are not several things."""
     if not isinstance(prompt, Iterable):
@@ -172,7 +189,7 @@ def as_list(prompt: Any) -> list[int]:
     return list(prompt)
 
 
-def _generation_defaults(folder: Path) -> dict[str, float]:
+def _generation_defaults(folder: Path) -> dict[str, Any]:
     """Temperature, top_k and top_p that the checkpoint recommends; without do_sample the most probable token."""
     stored = read_json(folder / "generation_config.json")
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}

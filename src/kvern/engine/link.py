@@ -13,7 +13,17 @@ import zmq
 import zmq.asyncio
 
 from kvern.config import EngineConfig
-from kvern.engine.wire import AdapterRead, Events, Failed, Message, Ready, Shutdown, Start, decode_for_server, encode
+from kvern.engine.wire import (
+    AdapterRead,
+    Events,
+    Failed,
+    Ready,
+    Shutdown,
+    Start,
+    WireMessage,
+    decode_for_server,
+    encode,
+)
 from kvern.errors import ConfigError, EngineDied
 
 SHUTDOWN_SECONDS = 10
@@ -59,7 +69,7 @@ class EngineLink:
             raise
         return link
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Send without waiting. If the process is gone nothing happens: `messages` tells."""
         content = encode(message)
         with contextlib.suppress(zmq.ZMQError):

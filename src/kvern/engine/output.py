@@ -1,13 +1,13 @@
 """From sampled tokens to the answers that users see: text, stop strings, log-probabilities, n samples of one prompt."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.events import TokenEvent
 from kvern.outputs import CompletionOutput, RequestOutput
-from kvern.request import FinishReason, Request
+from kvern.request import FinishReason, RequestSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -19,7 +19,7 @@ class Answer:
     """The growing text of one sequence, held back where it may be the beginning of a stop string."""
 
     def __init__(
-        self, tokenizer: Tokenizer, request: Request, params: SamplingParams, stop_strings: StopStrings, index: int
+        self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, stop_strings: StopStrings, index: int
     ) -> None:
         self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
         self._params = params
@@ -27,7 +27,6 @@ class Answer:
         self._eos_token_ids = tokenizer.eos_token_ids
         self._tokenizer = tokenizer
         self._text = ""
-        prompt = request.token_ids[: request.prompt_length]
         kept = frozenset(params.visible_token_ids or ())
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
@@ -99,17 +98,15 @@ class OutputProcessor:
         """Answers that have not ended."""
         return len(self._answers)
 
-    def add(self, output_id: str, prompt: str | None, requests: list[Request], params: SamplingParams) -> RequestOutput:
-        """Announce the requests (samples) that together answer one prompt."""
-        prompt_ids = requests[0].token_ids[: requests[0].prompt_length]
-        owners = [(answer_id, request) for request in requests for answer_id in request.answer_ids]
+    def add(self, prompt: str | None, spec: RequestSpec) -> RequestOutput:
+        """Announce a request, whose prompt was this text."""
+        prompt_ids, params = spec.prompt.token_ids, spec.params
         stop = StopStrings(params.stop_strings)
-        answers = [Answer(self._tokenizer, request, params, stop, index) for index, (_, request) in enumerate(owners)]
-        output = RequestOutput(output_id, prompt, list(prompt_ids), [answer.output for answer in answers])
+        answers = [Answer(self._tokenizer, prompt_ids, params, stop, index) for index in range(params.n)]
+        output = RequestOutput(spec.request_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))
-        for (answer_id, _), answer in zip(owners, answers, strict=True):
-            self._answers[answer_id] = output, answer
+        self._answers |= {name: (output, answer) for name, answer in zip(spec.answer_ids, answers, strict=True)}
         return output
 
     def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:

@@ -32,8 +32,8 @@ def takes_drafts(request: Request) -> bool:
     """
     params = request.params
     return not (
-        request.embed
-        or request.grammar is not None
+        request.spec.embed
+        or request.spec.grammar is not None
         or params.beam_width is not None
         or params.logits_processors
         or params.prompt_logprobs is not None

@@ -1,7 +1,7 @@
 """Linear layers to whose output each row's adapter adds: `y += up[a] @ (down[a] @ x)`.
 
-They take the place of a built model's linear layers. Which row uses which adapter is in a `Selection` that all of them
-share and that is set before each step; while no row uses one, they are what they replaced.
+They take the place of a built model's linear layers. Which row uses which adapter comes along with the rows; where none
+uses one, they are what they replaced.
 """
 
 from abc import abstractmethod
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.layers.linear import Linear, multiply_on_cpu
+from kvern.layers.linear import Linear
 from kvern.layers.module import Module
-from kvern.layers.packed_linear import PackedLinear
+from kvern.layers.unquantized import multiply_on_cpu
 
 Rows = TypeVar("Rows")
 
@@ -44,40 +44,19 @@ class AdaptedRows:
         return cls(on_host.to(device), [(slot, (on_host == slot).nonzero().flatten().to(device)) for slot in distinct])
 
 
-class Selection(Generic[Rows]):
-    """Which adapter each row of a step uses.
-
-    `by_count` is keyed by the number of rows, for there are two kinds in a step: a last layer has only those rows that
-    are sampled from, and these are fewer. What is not there uses no adapter.
-    """
-
-    def __init__(self) -> None:
-        self.by_count: dict[int, Rows] = {}
-
-
 class AdaptedLinear(Module, Generic[Rows]):
     """A linear layer and what adapters add to it. Adapters stand in slots; `load` fills one."""
 
-    def __init__(self, linear: Linear | PackedLinear, selection: Selection[Rows]) -> None:
+    def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.base = linear
         self.inputs, self.outputs = linear.inputs, linear.outputs
-        self._by_count = selection.by_count
         ends = list(accumulate(linear.outputs.values()))
         self._columns = dict(zip(linear.outputs, map(slice, [0, *ends], ends), strict=False))
 
-    @property
-    def weight(self) -> Tensor:
-        """Of the layer alone."""
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:
+        """`rows`: which adapter each row of `x [T, inputs]` uses; None: no row uses one."""
         out: Tensor = self.base(x)
-        rows = self._by_count.get(x.shape[0])
         if rows is not None:
             self.add(out, x, rows)
         return out
@@ -98,10 +77,9 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
     slot of each of the R ranks.
     """
 
-    def __init__(self, linear: Linear | PackedLinear, selection: Selection[AdaptedRows], dtype: torch.dtype) -> None:
-        super().__init__(linear, selection)
-        self._multiply = multiply_on_cpu if linear.weight.device.type == "cpu" else F.linear
-        self._dtype = dtype
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        self._multiply = multiply_on_cpu if linear.device.type == "cpu" else F.linear
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}
         self._stack()
 
@@ -136,7 +114,7 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
             out.addmm_(low * (rows.slots[:, None] == self._owners), self._up)
 
     def _like(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self.weight.device)
+        return torch.empty(shape, dtype=self.base.dtype, device=self.base.device)
 
     def _stack(self) -> None:
         """Put the slots' matrices side by side, and let them be views of that."""
@@ -145,6 +123,6 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
         outputs = sum(self.outputs.values())
         self._up = torch.cat([self._like(0, outputs), *(up for _, up in self._slots.values())])
         owners = [slot for slot, size in zip(self._slots, sizes, strict=True) for _ in range(size)]
-        self._owners = torch.tensor(owners, dtype=torch.int64, device=self.weight.device)
+        self._owners = torch.tensor(owners, dtype=torch.int64, device=self.base.device)
         views = zip(torch.split(self._down, sizes), torch.split(self._up, sizes), strict=True)
         self._slots = dict(zip(self._slots, views, strict=True))

@@ -1,6 +1,6 @@
 """The projections around attention; what happens between them is the caller's `Attend`."""
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -37,6 +37,19 @@ class PagedAttend(Attend, Protocol):
         """
 
 
+class StepAdapters(NamedTuple):
+    """Which adapters a step's rows use, in the form that the adapted linear layers take; None: no row uses one.
+
+    `rows` are all tokens of the step, `wanted` those whose output is: fewer in a last layer, else the same.
+    """
+
+    rows: Any = None
+    wanted: Any = None
+
+
+NO_ADAPTERS = StepAdapters()
+
+
 def rows_of(x: Tensor, wanted: Tensor | None) -> Tensor:
     """The rows of x that are wanted; None: all."""
     return x if wanted is None else x.index_select(0, wanted)
@@ -64,13 +77,20 @@ class Attention(Module):
             else:
                 self.norm_before = norm
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
+    ) -> Tensor:
         tokens = hidden.shape[0]
-        qkv = self.qkv_proj(hidden).view(tokens, -1, self.head_dim)
+        qkv = self.qkv_proj(hidden, adapters.rows).view(tokens, -1, self.head_dim)
         query_key = self.norm_after(self.rotate(self.norm_before(qkv[:, : self.rotated]), rotation))
         query, key = query_key[:, : self.heads], query_key[:, self.heads :]
         attended = attend(self.index, query, key, qkv[:, self.rotated :])
-        out: Tensor = self.o_proj(rows_of(attended, wanted).flatten(1))
+        out: Tensor = self.o_proj(rows_of(attended, wanted).flatten(1), adapters.wanted)
         return out
 
 

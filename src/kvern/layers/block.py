@@ -1,12 +1,9 @@
 """The blocks of a decoder: attention and MLP around the residual stream."""
 
-from typing import Any
-
 from torch import Tensor
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.adapted_linear import Selection
-from kvern.layers.attention import Attend, make_attention, rows_of
+from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, make_attention, rows_of
 from kvern.layers.build import Build
 from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Identity, Module
@@ -22,11 +19,8 @@ Residual = tuple[Tensor, Tensor | None]
 class SequentialLayer(Module):
     """Attention, then the MLP, each added to the residual `[T, hidden]`.
 
-    What a layer has to add last is handed to the next one, which adds it and takes its norm in one go. `selection` is
-    that of its linear layers, if they are adapted.
+    What a layer has to add last is handed to the next one, which adds it and takes its norm in one go.
     """
-
-    selection: Selection[Any] | None = None
 
     def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__()
@@ -38,20 +32,26 @@ class SequentialLayer(Module):
         self.scale = model.residual_scale
         self.attention_in, self.attention_out = norm("attention_in"), norm("attention_out")
         self.mlp_in, self.mlp_out = norm("mlp_in"), norm("mlp_out")
-        self.self_attn = make_attention(index, model, layer, build)
+        self.self_attn = make_attention(index, model, layer, build.at("self_attn"))
         if isinstance(layer.mlp, MlpSpec):
-            self.mlp = make_mlp(model.hidden_size, layer.mlp, build)
+            self.mlp = make_mlp(model.hidden_size, layer.mlp, build.at("mlp"))
         else:
-            self.mlp = make_moe(model.hidden_size, layer.mlp, build)
+            self.mlp = make_moe(model.hidden_size, layer.mlp, build.at("mlp"))
 
     def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotation: Rotation,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
     ) -> Residual:
         """All tokens are stored for later attention; the output is that of the tokens `wanted` [S], None: of all."""
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.attention_out(self.self_attn(normal, rotation, attend, wanted))
+        attended: Tensor = self.attention_out(self.self_attn(normal, rotation, attend, wanted, adapters))
         hidden, normal = self.mlp_in.after(rows_of(hidden, wanted), self._scaled(attended))
-        return hidden, self._scaled(self.mlp_out(self.mlp(normal)))
+        return hidden, self._scaled(self.mlp_out(self.mlp(normal, adapters.wanted)))
 
     def _scaled(self, update: Tensor) -> Tensor:
         return update if self.scale == 1.0 else update * self.scale
@@ -61,23 +61,35 @@ class ParallelLayer(SequentialLayer):
     """Attention and MLP read the same residual, through norms of their own."""
 
     def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotation: Rotation,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
     ) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
+        attended: Tensor = self.self_attn(normal, rotation, attend, wanted, adapters)
         hidden = rows_of(hidden, wanted)
-        return hidden, attended.add_(self.mlp(self.mlp_in(hidden)))
+        return hidden, attended.add_(self.mlp(self.mlp_in(hidden), adapters.wanted))
 
 
 class SharedNormLayer(SequentialLayer):
     """Attention and MLP read the same residual through one norm."""
 
     def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotation: Rotation,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
     ) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.self_attn(normal, rotation, attend, wanted)
-        return rows_of(hidden, wanted), attended.add_(self.mlp(rows_of(normal, wanted)))
+        attended: Tensor = self.self_attn(normal, rotation, attend, wanted, adapters)
+        return rows_of(hidden, wanted), attended.add_(self.mlp(rows_of(normal, wanted), adapters.wanted))
 
 
 def block_class(spec: ModelSpec, build: Build) -> type[SequentialLayer]:

@@ -1,11 +1,16 @@
-"""How a described model becomes modules: the precision, the device, and which linear layers hold its weights."""
+"""How a described model becomes modules: the precision, the device, and how each linear layer holds its weight."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from kvern.layers.linear import Linear, Multiply
+from kvern.layers.experts import Experts
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearFormat, LinearMethods
+from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.unquantized import Unquantized
+from kvern.model_spec import MoeSpec
 
 
 @dataclass(frozen=True)
@@ -13,29 +18,49 @@ class Build:
     """`dtype` and `device` of weights and activations, and the longest sequence, in tokens, that positions cover.
 
     `kernels` names the modules of `kvern.kernels` that parts may be made of; without them PyTorch does the work.
-    `multiply` is how linear layers multiply (None: PyTorch). `deterministic` forbids whatever makes a token's result
-    depend on the other tokens of a step.
+    `linear` says how weights are stored and multiplied. `deterministic` forbids whatever makes a token's result depend
+    on the other tokens of a step. `path` is where in the model the build is: it precedes the names of the parts built.
     """
 
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
     kernels: frozenset[str] = frozenset()
-    multiply: Multiply | None = None
+    linear: LinearMethods = LinearMethods(Unquantized())
     deterministic: bool = False
+    path: str = "model"
+
+    def at(self, name: str) -> "Build":
+        """The same, one level deeper in the model."""
+        return replace(self, path=self.name(name))
+
+    def name(self, part: str) -> str:
+        """What a Llama-style checkpoint calls a part that is built here."""
+        return f"{self.path}.{part}" if self.path else part
+
+    def linear_format(self, parts: Iterable[str]) -> LinearFormat:
+        """How one matrix made of these parts is stored. Raises UnsupportedModel if they differ."""
+        return self.linear.of(map(self.name, parts))
+
+    def linear_method(self, parts: Mapping[str, int], inputs: int, dtype: torch.dtype | None = None) -> LinearMethod:
+        """The weight of parts with these numbers of outputs; `dtype`, if not the model's, of what it multiplies."""
+        shape = LinearShape(sum(parts.values()), inputs, dtype or self.dtype, self.device)
+        return self.linear_format(parts).linear(shape, self)
 
     def column(self, inputs: int, parts: Mapping[str, int], *, bias: bool = False, fused: str | None = None) -> Linear:
         """A linear layer whose outputs are computed independently; `parts` maps checkpoint names to output sizes.
 
         `fused` is the name under which some checkpoints store all parts as one tensor.
         """
-        return Linear(
-            inputs, parts, bias=bias, fused=fused, dtype=self.dtype, device=self.device, multiply=self.multiply
-        )
+        return Linear(inputs, parts, self, bias=bias, fused=fused)
 
     def row(self, inputs: int, part: str, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer that sums over inputs which `column` layers produced."""
-        return Linear(inputs, {part: outputs}, bias=bias, dtype=self.dtype, device=self.device, multiply=self.multiply)
+        return Linear(inputs, {part: outputs}, self, bias=bias)
+
+    def experts(self, hidden_size: int, spec: MoeSpec) -> Experts:
+        """The experts of a mixture."""
+        return self.linear_format(["experts"]).experts(hidden_size, spec, self)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """An uninitialised parameter; reading a checkpoint fills it."""

@@ -1,27 +1,24 @@
 """The table of token embeddings."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.build import Build
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.linear import Weighted
+from kvern.layers.linear_method import LinearMethod, LinearShape
 
 
-class Embedding(Loadable):
+class Embedding(Weighted):
     """`ids [T] -> [T, hidden]`, times `scale` rounded to the model's dtype, as the models that scale were trained."""
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float, build: Build) -> None:
-        super().__init__()
-        self.weight = build.empty(vocab_size, hidden_size)
+        super().__init__(hidden_size, {"embed_tokens": vocab_size}, build)
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
+    def _make_method(self, build: Build) -> LinearMethod:
+        shape = LinearShape(self.outputs["embed_tokens"], self.inputs, self.dtype, self.device)
+        return build.linear_format(self.outputs).embedding(shape, build)
+
     def forward(self, ids: Tensor) -> Tensor:
-        embedded = F.embedding(ids, self.weight)
+        embedded = self.method.embed(ids)
         return embedded if self.scale == 1.0 else embedded * self.scale
-
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        return {"embed_tokens.weight": tuple(self.weight.shape)}
-
-    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        copy_rows(self.weight, tensor, first_row)

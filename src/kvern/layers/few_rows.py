@@ -1,16 +1,6 @@
-"""The products of a step of one token, each in one launch with what is around it."""
+"""How the products of a single row are cut."""
 
-from torch import Tensor
-
-from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec
-from kvern.layers.linear import Linear
-
-
-def product(x: Tensor, linear: Linear, around: Around = NOTHING) -> Tensor:
-    """`linear` of one row."""
-    outputs, inputs = linear.weight.shape
-    shape = matvec_shape(outputs, inputs, around.activation is not None)
-    return matvec(x, linear.weight, linear.bias, shape, around)
+from kvern.kernels.linear import MatvecShape
 
 
 def matvec_shape(outputs: int, inputs: int, activated: bool = False) -> MatvecShape:

@@ -1,10 +1,11 @@
 """Parts of a model made of Triton kernels: the same results as those of PyTorch, in fewer passes over memory.
 
 A layer of a single token is bound by the bytes of its weights and by launches. There, norms, the activation and the
-residual's addition are done by the products themselves: six launches a layer.
+residual's addition are done by the products themselves: six launches a layer, if the weights' format can.
 """
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,9 @@ from kvern.kernels.activation import gated_activation
 from kvern.kernels.linear import Around
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
-from kvern.layers.attention import Attend, Attention, PagedAttend
+from kvern.layers.attention import NO_ADAPTERS, Attend, Attention, PagedAttend, StepAdapters
 from kvern.layers.block import Residual, SequentialLayer
 from kvern.layers.build import Build
-from kvern.layers.few_rows import product
 from kvern.layers.mlp import GatedMLP
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.rope import Rotation, rows_of_table
@@ -49,8 +49,16 @@ class FusedAttention(Attention):
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.head_norm = cast("HeadNorm", self.norm_before) if model.query_key_norm is not None else None
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
-        out: Tensor = self.o_proj(self.attended(self.qkv_proj(hidden), rotation, attend, wanted))
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
+    ) -> Tensor:
+        qkv = self.qkv_proj(hidden, adapters.rows)
+        out: Tensor = self.o_proj(self.attended(qkv, rotation, attend, wanted), adapters.wanted)
         return out
 
     def attended(self, qkv: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
@@ -75,8 +83,15 @@ class FusedAttention(Attention):
 class TableAttention(Attention):
     """Attention with a norm that the kernel does not know: PyTorch rotates, and the backend stores."""
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
-        return super().forward(hidden, rows_of_table(rotation), attend, wanted)
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
+    ) -> Tensor:
+        return super().forward(hidden, rows_of_table(rotation), attend, wanted, adapters)
 
 
 class FusedGatedMLP(GatedMLP):
@@ -86,8 +101,8 @@ class FusedGatedMLP(GatedMLP):
         super().__init__(hidden_size, spec, build)
         self.kind = spec.activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(gated_activation(self.gate_up_proj(x), self.kind))
+    def forward(self, x: Tensor, rows: Any = None) -> Tensor:
+        out: Tensor = self.down_proj(gated_activation(self.gate_up_proj(x, rows), self.kind), rows)
         return out
 
 
@@ -98,24 +113,41 @@ class FusedLayer(SequentialLayer):
     mlp_in: FusedRMSNorm
     self_attn: FusedAttention
 
+    def __init__(self, index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
+        super().__init__(index, model, layer, build)
+        linears = [self.self_attn.qkv_proj, self.self_attn.o_proj]
+        if isinstance(self.mlp, FusedGatedMLP):
+            linears += [self.mlp.gate_up_proj, self.mlp.down_proj]
+        products = [linear.row_product() for linear in linears]
+        self._products = None if None in products else cast("list[Callable[..., Tensor]]", products)
+
     def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotation: Rotation,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
     ) -> Residual:
-        if hidden.shape[0] > 1 or (self.selection is not None and self.selection.by_count):
-            return super().forward(hidden, update, rotation, attend, wanted)
+        products = self._products
+        if hidden.shape[0] > 1 or products is None or adapters is not NO_ADAPTERS:
+            return super().forward(hidden, update, rotation, attend, wanted, adapters)
+        qkv_product, output_product, *mlp_products = products
         attention, norm = self.self_attn, self.attention_in
         if update is None:
-            qkv = product(hidden, attention.qkv_proj, Around(norm.weight, norm.epsilon))
+            qkv = qkv_product(hidden, around=Around(norm.weight, norm.epsilon))
         else:
             hidden, normal = norm.after(hidden, update)
-            qkv = product(normal, attention.qkv_proj)
+            qkv = qkv_product(normal)
         attended = attention.attended(qkv, rotation, attend)
-        hidden = product(attended, attention.o_proj, Around(residual=hidden))
+        hidden = output_product(attended, around=Around(residual=hidden))
         mlp, norm = self.mlp, self.mlp_in
         if not isinstance(mlp, FusedGatedMLP):
             return hidden, mlp(norm(hidden))
-        activated = product(hidden, mlp.gate_up_proj, Around(norm.weight, norm.epsilon, activation=mlp.kind))
-        return product(activated, mlp.down_proj, Around(residual=hidden)), None
+        gate_up_product, down_product = mlp_products
+        activated = gate_up_product(hidden, around=Around(norm.weight, norm.epsilon, activation=mlp.kind))
+        return down_product(activated, around=Around(residual=hidden)), None
 
 
 def can_fuse(model: ModelSpec) -> bool:

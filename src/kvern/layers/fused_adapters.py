@@ -7,24 +7,20 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.adapters import CHUNK, add_adapters
-from kvern.layers.adapted_linear import AdaptedLinear, Matrices, Selection
+from kvern.layers.adapted_linear import AdaptedLinear, Matrices
 from kvern.layers.linear import Linear
 
 
 class FusedAdaptedLinear(AdaptedLinear[Tensor]):
     """The matrices of all slots are stacked; a slot's rank may be lower than `rank`, the highest that fits."""
 
-    def __init__(
-        self, linear: Linear, selection: Selection[Tensor], slots: int, rank: int, deterministic: bool
-    ) -> None:
-        super().__init__(linear, selection)
-        weight = linear.weight
+    def __init__(self, linear: Linear, slots: int, rank: int, deterministic: bool) -> None:
+        super().__init__(linear)
+        dtype, device, outputs = linear.dtype, linear.device, linear.outputs
         rank = -(-rank // CHUNK) * CHUNK
-        self._down = torch.zeros(
-            slots, len(linear.outputs), rank, linear.inputs, dtype=weight.dtype, device=weight.device
-        )
-        self._up = torch.zeros(slots, rank, weight.shape[0], dtype=weight.dtype, device=weight.device)
-        self._ranks = torch.zeros(slots, dtype=torch.int32, device=weight.device)
+        self._down = torch.zeros(slots, len(outputs), rank, linear.inputs, dtype=dtype, device=device)
+        self._up = torch.zeros(slots, rank, sum(outputs.values()), dtype=dtype, device=device)
+        self._ranks = torch.zeros(slots, dtype=torch.int32, device=device)
         self._ends = tuple(accumulate(linear.outputs.values()))
         self._deterministic = deterministic
 

@@ -1,17 +1,16 @@
 """Routers and experts made of Triton kernels; nothing waits for the device, so that a step can be a CUDA graph."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.kernels.moe import fused_experts, route
 from kvern.layers.build import Build
-from kvern.layers.moe import Experts
+from kvern.layers.experts import StackedExperts
 from kvern.layers.router import SigmoidRouter, SoftmaxRouter
 from kvern.model_spec import MoeSpec
 
 
-class FusedExperts(Experts):
+class FusedExperts(StackedExperts):
     """Experts whose products are grouped by expert on the device."""
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
@@ -40,10 +39,9 @@ class FusedSoftmaxRouter(SoftmaxRouter):
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
         super().__init__(hidden_size, spec, build)
         self.counts = counts
-        self.multiply = build.multiply or F.linear
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.multiply(x, self.weight, None)
+        logits = self.method.multiply(x, None)
         return route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
 
 

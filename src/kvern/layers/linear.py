@@ -1,31 +1,26 @@
 """A linear layer made of one or more checkpoint tensors, stacked along its outputs."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.layers.linear_method import LinearMethod, Part, fill_random
 from kvern.layers.loadable import Loadable, copy_rows
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`(x [T, inputs], weight [outputs, inputs], bias [outputs] | None) -> [T, outputs]`."""
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
 
 
-def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Few rows with the weight as the left factor: oneDNN reorders the right one of bfloat16 factors at every call."""
-    if x.shape[0] == 1:
-        row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-        return row.unsqueeze(0)
-    if x.dtype != torch.bfloat16 or x.shape[0] > weight.shape[0]:
-        return F.linear(x, weight, bias)
-    product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
-    return product.t()
+class Weighted(Loadable):
+    """One weight matrix `[sum of outputs, inputs]` and what a checkpoint calls its parts.
 
-
-class Linear(Loadable):
-    """`x [..., inputs] -> [..., sum of outputs]`; queries, keys and values, or gate and up, are one product."""
+    `fused` is the name under which some checkpoints store all parts as one tensor. A module whose `method` is another's
+    shares its weight: it loads no more than its own bias.
+    """
 
     bias: nn.Parameter | None
 
@@ -33,23 +28,23 @@ class Linear(Loadable):
         self,
         inputs: int,
         outputs: Mapping[str, int],
+        build: "Build",
         *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        bias: bool = False,
         fused: str | None = None,
-        multiply: Multiply | None = None,
+        method: LinearMethod | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(build.path)
         self.inputs, self.outputs, self.fused = inputs, dict(outputs), fused
+        self.dtype, self.device = dtype or build.dtype, build.device
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
-        self._multiply = multiply or (multiply_on_cpu if device.type == "cpu" else F.linear)
-        total = sum(outputs.values())
-        self.weight = nn.Parameter(torch.empty(total, inputs, dtype=dtype, device=device), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(total, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self._shares = method is not None
+        self.method = method or self._make_method(build)
+        self.bias = build.empty(sum(outputs.values()), dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self.weight, self.bias)
+    def _make_method(self, build: "Build") -> LinearMethod:
+        return build.linear_method(self.outputs, self.inputs, self.dtype)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return self._shapes(self.outputs)
@@ -58,11 +53,44 @@ class Linear(Loadable):
         return self._shapes({self.fused: sum(self.outputs.values())}) if self.fused else {}
 
     def _shapes(self, outputs: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, self.inputs) for name, size in outputs.items()}
+        layouts = {} if self._shares else self.method.layouts()
+        shapes = {
+            f"{name}.{kind}": layout.shape(size, self.inputs)
+            for name, size in outputs.items()
+            for kind, layout in layouts.items()
+        }
         if self.bias is not None:
             shapes |= {f"{name}.bias": (size,) for name, size in outputs.items()}
         return shapes
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         name, _, kind = part.rpartition(".")
-        copy_rows(self.get_parameter(kind), tensor, self._first.get(name, 0) + first_row)
+        first = self._first.get(name, 0)
+        if kind == "bias" and self.bias is not None:
+            copy_rows(self.bias, tensor, first + first_row)
+            return
+        outputs = self.outputs.get(name) or sum(self.outputs.values())
+        self.method.load(kind, tensor, Part(first, range(outputs), range(self.inputs)), first_row)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        if not self._shares:
+            self.method.fill_random(generator)
+        if self.bias is not None:
+            fill_random(self.bias, generator)
+
+    def finish(self) -> None:
+        if not self._shares:
+            self.method.finish()
+
+
+class Linear(Weighted):
+    """`x [T, inputs] -> [T, sum of outputs]`; queries, keys and values, or gate and up, are one product."""
+
+    def forward(self, x: Tensor, rows: Any = None) -> Tensor:
+        """`rows`, the adapters of the rows, are for those who take a linear layer's place (`AdaptedLinear`)."""
+        return self.method.multiply(x, self.bias)
+
+    def row_product(self) -> Callable[..., Tensor] | None:
+        """`(x [1, inputs], around=...)`, see `LinearMethod.row_product`."""
+        product = self.method.row_product()
+        return None if product is None else partial(product, bias=self.bias)

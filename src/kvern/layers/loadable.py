@@ -3,16 +3,23 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from kvern.layers.linear_method import fill_random
 from kvern.layers.module import Module
 
 
 class Loadable(Module, ABC):
     """A module that takes its weights from named parts of a checkpoint.
 
-    Names are relative to the module's parent ("q_proj.weight"), because one module may hold several checkpoint tensors.
+    Names are relative to `path`, that of the module's parent in a Llama-style checkpoint ("model.layers.0.self_attn"),
+    because one module may hold several checkpoint tensors ("q_proj.weight").
     """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
 
     @abstractmethod
     def parts(self) -> Mapping[str, tuple[int, ...]]:
@@ -28,6 +35,14 @@ class Loadable(Module, ABC):
 
         A part arrives in one call or as consecutive runs of rows, so that large ones need not be held twice.
         """
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        """Weights of small spread, instead of `load`."""
+        for parameter in self.parameters():
+            fill_random(parameter, generator)
+
+    def finish(self) -> None:
+        """All parts are loaded; weights may be stored in another way from here on."""
 
 
 def copy_rows(target: Tensor, tensor: Tensor, first_row: int) -> None:

@@ -1,30 +1,13 @@
-"""The feed-forward half of a block."""
+"""The feed-forward half of a block. `rows` are the adapters of its rows, if any has one."""
 
-from collections.abc import Callable
+from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.layers.activation import ACTIVATIONS
 from kvern.layers.build import Build
 from kvern.layers.module import Module
-from kvern.model_spec import Activation, MlpSpec
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "relu2": _squared_relu,
-}
+from kvern.model_spec import MlpSpec
 
 
 class GatedMLP(Module):
@@ -37,9 +20,9 @@ class GatedMLP(Module):
         self.down_proj = build.row(spec.width, "down_proj", hidden_size, bias=spec.bias)
         self.activation = ACTIVATIONS[spec.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        out: Tensor = self.down_proj(self.activation(gate).mul_(up))
+    def forward(self, x: Tensor, rows: Any = None) -> Tensor:
+        gate, up = self.gate_up_proj(x, rows).chunk(2, -1)
+        out: Tensor = self.down_proj(self.activation(gate).mul_(up), rows)
         return out
 
 
@@ -52,8 +35,8 @@ class PlainMLP(Module):
         self.down_proj = build.row(spec.width, "down_proj", hidden_size, bias=spec.bias)
         self.activation = ACTIVATIONS[spec.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
+    def forward(self, x: Tensor, rows: Any = None) -> Tensor:
+        out: Tensor = self.down_proj(self.activation(self.up_proj(x, rows)), rows)
         return out
 
 

@@ -19,6 +19,11 @@ class Module(nn.Module):
         super().__setattr__(name, value)
         self.__dict__[name] = value
 
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters or name in self._buffers or name in self._modules:
+            del self.__dict__[name]
+        super().__delattr__(name)
+
 
 class Identity(Module):
     """What stands where a model has no norm."""

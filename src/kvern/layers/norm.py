@@ -12,7 +12,14 @@ from kvern.layers.module import Module
 from kvern.model_spec import AttentionSpec, NormSpec, QueryKeyNormSpec
 
 
-class Norm(Loadable):
+class _NormWeights(Loadable):
+    def fill_random(self, generator: torch.Generator) -> None:
+        """Ones: rows keep their spread from layer to layer."""
+        for name, shape in self.parts().items():
+            self.load(name, torch.ones(shape))
+
+
+class Norm(_NormWeights):
     """A norm of `width` entries whose weights the checkpoint calls `name`."""
 
     weight: nn.Parameter | None
@@ -28,7 +35,7 @@ class Norm(Loadable):
         dtype: torch.dtype | None = None,
         gain: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(build.path)
         self.name, self.shape, self.epsilon, self.offset, self.gain = name, (width,), spec.epsilon, spec.offset, gain
         self.weight = build.empty(width, dtype=dtype) if spec.weight else None
         self.bias = build.empty(width) if spec.bias else None
@@ -107,11 +114,11 @@ def make_norm(spec: NormSpec, width: int, name: str, build: Build) -> Norm:
     return (OffsetRMSNorm if spec.offset else RMSNorm)(spec, width, name, build)
 
 
-class HeadNorm(Loadable):
+class HeadNorm(_NormWeights):
     """Normalises each head of queries and keys, `[T, heads + kv_heads, head_dim]`, in one pass and in float32."""
 
     def __init__(self, spec: QueryKeyNormSpec, attention: AttentionSpec, build: Build) -> None:
-        super().__init__()
+        super().__init__(build.path)
         self.spec, self.attention = spec.norm, attention
         self.shape = (attention.head_dim,)
         self.per_head = spec.scope == "each_head"

@@ -1,24 +1,27 @@
 """Routers: which experts each token takes, and with what weights."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.build import Build
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.linear import Weighted
+from kvern.layers.linear_method import fill_random
+from kvern.layers.loadable import copy_rows
 from kvern.model_spec import MoeSpec
 
+CORRECTION = "gate.e_score_correction_bias"
 
-class SoftmaxRouter(Loadable):
+
+class SoftmaxRouter(Weighted):
     """The `top_k` of a softmax over all experts: `x [T, hidden]` -> float32 weights and int64 experts, `[T, top_k]`."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
-        super().__init__()
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, dtype: torch.dtype | None = None) -> None:
+        super().__init__(hidden_size, {"gate": spec.experts}, build, dtype=dtype)
         self.spec = spec
-        self.weight = build.empty(spec.experts, hidden_size)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, topk_ids = F.linear(x, self.weight).softmax(-1, dtype=torch.float32).topk(self.spec.top_k, dim=-1)
+        logits = self.method.multiply(x, None)
+        weights, topk_ids = logits.softmax(-1, dtype=torch.float32).topk(self.spec.top_k, dim=-1)
         return self._scale(weights), topk_ids
 
     def _scale(self, weights: Tensor) -> Tensor:
@@ -26,28 +29,31 @@ class SoftmaxRouter(Loadable):
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.spec.routed_scale
 
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        return {"gate.weight": tuple(self.weight.shape)}
-
-    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        copy_rows(self.get_parameter(part.removeprefix("gate.")), tensor, first_row)
-
 
 class SigmoidRouter(SoftmaxRouter):
     """Each expert scored alone, in float32; a learned bias balances the choice and leaves the weights as they are."""
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
-        super().__init__(hidden_size, spec, build)
-        self.weight = build.empty(spec.experts, hidden_size, dtype=torch.float32)
+        super().__init__(hidden_size, spec, build, torch.float32)
         self.e_score_correction_bias = build.empty(spec.experts, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = F.linear(x.float(), self.weight).sigmoid()
+        scores = self.method.multiply(x.float(), None).sigmoid()
         topk_ids = (scores + self.e_score_correction_bias).topk(self.spec.top_k, dim=-1).indices
         return self._scale(scores.gather(-1, topk_ids)), topk_ids
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return super().parts() | {"gate.e_score_correction_bias": (self.spec.experts,)}
+        return super().parts() | {CORRECTION: (self.spec.experts,)}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        if part == CORRECTION:
+            copy_rows(self.e_score_correction_bias, tensor, first_row)
+        else:
+            super().load(part, tensor, first_row)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        super().fill_random(generator)
+        fill_random(self.e_score_correction_bias, generator)
 
 
 def make_router(hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> SoftmaxRouter:

@@ -1,19 +1,23 @@
-"""How linear layers multiply on a GPU: cuBLAS, or a Triton kernel where one was measured to be faster.
+"""How plain weights are multiplied on a GPU: by cuBLAS, or by a Triton kernel where one was measured to be faster.
 
-Products of few rows read all weights and compute little; there the fastest way depends on the shape. Each shape is
-timed once, for a few numbers of rows, over the model's own weights, and the result is remembered.
+Products of few rows read all weights and compute little; there the fastest way depends on the shape.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvern.kernels.linear import MatmulShape, MatvecShape, matvec, small_matmul
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.layers.few_rows import matvec_shape
-from kvern.layers.linear import Linear
+from kvern.layers.linear_method import LinearMethod, LinearShape, Product, RowProduct
+from kvern.layers.unquantized import Unquantized, UnquantizedMethod
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
 
 Shape = MatvecShape | MatmulShape | None
 """Of a Triton kernel; None: cuBLAS."""
@@ -57,80 +61,82 @@ DETERMINISTIC = MatmulShape(64, 128, 64, 4, 4)
 MOST_TILES = 1 << 14
 """Of a product whose inputs are split: outputs are cut into tiles of at least 64."""
 
-Key = tuple[int, int, int]
-"""Outputs, inputs, and the number of rows of a candidate list."""
+MOST_ROWS = max(CANDIDATES)
 
 
-class TunedLinear:
-    """A `Multiply` that looks up what to use; without `cublas`, a Triton kernel always."""
+class TunedMethod(UnquantizedMethod):
+    """Plain weights with a way to multiply for each number of rows; `default` for many, `single` for one until timed.
 
-    def __init__(self, device: torch.device, cublas: bool = True) -> None:
-        self.choices: dict[Key, Shape] = {}
-        self._cublas = cublas
+    `arrived` are zeros that kernels count in, shared by all methods of a device. Without `candidates` nothing is timed.
+    """
+
+    def __init__(
+        self,
+        shape: LinearShape,
+        default: Shape,
+        single: Shape,
+        arrived: Tensor,
+        candidates: Mapping[int, tuple[Shape, ...]],
+        name: str,
+    ) -> None:
+        super().__init__(shape)
+        self.name = name
+        self._default, self._arrived, self._candidates = default, arrived, candidates
+        self._by_rows = [single, single] + [default] * (MOST_ROWS - 1)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.shape[0]
+        return self._multiply_by(self._by_rows[rows] if rows <= MOST_ROWS else self._default, x, bias)
+
+    def row_product(self) -> RowProduct:
+        return self._multiply_row
+
+    def _multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
+        shape = matvec_shape(self.shape.outputs, self.shape.inputs, around.activation is not None)
+        return matvec(x, self.weight, bias, shape, around)
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
+        return {
+            most: {_plain(shape): partial(self._multiply_by, shape) for shape in shapes}
+            for most, shapes in self._candidates.items()
+        }
+
+    def choose(self, rows: int, candidate: Hashable) -> None:
+        shape = next(shape for shape in self._candidates[rows] if _plain(shape) == candidate)
+        first = max((most for most in self._candidates if most < rows), default=0) + 1
+        self._by_rows[first : rows + 1] = [shape] * (rows + 1 - first)
+
+    def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
+        if shape is None:
+            return F.linear(x, self.weight, bias)
+        if isinstance(shape, MatvecShape):
+            return matvec(x, self.weight, bias, shape)
+        return small_matmul(x, self.weight, bias, shape, self._arrived)
+
+
+class TunedLinear(Unquantized):
+    """Plain weights on a GPU. `backend`: by cuBLAS alone, by Triton alone, or by whichever is faster ("auto")."""
+
+    def __init__(self, device: torch.device, backend: Literal["auto", "cublas", "triton"]) -> None:
+        super().__init__()
+        self._backend = backend
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.shape[0]
-        outputs, inputs = weight.shape
-        shape: Shape = None if self._cublas else DETERMINISTIC
-        for most in CANDIDATES:
-            if rows <= most:
-                untimed = matvec_shape(outputs, inputs) if rows == 1 else shape
-                shape = self.choices.get((outputs, inputs, most), untimed)
-                break
-        return self._multiply(x, weight, bias, shape)
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        if shape.dtype != build.dtype:  # of a router: small, and the kernels are checked in the model's dtype
+            return UnquantizedMethod(shape)
+        default = DETERMINISTIC if build.deterministic or self._backend == "triton" else None
+        if build.deterministic or self._backend == "cublas":
+            return TunedMethod(shape, default, default, self._arrived, {}, "unquantized")
+        candidates, name = CANDIDATES, "unquantized"
+        if self._backend == "triton":
+            candidates = {most: tuple(filter(None, shapes)) for most, shapes in CANDIDATES.items()}
+            name = "unquantized by triton"
+        return TunedMethod(shape, default, matvec_shape(shape.outputs, shape.inputs), self._arrived, candidates, name)
 
-    def tune(
-        self, model: nn.Module, time: Callable[[list[Callable[[], object]]], float], known: Mapping[str, object]
-    ) -> dict[str, object]:
-        """Choose for every shape of the model. Returns what was timed because it was not `known`.
-
-        `time` runs the calls it is given, of one product over the weights of different layers, and tells how long.
-        Keys and values of what is known are plain, to be kept in a file.
-        """
-        timed: dict[str, object] = {}
-        for (outputs, inputs), linears in _by_shape(model).items():
-            weight = linears[0].weight
-            for most, shapes in CANDIDATES.items():
-                key = f"{outputs} x {inputs}, {most} rows, {weight.dtype}{'' if self._cublas else ', triton'}"
-                candidates = {_plain(shape): shape for shape in shapes if self._cublas or shape is not None}
-                stored = known.get(key, ())
-                choice = None if stored is None else tuple(stored) if isinstance(stored, list) else ()
-                if choice not in candidates:
-                    x = torch.randn(most, inputs, dtype=weight.dtype, device=weight.device)
-                    durations = {
-                        plain: time([self._call(x, linear, shape) for linear in linears])
-                        for plain, shape in candidates.items()
-                    }
-                    choice = min(durations, key=lambda plain: durations[plain])
-                    timed[key] = choice
-                self.choices[outputs, inputs, most] = candidates[choice]
-        return timed
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
-        if shape is None:
-            return F.linear(x, weight, bias)
-        if isinstance(shape, MatvecShape):
-            return matvec(x, weight, bias, shape)
-        return small_matmul(x, weight, bias, shape, self._arrived)
-
-    def _call(self, x: Tensor, linear: Linear, shape: Shape) -> Callable[[], object]:
-        return lambda: self._multiply(x, linear.weight, linear.bias, shape)
-
-
-def deterministic_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A `Multiply` whose every row is computed in the same way however many there are."""
-    return small_matmul(x, weight, bias, DETERMINISTIC)
+    def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        return self.linear(shape, build)
 
 
 def _plain(shape: Shape) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
-
-
-def _by_shape(model: nn.Module, most: int = 8) -> dict[tuple[int, int], list[Linear]]:
-    """Linear layers by the shape of their weights, a few of each: enough that none stays in the L2 cache."""
-    linears: Iterable[Linear] = (module for module in model.modules() if isinstance(module, Linear))
-    shapes: dict[tuple[int, int], list[Linear]] = {}
-    for linear in linears:
-        shapes.setdefault((linear.weight.shape[0], linear.weight.shape[1]), []).append(linear)
-    return {shape: list(islice(members, most)) for shape, members in shapes.items()}

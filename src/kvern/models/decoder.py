@@ -1,12 +1,12 @@
 """The one decoder: modules chosen from a `ModelSpec`, run over a flat line of tokens from many requests."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
 
-from kvern.layers.attention import Attend
+from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters
 from kvern.layers.block import block_class
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
@@ -18,7 +18,7 @@ from kvern.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorTarget:
     """Where one checkpoint tensor goes: its shape there, and `load(tensor, first_row)`, see `Loadable.load`."""
 
     shape: tuple[int, ...]
@@ -36,30 +36,41 @@ class Decoder(nn.Module):
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
         make = block_class(spec, build)
-        self.layers = nn.ModuleList(make(index, spec, layer, build) for index, layer in enumerate(spec.layers))
+        self.layers = nn.ModuleList(
+            make(index, spec, layer, build.at(f"layers.{index}")) for index, layer in enumerate(spec.layers)
+        )
         self.norm = make_norm(spec.norm, spec.hidden_size, "norm", build)
         self.lm_head = self._make_head()
 
     def _make_head(self) -> Linear:
-        spec, build = self.spec, self.build
-        head = build.column(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=spec.lm_head_bias)
-        if spec.tie_word_embeddings:
-            head.weight = self.embed_tokens.weight
-        return head
+        """The output projection; a tied one multiplies by the weight of the embeddings."""
+        spec, build = self.spec, replace(self.build, path="")
+        method = self.embed_tokens.method if spec.tie_word_embeddings else None
+        return Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, build, bias=spec.lm_head_bias, method=method)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
+    ) -> Tensor:
         """Run the tokens of one step: `token_ids` and `positions`, both int64 `[T]` -> hidden states `[T, hidden]`.
 
         The tokens may belong to any number of requests: all that ties a token to its request is what `attend` does.
         With `wanted` [S], indices of tokens, only their states [S, hidden] are returned, and the last layer computes
-        for the others no more than their keys and values.
+        for the others no more than their keys and values. `adapters`: those of the tokens, and of the wanted ones.
         """
         rotations: list[Rotation] = [table(positions) for table in self.rope_tables] or [(positions, positions)]
         hidden: Tensor = self.embed_tokens(token_ids)
         update: Tensor | None = None
+        inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.rows, adapters.rows)
         for index, (layer, rope) in enumerate(zip(self.layers, self._rope_index, strict=True), 1):
-            last = index == len(self.layers)
-            hidden, update = layer(hidden, update, rotations[rope], attend, wanted if last else None)
+            if index < len(self.layers):
+                hidden, update = layer(hidden, update, rotations[rope], attend, None, inner)
+            else:
+                hidden, update = layer(hidden, update, rotations[rope], attend, wanted, adapters)
         _, normal = self.norm.after(hidden, update)
         return normal
 
@@ -78,25 +89,29 @@ class Decoder(nn.Module):
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def slots(self, stored: Collection[str] = ()) -> dict[str, Slot]:
+    def tensor_targets(self, stored: Collection[str] = ()) -> dict[str, TensorTarget]:
         """Map the names of a Llama-style checkpoint to where each tensor goes.
 
         Modules that a checkpoint may store fused are listed fused if those names are among `stored`.
         """
-        return dict(self._slots(stored))
+        targets: dict[str, TensorTarget] = {}
+        for module in self.loadables():
+            prefix = f"{module.path}." if module.path else ""
+            fused = module.fused_parts()
+            parts = fused if any(prefix + name in stored for name in fused) else module.parts()
+            targets |= {prefix + name: TensorTarget(shape, partial(module.load, name)) for name, shape in parts.items()}
+        return targets
 
-    def _slots(self, stored: Collection[str]) -> Iterator[tuple[str, Slot]]:
-        for path, module in self.named_modules():
-            if isinstance(module, Loadable):
-                prefix = _checkpoint_prefix(path)
-                fused = module.fused_parts()
-                parts = fused if any(prefix + name in stored for name in fused) else module.parts()
-                for name, shape in parts.items():
-                    if not (self.spec.tie_word_embeddings and name == "lm_head.weight"):
-                        yield prefix + name, Slot(shape, partial(module.load, name))
+    def loadables(self) -> Iterator[Loadable]:
+        """The modules that take weights from a checkpoint."""
+        return (module for module in self.modules() if isinstance(module, Loadable))
 
+    def finish(self) -> None:
+        """All weights are loaded: store them as their products want them."""
+        for module in self.loadables():
+            module.finish()
 
-def _checkpoint_prefix(path: str) -> str:
-    """What precedes the part names of the module at `path`; norms of queries and keys count as the attention's own."""
-    parent = path.rpartition(".")[0].removesuffix(".norm_before").removesuffix(".norm_after")
-    return "" if path == "lm_head" else f"model.{parent}." if parent else "model."
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are loaded."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())

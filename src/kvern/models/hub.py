@@ -6,10 +6,10 @@ import os
 import sys
 from pathlib import Path
 
+from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
-DEFAULT_MODEL = "kvern-12m"
 NEEDED_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
 OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
 

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.files import read_object
 from kvern.layers.build import Build
-from kvern.layers.linear import Multiply
-from kvern.layers.norm import HeadNorm, Norm
-from kvern.layers.packed_linear import pack_linears
+from kvern.layers.linear_format import LinearFormat, linear_methods
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
-from kvern.models.decoder import Decoder, Slot
+from kvern.models.decoder import Decoder, TensorTarget
 from kvern.models.registry import spec_from_config
 
 DTYPES = {
@@ -58,23 +56,19 @@ def load_model(
     max_model_len: int | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
     kernels: frozenset[str] = frozenset(),
-    multiply: Multiply | None = None,
+    unquantized: LinearFormat | None = None,
     deterministic: bool = False,
 ) -> Decoder:
     """Build the model of a folder and load its weights.
 
     `dtype` "auto" is the checkpoint's. `max_model_len` is the longest sequence in tokens (None: all the model has
-    positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file. `kernels`, `multiply`
-    and `deterministic` are those of `Build`.
+    positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file. `unquantized` is how
+    plain weights multiply (None: PyTorch). `kernels` and `deterministic` are those of `Build`.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
     config = read_config(folder)
-    if quantization := config.get("quantization_config"):
-        method = str(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)[:60]
-        raise UnsupportedModel(
-            f"{folder} is quantized by {method!r}; kvern loads float32, float16 and bfloat16 weights"
-        )
+    linear = linear_methods(config, unquantized or Unquantized())
     spec = spec_from_config(config)
     stored = [] if load_format == "dummy" else read_headers(folder)
     length = max_model_len or spec.max_position_embeddings
@@ -83,7 +77,7 @@ def load_model(
         torch.device(device),
         length,
         kernels,
-        multiply,
+        linear,
         deterministic,
     )
     _check_sizes(spec, build, folder, None if load_format == "dummy" else stored)
@@ -92,8 +86,7 @@ def load_model(
         fill_random(decoder)
     else:
         _load(decoder, folder, stored)
-    if multiply is None:
-        pack_linears(decoder.layers)
+    decoder.finish()
     return decoder.eval()
 
 
@@ -107,11 +100,11 @@ def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[Store
             f"weights in {folder} do not fit config.json: {len(stored)} tensors for {len(spec.layers)} layers"
         )
     layers = tuple(replace(layer, rope=None) for layer in spec.layers)
-    outline = Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1))
+    outline = Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
     if stored is not None:
         _assign(outline, folder, stored)
     if build.device.type == "cpu":
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
+        weights = outline.weight_bytes
         rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if weights + 2 * rotations > memory:
@@ -151,7 +144,7 @@ class _Assignment:
     """A stored tensor and where it goes."""
 
     tensor: StoredTensor
-    slot: Slot
+    target: TensorTarget
     rename: Rename | None
 
 
@@ -167,7 +160,7 @@ def _load(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> None:
 def _copy(spec: ModelSpec, assignment: _Assignment, data: Any) -> None:
     transform = assignment.rename.transform if assignment.rename else None
     for first_row, rows in assignment.tensor.runs(data, whole=transform is not None):
-        assignment.slot.load(transform(rows, spec) if transform else rows, first_row)
+        assignment.target.load(transform(rows, spec) if transform else rows, first_row)
 
 
 def llama_name(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None]:
@@ -181,18 +174,18 @@ def llama_name(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None
 
 
 def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[_Assignment]:
-    """Pair stored tensors with slots; CorruptCheckpoint lists all that are missing, unexpected or misshapen."""
+    """Pair stored tensors with their targets; CorruptCheckpoint lists all that are missing, unexpected or misshapen."""
     spec = decoder.spec
     names = {tensor.name: llama_name(tensor.name, spec.renames) for tensor in stored}
-    slots = decoder.slots({name for name, _ in names.values()})
+    targets = decoder.tensor_targets({name for name, _ in names.values()})
     harmless = re.compile(
-        "|".join((*HARMLESS, *spec.ignored, *(("^lm_head.weight$",) if spec.tie_word_embeddings else ())))
+        "|".join((*HARMLESS, *spec.ignored, *((r"^lm_head\.(?!bias$)",) if spec.tie_word_embeddings else ())))
     )
-    result, extra, misshapen, missing = [], [], [], dict(slots)
+    result, extra, misshapen, missing = [], [], [], dict(targets)
     for tensor in stored:
         name, rename = names[tensor.name]
-        slot = slots.get(name)
-        if slot is None:
+        target = targets.get(name)
+        if target is None:
             extra += [] if harmless.search(tensor.name) else [f"{tensor.name} {list(tensor.shape)}"]
             continue
         missing.pop(name, None)
@@ -200,15 +193,15 @@ def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[
             shape = _shape(tensor, rename, spec)
         except (RuntimeError, LookupError, ValueError):  # no shape that can be reordered
             shape = None
-        if shape != slot.shape:
+        if shape != target.shape:
             misshapen.append(
-                f"{tensor.name} has {list(shape or tensor.shape)}, the configuration asks for {list(slot.shape)}"
+                f"{tensor.name} has {list(shape or tensor.shape)}, the configuration asks for {list(target.shape)}"
             )
-        result.append(_Assignment(tensor, slot, rename))
+        result.append(_Assignment(tensor, target, rename))
     _report(
         folder,
         {
-            "missing": [f"{name} {list(slot.shape)}" for name, slot in missing.items()],
+            "missing": [f"{name} {list(target.shape)}" for name, target in missing.items()],
             "misshapen": misshapen,
             "unexpected": extra,
         },
@@ -237,10 +230,5 @@ def _summaries(faults: Mapping[str, list[str]]) -> Iterator[str]:
 def fill_random(decoder: Decoder) -> None:
     """Seeded weights of small spread, norms of one: what speed and memory can be measured with."""
     with torch.no_grad():
-        for index, parameter in enumerate(decoder.parameters()):
-            generator = torch.Generator(parameter.device).manual_seed(index)
-            nn.init.uniform_(parameter, -0.035, 0.035, generator=generator)
-        for module in decoder.modules():
-            if isinstance(module, Norm | HeadNorm):
-                for name, shape in module.parts().items():
-                    module.load(name, torch.ones(shape))
+        for index, module in enumerate(decoder.loadables()):
+            module.fill_random(torch.Generator(decoder.build.device).manual_seed(index))

@@ -14,7 +14,7 @@ def candidate_count(request: NewRequest) -> int:
     """Next tokens of a beam that can matter: as many as beams go on, and before them those that may end it."""
     params = request.params
     width = params.beam_width or 0
-    return width + (width if params.stop_strings else 0) + len(request.stop_token_ids)
+    return width + (width if params.stop_strings else 0) + len(request.spec.stop_token_ids)
 
 
 @dataclass(frozen=True)

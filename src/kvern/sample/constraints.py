@@ -14,7 +14,7 @@ BANNED = float("-inf")
 def is_constrained(request: NewRequest) -> bool:
     """Whether the request uses anything of this module but penalties."""
     params = request.params
-    return bool(params.allowed_token_ids or params.logit_bias or request.bad_word_ids or params.min_tokens)
+    return bool(params.allowed_token_ids or params.logit_bias or request.spec.bad_word_ids or params.min_tokens)
 
 
 def is_penalized(request: NewRequest) -> bool:
@@ -45,7 +45,7 @@ def constrain(
 
 def _penalize(logits: torch.Tensor, rows: BatchRows, slot: int, position: int, exact: torch.Tensor | None) -> None:
     tokens = rows.tokens[slot, :position].long()
-    length = rows.request(slot).prompt_length
+    length = rows.request(slot).spec.prompt_length
     weights = torch.ones_like(tokens[length:], dtype=logits.dtype)
     if exact is not None:
         known = torch.arange(position, device=tokens.device) < exact
@@ -70,11 +70,11 @@ def _constrain_row(
         kept = logits[allowed]
         logits.fill_(BANNED)
         logits[allowed] = kept
-    if params.min_tokens and request.stop_token_ids:
+    if params.min_tokens and request.spec.stop_token_ids:
         _ban_ends(logits, request, position, exact)
-    for word in request.bad_word_ids:
+    for word in request.spec.bad_word_ids:
         head = word[:-1]
-        if len(head) > position - request.prompt_length:
+        if len(head) > position - request.spec.prompt_length:
             continue
         last = logits[word[-1] : word[-1] + 1]
         if head:
@@ -85,10 +85,10 @@ def _constrain_row(
 
 def _ban_ends(logits: torch.Tensor, request: NewRequest, position: int, exact: torch.Tensor | None) -> None:
     """Ban what would end the answer before `min_tokens`."""
-    first = request.prompt_length + request.params.min_tokens
+    first = request.spec.prompt_length + request.params.min_tokens
     if position >= first and exact is None:
         return
-    ids = upload(list(request.stop_token_ids), torch.int64, logits.device)
+    ids = upload(list(request.spec.stop_token_ids), torch.int64, logits.device)
     if exact is None:
         logits.index_fill_(0, ids, BANNED)
     else:
@@ -103,4 +103,4 @@ def _ends_with(
         return (tokens[len(tokens) - len(head) :] == head).all()
     first = exact - len(head)
     places = (first + torch.arange(len(head), device=tokens.device)).clamp_(min=0)
-    return (tokens[places] == head).all() & (first >= request.prompt_length)
+    return (tokens[places] == head).all() & (first >= request.spec.prompt_length)

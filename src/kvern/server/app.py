@@ -52,23 +52,18 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Server:
-    """The handlers, and the engines behind them, each with the names of its model."""
+    """The handlers, and the engines behind them, one for each model."""
 
-    def __init__(
-        self,
-        engines: Sequence[tuple[EngineClient, Sequence[str]]],
-        config: ServerConfig,
-        keys: Sequence[ApiKey] = (),
-    ) -> None:
+    def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: Sequence[ApiKey] = ()) -> None:
         self._keys = keys
-        self.service = Service(engines, config, keys)
+        self.service = Service(clients, config, keys)
         self.completions = Completions(self.service)
         self.embeddings = Embeddings(self.service)
         self.scores = Scores(self.service)
         self.store = Store(config.data_dir or default_folder(), config.disk_per_key, config.disk_reserve)
         answerers = {path: self.completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
-        width = sum(client.max_batch_requests for client, _ in engines)
+        width = sum(client.ready.max_batch_requests for client in clients)
         self.batches = Batches(self.store, self.service.users, answerers, width)
         self.started = int(time.time())
 
@@ -183,10 +178,12 @@ class Server:
         with engine.admission.enter(request.state.key):
             if "messages" in body:
                 variables, tools = template_variables(body), read_tools(typed(body, "tools", list, None)).definitions
-                token_ids = await client.chat_prompt(plain_messages(body["messages"]), list(tools) or None, variables)
+                token_ids = await client.inputs.chat_prompt(
+                    plain_messages(body["messages"]), list(tools) or None, variables
+                )
             else:
                 special = typed(body, "add_special_tokens", bool, True)
-                token_ids = await client.encode(typed(body, "prompt", str, ""), special)
+                token_ids = await client.inputs.encode(typed(body, "prompt", str, ""), special)
         with_texts = typed(body, "return_token_strs", bool, False)
         let_go(request, body)
         answer: dict[str, Any] = {
@@ -210,7 +207,7 @@ class Server:
         if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise HttpError(400, "tokens must be a list of token ids", param="tokens")
         with engine.admission.enter(request.state.key):
-            return json_response({"prompt": await engine.client.decode(tokens)})
+            return json_response({"prompt": await engine.client.inputs.decode(tokens)})
 
 
 def _walled(app: ASGIApp) -> ASGIApp:

@@ -1,7 +1,5 @@
 """The engines that a server has, one for each model, and the names by which each is asked."""
 
-from collections.abc import Sequence
-
 from kvern.api.conversation import ChatBody
 from kvern.engine.client import EngineClient
 from kvern.sampling_params import SamplingParams
@@ -13,20 +11,19 @@ from kvern.tools.chat import ChatRequest
 class ServedEngine:
     """The engine of one model, which answers for the model's names and for those of its adapters."""
 
-    def __init__(self, client: EngineClient, names: Sequence[str], admission: Admission) -> None:
+    def __init__(self, client: EngineClient, admission: Admission) -> None:
         self.client = client
-        self.models = tuple(names)
-        """The model's names: at least one."""
+        self.models = client.names
         self.admission = admission
 
     @property
     def names(self) -> list[str]:
         """What `model` may be for this engine to answer."""
-        return [*self.models, *(adapter.name for adapter in self.client.adapters.all())]
+        return [*self.models, *(adapter.name for adapter in self.client.adapters.names.all())]
 
     def answers_for(self, name: str) -> bool:
         """The name is the model's, or that of one of its adapters."""
-        return name in self.models or name in self.client.adapters
+        return name in self.models or name in self.client.adapters.names
 
     def adapter_of(self, name: str) -> str | None:
         """The adapter that a name means; None for the model as it is."""
@@ -37,7 +34,7 @@ class ServedEngine:
 
         Raises InvalidRequest, InvalidParameter or ServerBusy.
         """
-        return await self.client.chat(
+        return await self.client.inputs.chat(
             conversation.messages,
             params,
             conversation.use,

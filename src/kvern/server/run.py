@@ -48,8 +48,8 @@ async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str],
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
-        async with EngineClient(config, config.engine_timeout, config.model_names) as client:
-            application = Server([(client, config.model_names)], server, keys)
+        async with EngineClient(config) as client:
+            application = Server([client], server, keys)
             await application.batches.resume()
             http = HttpServer(
                 uvicorn.Config(
@@ -69,11 +69,11 @@ async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str],
                 )
             )
             gc.freeze()  # what is there now stays: collections need not look at it
-            say(f"started in {client.report}")
+            say(f"started in {client.ready.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
             if not keys and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
-            say(f"serving {config.model_names[0]} on {shown_address(listener, server)}")
+            say(f"serving {client.names[0]} on {shown_address(listener, server)}")
             await http.serve(sockets=[listener])
             await application.batches.stop()
 

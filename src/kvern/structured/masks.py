@@ -70,15 +70,15 @@ class GrammarRows:
         bound = []
         for request in joined:
             self._leave(request.slot)
-            if request.grammar is not None:
+            if request.spec.grammar is not None:
                 bound.append(request)
         if not self._expected:
             self._keep()
-        taken = self._store.take([request.grammar or "" for request in bound])
+        taken = self._store.take([request.spec.grammar or "" for request in bound])
         self._computed = time.thread_time()
         for request, matcher in zip(bound, taken, strict=True):
-            self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.grammar or ""
-            self._timed(matcher, matcher.consume_tokens, request.token_ids[request.prompt_length :])
+            self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.spec.grammar or ""
+            self._timed(matcher, matcher.consume_tokens, request.token_ids[request.spec.prompt_length :])
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs, in a thread; None: it is there."""

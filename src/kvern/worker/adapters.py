@@ -6,6 +6,7 @@ from kvern.adapters.bank import AdapterBank
 from kvern.adapters.store import AdapterStore
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
+from kvern.layers.attention import StepAdapters
 
 
 class Adapters:
@@ -20,10 +21,10 @@ class Adapters:
         for slot, key in loads:
             self.bank.load(slot, self._store[key])
 
-    def select(self, rows: BatchRows, batch: InputBatch, sampled_alone: bool) -> None:
-        """Before a step: which adapter each of its tokens uses, and each token that is sampled from."""
+    def select(self, rows: BatchRows, batch: InputBatch, sampled_alone: bool) -> StepAdapters:
+        """Which adapter each token of a step uses, and each token that is sampled from."""
         sampled = self.slots(rows, batch.sample_slots) if sampled_alone else None
-        self.bank.select(self.slots(rows, batch.slots), batch.counts, sampled)
+        return self.bank.select(self.slots(rows, batch.slots), batch.counts, sampled)
 
     def slots(self, rows: BatchRows, slots: Sequence[int]) -> list[int]:
         """Of the requests in these rows of the batch; -1 for those without an adapter."""

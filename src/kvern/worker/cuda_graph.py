@@ -15,9 +15,10 @@ from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.transfer import upload
-from kvern.kernels.attention import SharedPrefix
+from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
+from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.step import NewRequest
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes, tiles_for
@@ -230,9 +231,9 @@ class DecodeGraphs:
             tiles=(requests, zeros),
             shared=shared,
         )
-        if self._adapters is not None:
-            self._adapters.select_decodes(rows.adapters.index_select(0, slots) if adapted else None)
-        hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
+        places = rows.adapters.index_select(0, slots) if adapted else None
+        adapters = NO_ADAPTERS if places is None else StepAdapters(places, places)
+        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters)
         if filtered is None:
             return hidden, next_positions
         logits = self._decoder.logits(hidden, upcast=False)

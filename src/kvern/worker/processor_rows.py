@@ -70,7 +70,7 @@ class ProcessorRows:
                 for name in self._members[request.slot]:
                     try:
                         values = arguments(self._kinds[name], asked[name])
-                        taken = ProcessedRequest(values, tuple(request.token_ids), request.prompt_length)
+                        taken = ProcessedRequest(values, tuple(request.token_ids), request.spec.prompt_length)
                         self._processors[name].join(request.slot, taken)
                     except Exception as error:  # the package's own
                         self._failed[request.slot] = _failure(name, error)

@@ -135,7 +135,7 @@ def embeddings(
     rows: BatchRows, slots: Sequence[int], hidden: torch.Tensor
 ) -> tuple[Sequence[int], torch.Tensor] | None:
     """Slots [E] and states [E, hidden] of those among the sampling `slots` [S] that want theirs, of `hidden` [S]."""
-    wanted = [index for index, slot in enumerate(slots) if rows.request(slot).embed]
+    wanted = [index for index, slot in enumerate(slots) if rows.request(slot).spec.embed]
     if not wanted:
         return None
     return [slots[index] for index in wanted], hidden[upload(wanted, torch.int64, hidden.device)]
@@ -156,7 +156,7 @@ def prompt_runs(rows: BatchRows, batch: InputBatch) -> list[PromptRun]:
         wanted = request.params.prompt_logprobs
         if wanted is not None:
             predicted = max(start + 1, request.params.prompt_logprobs_from)
-            tokens = request.token_ids[predicted : min(start + count + 1, request.prompt_length)]
+            tokens = request.token_ids[predicted : min(start + count + 1, request.spec.prompt_length)]
             if tokens:
                 runs.append(PromptRun(place, first + predicted - 1 - start, tokens, wanted))
         first += count

@@ -7,6 +7,7 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
+from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import constrain, is_constrained, is_penalized
@@ -60,9 +61,10 @@ class ModelRunner:
         batch = build_input_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         wanted = tokens_wanted(batch, runs)
+        adapters = NO_ADAPTERS
         if self._adapters is not None:
-            self._adapters.select(self._rows, batch, wanted is not None)
-        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
+            adapters = self._adapters.select(self._rows, batch, wanted is not None)
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted, adapters)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)

@@ -6,9 +6,9 @@ from kvern.models.registry import Config, register_family
 
 RENAMES = (
     Rename(r"\.block_sparse_moe\.", ".mlp."),
-    Rename(r"\.w1\.weight$", ".gate_proj.weight"),
-    Rename(r"\.w3\.weight$", ".up_proj.weight"),
-    Rename(r"\.w2\.weight$", ".down_proj.weight"),
+    Rename(r"\.w1\.", ".gate_proj."),
+    Rename(r"\.w3\.", ".up_proj."),
+    Rename(r"\.w2\.", ".down_proj."),
 )
 
 

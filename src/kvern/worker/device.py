@@ -8,21 +8,20 @@ import torch
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
+from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
+from kvern.worker.plan import LARGEST_HEAD
 
-LARGEST_HEAD = 256
-"""Of the Triton attention: larger heads do not fit into registers."""
 GIGABYTE = 1e9
 
 
-def resolve_device(config: EngineConfig) -> torch.device:
-    """The configured device, if this machine has it. Raises ConfigError."""
+def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """The configured device of a rank, if this machine has it. Raises ConfigError."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is cuda, but {missing_gpu()}")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
 
 def missing_gpu() -> str:
@@ -65,19 +64,20 @@ def check_head_dim(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of the model's weights, from its description alone."""
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods) -> int:
+    """Bytes of the model's weights, from its description and how they are stored."""
     # Tables of rotations are no weights, and arithmetic without data makes PyTorch import its compiler, for seconds.
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
-    meta = Decoder(dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1))
-    return sum(parameter.numel() * parameter.element_size() for parameter in meta.parameters())
+    return Decoder(
+        dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=linear)
+    ).weight_bytes
 
 
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device, linear: LinearMethods) -> None:
     """Raise ConfigError if the GPU's free memory does not hold the weights."""
     if device.type != "cuda":
         return
-    needed = weight_bytes(spec, dtype)
+    needed = weight_bytes(spec, dtype, linear)
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         fits = free / dtype.itemsize / 1e9

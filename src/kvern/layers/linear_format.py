@@ -1,0 +1,115 @@
+"""How a model's weights are stored: which `LinearMethod` each layer gets, by its path, and who registers formats.
+
+A format is one file with a `LinearFormat` and a function, registered under the `quant_method` of the
+`quantization_config` in config.json: by the decorator `register_linear_method`, or by an entry point of the group
+`kvern.linear_methods` of that name.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from kvern.errors import ConfigError, KvernError, UnsupportedModel
+from kvern.files import reason
+from kvern.layers.experts import Experts, SeparateExperts
+from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.model_spec import MoeSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+
+ENTRY_POINT_GROUP = "kvern.linear_methods"
+OWN_FORMATS: tuple[str, ...] = ()
+"""kvern's modules that register formats; they are imported when a configuration asks for one."""
+
+
+class LinearFormat(ABC):
+    """Makes the methods of the layers whose weights are stored in one way."""
+
+    @abstractmethod
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        """Of a matrix that is multiplied."""
+
+    def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        """Of a matrix whose rows are also looked up."""
+        return self.linear(shape, build)
+
+    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
+        """Of a mixture of experts. Formats with a product for all experts at once make their own."""
+        return SeparateExperts(hidden_size, spec, build, self)
+
+
+@dataclass(frozen=True)
+class LinearMethods:
+    """The format of each layer: that of the first of `rules`, (regular expression, format), found in its path.
+
+    Paths are those of a Llama-style checkpoint: "model.layers.3.mlp.down_proj", "model.layers.3.mlp.experts",
+    "model.embed_tokens", "lm_head".
+    """
+
+    default: LinearFormat
+    rules: tuple[tuple[re.Pattern[str], LinearFormat], ...] = ()
+
+    def of(self, paths: Iterable[str]) -> LinearFormat:
+        """The format of a matrix that the checkpoint's tensors of these paths make up. Raises UnsupportedModel."""
+        formats = {path: self._of(path) for path in paths}
+        if len(set(map(id, formats.values()))) > 1:
+            names = ", ".join(f"{path} {type(item).__name__}" for path, item in formats.items())
+            raise UnsupportedModel(f"one product needs weights stored in one way: {names}")
+        return next(iter(formats.values()))
+
+    def _of(self, path: str) -> LinearFormat:
+        return next((item for pattern, item in self.rules if pattern.search(path)), self.default)
+
+
+MakeMethods = Callable[[Mapping[str, Any], LinearFormat], LinearMethods]
+"""`(quantization_config, the format of unquantized weights on this device) -> LinearMethods`."""
+
+LINEAR_METHODS: dict[str, MakeMethods] = {}
+
+
+def register_linear_method(name: str) -> Callable[[MakeMethods], MakeMethods]:
+    """Register the decorated function under a `quant_method`. Raises ConfigError if another holds the name."""
+
+    def register(make: MakeMethods) -> MakeMethods:
+        if LINEAR_METHODS.setdefault(name, make) is not make:
+            raise ConfigError(f"linear method {name!r} is registered already, by {LINEAR_METHODS[name].__module__}")
+        return make
+
+    return register
+
+
+def linear_methods(config: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
+    """How the weights of the model of a `config.json` are stored; `unquantized` is for those that are plain.
+
+    Raises UnsupportedModel if its `quantization_config` is of no registered kind, or cannot be read as one.
+    """
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return LinearMethods(unquantized)
+    name = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    make = _find(name) if isinstance(name, str) else None
+    if make is None:
+        raise UnsupportedModel(
+            f"the model is quantized by {str(name)[:60]!r}; kvern loads float32, float16 and bfloat16 weights, and "
+            f"what is registered: {', '.join(sorted(LINEAR_METHODS)) or 'nothing yet'}"
+        )
+    try:
+        return make(quantization, unquantized)
+    except KvernError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError, re.error) as error:
+        raise UnsupportedModel(f"quantization_config cannot be read as {name!r:.60}: {reason(error)}") from error
+
+
+def _find(name: str) -> MakeMethods | None:
+    for module in OWN_FORMATS:
+        import_module(module)
+    if name not in LINEAR_METHODS:
+        for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            LINEAR_METHODS.setdefault(name, entry.load())
+    return LINEAR_METHODS.get(name)

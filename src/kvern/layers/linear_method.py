@@ -1,0 +1,165 @@
+"""How one weight matrix is stored, loaded and multiplied: the seam between layers and formats of weights.
+
+A layer owns a `LinearMethod` and knows nothing else of its weight. What a checkpoint holds of a matrix is described by
+`TensorLayout`s, from which follow the parameters, the shapes of each part, and where rows, parts and shards go.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvern.layers.module import Module
+
+if TYPE_CHECKING:
+    from kvern.kernels.linear import Around
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+"""`(x [T, inputs], bias [outputs] | None) -> [T, outputs]`."""
+
+RANDOM_SPREAD = 0.035
+
+
+class LinearShape(NamedTuple):
+    """A matrix that multiplies rows of `dtype` on `device`."""
+
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class RowProduct(Protocol):
+    """The product of a single row, with what is around it."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None, around: "Around" = ...) -> Tensor:
+        """`x [1, inputs] -> [1, outputs]`; `around`: nothing, a norm, an activation or a residual."""
+
+
+class Axis(NamedTuple):
+    """A dimension of a stored tensor: an entry for each `per` outputs or inputs; for "others" it has `per` entries."""
+
+    of: Literal["outputs", "inputs", "others"]
+    per: int = 1
+
+
+OUTPUTS, INPUTS = Axis("outputs"), Axis("inputs")
+
+
+class TensorLayout(NamedTuple):
+    """A tensor that a checkpoint holds for a matrix, and the parameter it is read into."""
+
+    dtype: torch.dtype
+    axes: tuple[Axis, ...]
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Of the tensor of a matrix, or of a part of one."""
+        counts = {"outputs": outputs, "inputs": inputs}
+        return tuple(-(-counts[axis.of] // axis.per) if axis.of in counts else axis.per for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a checkpoint, as "k_proj", within a matrix: its outputs begin at the matrix's output `first`.
+
+    `outputs` and `inputs` are those of the part that the matrix holds: all, or the slice of a shard.
+    """
+
+    first: int
+    outputs: range
+    inputs: range
+
+
+def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, first_row: int) -> None:
+    """Copy into a matrix's `target` what `part` takes of `tensor`: rows, from `first_row` on, of the part's tensor."""
+    for dim, (of, per) in enumerate(layout.axes):
+        begin = first_row if dim == 0 else 0
+        first, end, place = begin, begin + tensor.shape[dim], 0
+        if of != "others":
+            wanted = part.outputs if of == "outputs" else part.inputs
+            place = (part.first // per if of == "outputs" else 0) - wanted.start // per
+            first, end = max(first, wanted.start // per), min(end, -(-wanted.stop // per))
+        if first >= end:
+            return
+        tensor = tensor.narrow(dim, first - begin, end - first)
+        target = target.narrow(dim, place + first, end - first)
+    target.copy_(tensor)
+
+
+def fill_random(parameter: Tensor, generator: torch.Generator) -> None:
+    """Numbers of small spread, or any integers, in place."""
+    if not parameter.is_floating_point():
+        parameter.random_(generator=generator)
+    elif parameter.element_size() > 1:
+        nn.init.uniform_(parameter, -RANDOM_SPREAD, RANDOM_SPREAD, generator=generator)
+    else:
+        numbers = torch.empty(parameter.shape, device=parameter.device)
+        parameter.copy_(nn.init.uniform_(numbers, -RANDOM_SPREAD, RANDOM_SPREAD, generator=generator))
+
+
+class LinearMethod(Module, ABC):
+    """One weight matrix `[outputs, inputs]`: what is stored of it, and the products with it.
+
+    A format says with `layouts` what it stores, and with `multiply` and `dequantize` what that means; whatever else is
+    here has an answer that is right for all formats, and that a format may better.
+    """
+
+    name: str
+    """Of the format, in the keys of measurements."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__()
+        self.shape = shape
+        for kind, layout in self.layouts().items():
+            data = torch.empty(layout.shape(shape.outputs, shape.inputs), dtype=layout.dtype, device=shape.device)
+            setattr(self, kind, nn.Parameter(data, requires_grad=False))
+
+    @abstractmethod
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """What a checkpoint holds, by the ending of its tensors' names; a parameter of each name is made for it."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x [T, inputs] -> [T, outputs]` in the dtype of x, with `bias [outputs]` added."""
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """The plain matrix `[outputs, inputs]` in the shape's dtype, not to be written to: it may be what is stored."""
+
+    def cuts(self) -> tuple[int, int]:
+        """Parts begin, and shards are cut, at multiples of so many outputs and inputs."""
+        axes = [axis for layout in self.layouts().values() for axis in layout.axes]
+        outputs, inputs = (math.lcm(*(axis.per for axis in axes if axis.of == of)) for of in ("outputs", "inputs"))
+        return outputs, inputs
+
+    def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
+        """Take what `part` has of `tensor`: rows, from `first_row` on, of the part's tensor; any dtype and device."""
+        copy_part(self.layouts()[kind], getattr(self, kind), tensor, part, first_row)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        """Weights to measure speed and memory with, instead of `load`."""
+        for parameter in self.parameters():
+            fill_random(parameter, generator)
+
+    def finish(self) -> None:
+        """All is loaded: store it as the products want it. Nothing is loaded afterwards."""
+
+    def row_product(self) -> RowProduct | None:
+        """The product of a single row in one launch with what is around it; None: the parts of a layer run alone."""
+        return None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The rows `ids [T]` int64 of the matrix: `[T, inputs]`. A format that stores embeddings reads those alone."""
+        return F.embedding(ids, self.dequantize())
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
+        """What is to be timed: by the most rows that they are for, ways to multiply by their plain descriptions."""
+        return {}
+
+    def choose(self, rows: int, candidate: Hashable) -> None:
+        """Use one of the `candidates` for up to so many rows."""

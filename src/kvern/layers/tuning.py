@@ -1,0 +1,63 @@
+"""Choosing how each linear layer multiplies, by timing what its method offers over the model's own weights."""
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import nn
+
+from kvern.layers.linear import Weighted
+
+TIMED_LAYERS = 8
+"""Of those alike: enough that no weight stays in the L2 cache."""
+
+
+def tune(
+    model: nn.Module, time: Callable[[list[Callable[[], object]]], float], known: Mapping[str, object]
+) -> dict[str, object]:
+    """Choose for every kind of linear layer of the model. Returns what was timed because it was not `known`.
+
+    `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
+    values of what is known are plain, to be kept in a file.
+    """
+    timed: dict[str, object] = {}
+    for key, layers in _alike(model).items():
+        shape = layers[0].method.shape
+        offers = [layer.method.candidates() for layer in islice(layers, TIMED_LAYERS)]
+        for rows, candidates in offers[0].items():
+            choice = _plain(known.get(f"{key}, {rows} rows", ()))
+            if choice not in candidates:
+                x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device)
+                durations = {
+                    candidate: time(
+                        [
+                            partial(offer[rows][candidate], x, layer.bias)
+                            for offer, layer in zip(offers, layers, strict=False)
+                        ]
+                    )
+                    for candidate in candidates
+                }
+                choice = min(durations, key=lambda candidate: durations[candidate])
+                timed[f"{key}, {rows} rows"] = choice
+            for layer in layers:
+                layer.method.choose(rows, choice)
+    return timed
+
+
+def _plain(stored: object) -> Hashable:
+    """A candidate as it was before it was kept in a file; anything else is none."""
+    if isinstance(stored, list):
+        return tuple(item for item in stored if isinstance(item, Hashable))
+    return stored if isinstance(stored, Hashable) else ()
+
+
+def _alike(model: nn.Module) -> dict[str, list[Weighted]]:
+    """Layers whose weights are stored alike and have one shape."""
+    kinds: dict[str, list[Weighted]] = {}
+    for layer in model.modules():
+        if isinstance(layer, Weighted):
+            shape = layer.method.shape
+            key = f"{layer.method.name}, {shape.outputs} x {shape.inputs}, {shape.dtype}"
+            kinds.setdefault(key, []).append(layer)
+    return kinds

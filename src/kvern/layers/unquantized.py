@@ -1,0 +1,97 @@
+"""Weights as they are: multiplied by PyTorch, on a CPU packed for oneDNN."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern.layers.experts import Experts, StackedExperts
+from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout
+from kvern.model_spec import MoeSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`(x [T, inputs], weight [outputs, inputs], bias [outputs] | None) -> [T, outputs]`."""
+
+
+def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Few rows with the weight as the left factor: oneDNN reorders the right one of bfloat16 factors at every call."""
+    if x.shape[0] == 1:
+        row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
+        return row.unsqueeze(0)
+    if x.dtype != torch.bfloat16 or x.shape[0] > weight.shape[0]:
+        return F.linear(x, weight, bias)
+    product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
+    return product.t()
+
+
+class UnquantizedMethod(LinearMethod):
+    """`weight [outputs, inputs]` in the dtype of the activations."""
+
+    name = "unquantized"
+    weight: Tensor
+
+    def __init__(self, shape: LinearShape, multiply: Multiply = F.linear) -> None:
+        super().__init__(shape)
+        self._multiply = multiply
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        return {"weight": TensorLayout(self.shape.dtype, (OUTPUTS, INPUTS))}
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._multiply(x, self.weight, bias)
+
+    def dequantize(self) -> Tensor:
+        return self.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class PackedMethod(UnquantizedMethod):
+    """bfloat16 weights on a CPU, kept in oneDNN's own blocked order.
+
+    Plain weights are reordered at every call when several tokens are multiplied, and read in a poor order when there is
+    one; packed ones take about two thirds of the time at any number of tokens.
+    """
+
+    def finish(self) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 1)
+        del self.weight
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return out
+
+    def dequantize(self) -> Tensor:
+        plain: Tensor = self.packed.to_dense()
+        return plain
+
+
+class Unquantized(LinearFormat):
+    """Plain weights, multiplied by `multiply`; without one in the way that suits the device."""
+
+    def __init__(self, multiply: Multiply | None = None) -> None:
+        self.multiply = multiply
+
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        on_cpu = shape.device.type == "cpu" and shape.dtype == torch.bfloat16
+        if self.multiply is None and on_cpu and torch._C._has_mkldnn:
+            return PackedMethod(shape)
+        return self.embedding(shape, build)
+
+    def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        suitable = multiply_on_cpu if shape.device.type == "cpu" else F.linear
+        return UnquantizedMethod(shape, self.multiply or suitable)
+
+    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
+        if "moe" in build.kernels and spec.activation in ("silu", "gelu", "gelu_tanh"):
+            from kvern.layers.fused_moe import FusedExperts
+
+            return FusedExperts(hidden_size, spec, build)
+        return StackedExperts(hidden_size, spec, build)

@@ -1,0 +1,142 @@
+"""Large bodies: refused in time or worked on in turn, while small requests beside them are answered soon."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.raw_requests import (
+    CHAT,
+    MEGABYTE,
+    POST,
+    SCORE,
+    TEXT,
+    connect,
+    form,
+    most_resident,
+    resident,
+    small_requests_are_answered,
+    upload,
+)
+from tests.served import SMALL, Served, eventually, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    data = str(tmp_path_factory.mktemp("data"))
+    with serving(*SMALL, "--request-timeout", "2", "--data-dir", data) as served:
+        yield served
+
+
+MESSAGE = b'{"role":"user","content":"a"}'
+
+
+def many(before: bytes, item: bytes, after: bytes, size: int = 15 * MEGABYTE) -> bytes:
+    return before + b",".join([item] * (size // (len(item) + 1))) + after
+
+
+LARGE: list[tuple[str, str, Callable[[], bytes], str]] = [
+    ("messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}"), "more values than fit"),
+    ("few messages", CHAT, lambda: many(b'{"messages":[', MESSAGE, b"]}", 400_000), "messages holds"),
+    (
+        "parts",
+        CHAT,
+        lambda: many(b'{"messages":[{"role":"user","content":[', b'{"text":"a"}', b"]}]}", 400_000),
+        "parts",
+    ),
+    ("tools", CHAT, lambda: many(b'{"tools":[', b"{}", b"]}", 6000), "tools holds"),
+    ("extra", CHAT, lambda: many(b'{"extra_body":{"messages":[', MESSAGE, b"]}}", 400_000), "messages holds"),
+    ("items", "/v1/responses", lambda: many(b'{"input":[', MESSAGE, b"]}", 400_000), "input holds"),
+    ("ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}"), "more values than fit"),
+    ("a million ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}", 2_000_000), "the prompt has 1000000 tokens"),
+    ("dicts", TEXT, lambda: many(b'{"x":[', b"{}", b"]}"), "more values than fit"),
+    ("a word", TEXT, lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
+    ("a word said", CHAT, lambda: many(b'{"messages":[{"role":"user","content":"', b"a", b'"}]}'), "characters"),
+    ("a word counted", "/tokenize", lambda: b'{"prompt":"' + b"a" * (15 * MEGABYTE) + b'"}', "characters"),
+    ("detokenize", "/detokenize", lambda: many(b'{"tokens":[', b"7", b"]}", 2_000_000), "tokens holds 1000000"),
+    ("braces in a text", TEXT, lambda: b'{"prompt":"' + b'{[:,\\"' * (2 * MEGABYTE) + b'"}', "characters"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
+def test_large_bodies(server: Served, path: str, body: Callable[[], bytes], said: str) -> None:
+    with small_requests_are_answered(server):
+        status, _, content = server.raw("POST", path, body())
+    assert status in (400, 413)
+    assert said in content["error"]["message"]
+
+
+def test_memory_goes_back_after_large_bodies() -> None:
+    """Of several at once, which wait for each other."""
+    with serving(*SMALL) as server:
+        server.raw("POST", TEXT, b'{"prompt": "Once", "max_tokens": 1}')
+        before = resident(server)
+        bodies = [case[2]() for case in LARGE] * 2
+        paths = [case[1] for case in LARGE] * 2
+        threads = [
+            threading.Thread(target=server.raw, args=("POST", path, body))
+            for path, body in zip(paths, bodies, strict=True)
+        ]
+        with small_requests_are_answered(server):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert most_resident(server) < before + 500
+        eventually(lambda: resident(server) < before + 250, 60)
+
+
+@pytest.mark.parametrize(
+    ("path", "begin"),
+    [
+        (TEXT, b'{"max_tokens":500,"n":16,"ignore_eos":true,"prompt":"Once'),
+        (SCORE, b'{"continuations":[' + b",".join([b'"%s"' % (b" fox" * 100)] * 256) + b'],"context":"Once'),
+    ],
+    ids=["completions", "scores"],
+)
+def test_large_bodies_do_not_wait_for_answers(server: Served, path: str, begin: bytes) -> None:
+    """More than are worked on at the same time, whose answers take long: another one is read meanwhile."""
+    field = b'","user":"' + b"a" * (15 * MEGABYTE) + b'"}'
+    body = begin + field
+    with contextlib.ExitStack() as connections:
+        for _ in range(8):
+            connection = connections.enter_context(connect(server))
+            connection.sendall(
+                POST.replace(TEXT.encode(), path.encode()) + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+            )
+        assert server.raw("POST", "/tokenize", b'{"prompt":"Once' + field)[2]["count"] == 2
+        assert server.figure("num_requests_running") + server.figure("num_requests_waiting") > 0
+
+
+def test_scores_of_a_long_context_many_times(server: Served) -> None:
+    before = most_resident(server)
+    context, continuations = b"[" + b"7," * 999_999 + b"7]", b"[" + b"[7]," * 999 + b"[7]]"
+    with small_requests_are_answered(server):
+        body = b'{"context":' + context + b',"continuations":' + continuations + b"}"
+        status, _, content = server.raw("POST", SCORE, body)
+    assert status == 400 and "1000001 tokens with its context" in content["error"]["message"]
+    assert most_resident(server) < before + 300
+
+
+def test_a_row_of_a_hundred_megabytes(server: Served) -> None:
+    row = (
+        b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"'
+        + b"a" * (100 * MEGABYTE)
+        + b'"}}'
+    )
+    many_ids = (
+        b'{"custom_id":"b","method":"POST","url":"/v1/completions","body":{"prompt":[' + b"7," * 4_000_000 + b"7]}}"
+    )
+    kind, body = form(content=row + b"\n" + many_ids + b"\n")
+    before = most_resident(server)
+    with small_requests_are_answered(server):
+        file_id = json.loads(upload(server, kind, body).partition(b"\r\n\r\n")[2])["id"]
+        wanted = json.dumps({"input_file_id": file_id, "endpoint": TEXT, "completion_window": "24h"}).encode()
+        batch = server.raw("POST", "/v1/batches", wanted)[2]
+        eventually(lambda: server.raw("GET", f"/v1/batches/{batch['id']}")[2]["status"] == "failed", 60)
+    errors = server.raw("GET", f"/v1/batches/{batch['id']}")[2]["errors"]["data"]
+    assert "more than 16777216 bytes" in errors[0]["message"]
+    assert "more values than fit" in errors[1]["message"]
+    assert most_resident(server) < before + 400
