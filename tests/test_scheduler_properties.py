@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import kvern.engine.core
 from kvern.adapters.slots import AdapterSlots
 from kvern.cache.manager import KVCacheManager
-from kvern.cache.radix import Node, RadixCache
+from kvern.cache.radix import RadixCache
 from kvern.cache.tier import TierTraffic
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
@@ -453,17 +453,6 @@ def blocks_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TierTraffic, "plan", plan_late)
 
 
-def unwritten_blocks_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    save = TierTraffic._save
-
-    def save_all(self: TierTraffic, node: Node) -> None:
-        step, node.step = node.step, 0
-        save(self, node)
-        node.step = step
-
-    monkeypatch.setattr(TierTraffic, "_save", save_all)
-
-
 def lost_saves_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostTier, "lose", lambda self, keys: None)
 
@@ -549,7 +538,6 @@ def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 Mistake = Callable[[pytest.MonkeyPatch], None]
 TIER_MISTAKES: list[Mistake] = [
     blocks_saved_a_step_late,
-    unwritten_blocks_saved,
     lost_saves_believed,
     failed_loads_believed,
     loading_blocks_freed,
