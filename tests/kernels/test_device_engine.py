@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.engine.engine
+import kvern.worker.worker
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.config import EngineConfig
-from kvern.engine.device_factory import build_device_core
-from kvern.engine.startup import Startup
+from kvern.kernel_list import KERNELS
 from kvern.structured_output import StructuredOutput
 from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
@@ -41,15 +39,13 @@ PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45],
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., LLM]:
-    """Makes engines whose batch lives on the device."""
-
-    def build(config: EngineConfig, folder: Path, startup: Startup) -> object:
-        return build_device_core(config, folder, device, startup)
+    """Makes engines whose batch lives on the device, through kernels that all work."""
+    groups = {kernel.group for kernel in KERNELS}
 
     def make(folder: Path, **options: Any) -> LLM:
         with monkeypatch.context() as patched:
-            patched.setattr(kvern.engine.engine, "build_core", build)
-            return LLM(str(folder), **options)
+            patched.setattr(kvern.worker.worker, "usable_kernels", lambda *_: frozenset(groups))
+            return LLM(str(folder), device=device.type, **options)
 
     return make
 
@@ -244,7 +240,7 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, **OPTIONS)
-    decoder = llm._engine.core.executor._runner._decoder
+    decoder = llm._engine.core.executor._worker.runner._decoder
     forward = decoder.forward
 
     def small_card(token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
