@@ -17,8 +17,8 @@ class FailingRunner:
     """Runs steps through the engine's own runner; `where` they fail: "before", "behind" or in the "result"."""
 
     def __init__(self, llm: LLM | AsyncLLM, where: str = "behind") -> None:
-        executor: Any = llm._engine.core.executor
-        self._runner, executor._runner = executor._runner, self
+        worker: Any = llm._engine.core.executor._worker
+        self._runner, worker.runner = worker.runner, self
         self._where = where
         self._limits: dict[int, int] = {}
         self.failures = 0

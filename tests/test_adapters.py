@@ -232,7 +232,7 @@ def test_an_unloaded_adapter_finishes_what_it_began(
         while engine.has_work:
             engine.step()
         assert [output.outputs[0].token_ids for output in outputs] == [expected["all"][0]] * 2
-        assert len(engine.core._store._adapters) == len(KINDS) - 1  # type: ignore[union-attr]
+        assert len(engine.core.executor._worker._store._adapters) == len(KINDS) - 1
 
 
 Spoil = Callable[[Path], None]

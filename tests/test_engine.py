@@ -358,7 +358,7 @@ def test_a_failed_step_leaves_no_half_written_cache(tiny_model: Path, monkeypatc
         prompt = list(range(20, 90))
         expected = llm.generate(prompt, GREEDY)[0].outputs
         llm._engine.core.scheduler.cache.tree.clear()
-        runner = llm._engine.core.executor._runner  # type: ignore[attr-defined]
+        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
         calls, execute = itertools.count(), runner.execute
 
         def interrupted(output: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from training.exam import questions
 from training.text import TASKS
 
-import kvern.kernels.norm
+import kvern.kernel_list.dense
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.errors import ConfigError
 from kvern.structured_output import StructuredOutput
@@ -217,7 +217,7 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     expected = tokens(LLM(device="cpu", **config).generate(prompts, params))
     llm = LLM(device="cuda", **(config | options))
     assert tokens(llm.generate(prompts, params)) == expected
-    graphs = llm._engine.core.executor._runner._graphs._graphs
+    graphs = llm._engine.core.executor._worker.runner._graphs._graphs
     assert any(with_prefix for _, _, with_prefix, _ in graphs) == llm.config.shared_prefix_attention
 
 
@@ -397,7 +397,7 @@ def test_takes_less_of_a_card_that_others_use(tmp_path: Path, caplog: pytest.Log
     folder = write_config(tmp_path, layers=16, hidden=1024)
     llm = LLM(str(folder), device="cuda", load_format="dummy")
     assert "others hold" in caplog.text
-    plan = llm._engine.cache_plan
+    plan = llm._engine.layout
     total = torch.cuda.mem_get_info()[1]
     cache_bytes = plan.blocks * plan.block_size * plan.token_bytes
     assert 0.2 * total < cache_bytes < 0.5 * total
@@ -426,7 +426,7 @@ def test_a_kernel_that_does_not_work_is_left_to_pytorch(
     def broken(*arguments: object) -> torch.Tensor:
         raise RuntimeError("PTX JIT compilation failed")
 
-    monkeypatch.setattr(kvern.kernels.norm, "rms_norm", broken)
+    monkeypatch.setattr(kvern.kernel_list.dense, "rms_norm", broken)
     with caplog.at_level(logging.WARNING):
         llm = LLM(device="cuda", **SMALL)
     assert "the kernels for norm do not work here, PyTorch does their work: PTX JIT compilation failed" in caplog.text

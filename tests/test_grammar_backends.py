@@ -81,6 +81,28 @@ def test_copies_go_their_own_way(grammars: Grammars, tokenizer: Tokenizer) -> No
     assert allowed(grammars, side_by_side=True) == []
 
 
+@pytest.mark.parametrize(
+    "form",
+    [{"regex": "[ab]{2,6}c?"}, {"choice": ["abc", "abx", "xyz"]}, {"json": {"type": "array", "maxItems": 3}}],
+    ids=str,
+)
+def test_tokens_are_taken_back(grammars: Grammars, form: dict[str, Any]) -> None:
+    """As if they had never come, also the one that ended the answer."""
+    grammar, rng = grammars.compile(StructuredOutput(**form)), random.Random(5)
+    for _ in range(4):
+        matcher, states, said = grammars.matcher(grammar), [], []
+        while not matcher.is_stopped() and len(said) < 12:
+            states += allowed(grammars, matcher)
+            said.append(rng.choice(sorted(states[-1])))
+            assert matcher.consume_token(said[-1])
+        for back in range(1, len(said) + 1):
+            copy = matcher.deep_copy()
+            assert copy.rollback(back) and not copy.is_stopped()
+            assert allowed(grammars, copy) == [states[-back]], f"{back} of {said} taken back"
+            assert copy.consume_tokens(said[-back:]) and copy.is_stopped() == matcher.is_stopped()
+        assert not matcher.rollback(len(said) + 1) and matcher.is_error() and matcher.get_error()
+
+
 def test_a_token_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
     matcher = grammars.matcher(grammars.compile(StructuredOutput(choice=["abc"])))
     [x] = tokenizer.encode("x", add_special_tokens=False)

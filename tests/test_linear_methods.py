@@ -121,8 +121,8 @@ def test_adapters_add_to_any_format(tmp_path: Path) -> None:
     assert (found[0] - found[1]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("rule", ["_chosen", "_all"])
-def test_stacked_experts_of_a_format_agree_with_separate_ones(rule: str) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_stacked_experts_of_a_format_agree_with_separate_ones(waits: bool) -> None:
     """As a checkpoint stores them in one tensor; and both ways to multiply, one of which waits for no device."""
     spec, build = MoeSpec(5, 2, 12), Build(torch.float32, CPU, 16)
     stacked, separate = (ScaledRows().experts(8, spec, build) for _ in range(2))
@@ -147,7 +147,7 @@ def test_stacked_experts_of_a_format_agree_with_separate_ones(rule: str) -> None
     assert isinstance(stacked, SeparateExperts)
     for experts in (stacked, separate, plain):
         assert isinstance(experts, Experts)
-        experts._multiply = getattr(experts, rule)
+        experts.waits = waits
         torch.testing.assert_close(experts(x, weights, topk_ids, x), expected, rtol=0, atol=1e-5)
 
 

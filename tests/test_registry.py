@@ -212,12 +212,14 @@ def test_sizing_a_model_does_not_import_pytorchs_compiler() -> None:
     """It takes seconds, at every start."""
     code = (
         "import sys, torch\n"
-        "from kvern.engine.device import weight_bytes\n"
+        "from kvern.layers.linear_format import LinearMethods\n"
+        "from kvern.layers.unquantized import Unquantized\n"
+        "from kvern.worker.device import weight_bytes\n"
         "from kvern.models.loader import read_config\n"
         "from kvern.models.hub import resolve_model\n"
         "from kvern.models.registry import spec_from_config\n"
         "spec = spec_from_config(read_config(resolve_model('kvern-12m')))\n"
-        "size = weight_bytes(spec, torch.float32)\n"
+        "size = weight_bytes(spec, torch.float32, LinearMethods(Unquantized()))\n"
         "print(10e6 < size < 100e6, {'sympy', 'torch._dynamo'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

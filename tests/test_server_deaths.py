@@ -177,8 +177,8 @@ async def _raise_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         async def answer(disturb: bool = False) -> list[int]:
             news = asyncio.Event()
-            generation = await client.submit("Once upon a time", params, news=news)
-            async for _ in client.follow([generation], news):
+            generation = await client.generations.submit("Once upon a time", params, news=news)
+            async for _ in client.generations.follow([generation], news):
                 if disturb and generation.output.outputs[0].token_ids:
                     disturb = False
                     os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
@@ -203,8 +203,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 async def tokens_of(client: EngineClient, prompt: str) -> list[int]:
     news = asyncio.Event()
-    generation = await client.submit(prompt, PARAMS, news=news)
-    async for _ in client.follow([generation], news):
+    generation = await client.generations.submit(prompt, PARAMS, news=news)
+    async for _ in client.generations.follow([generation], news):
         pass
     return generation.output.outputs[0].token_ids
 
@@ -216,14 +216,14 @@ def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.Monkey
     async def run() -> None:
         async with EngineClient(EngineConfig(model="kvern-1m", threads=1, dtype="float32")) as client:
             expected = [await tokens_of(client, prompt) for prompt in PROMPTS[:3]]
-            marked, send = client.tokenizer.encode("I end it"), client._supervisor.send
+            marked, send = client.tokenizer.encode("I end it"), client.supervisor.send
 
             def deadly(message: Any) -> None:
                 send(message)
                 if isinstance(message, AddRequest) and message.spec.prompt.token_ids == marked:
                     os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
 
-            monkeypatch.setattr(client._supervisor, "send", deadly)
+            monkeypatch.setattr(client.supervisor, "send", deadly)
             others = [asyncio.create_task(tokens_of(client, prompt)) for prompt in PROMPTS[:3]]
             with pytest.raises(RequestFailed, match="was alone when the engine died"):
                 await tokens_of(client, "I end it")

@@ -197,6 +197,8 @@ async def _watch_the_loop() -> None:
         bodies += [("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})] * 4
         bodies += [("/v1/completions", {"prompt": [7] * 300_000})] * 2
         bodies += [("/v1/completions", {"prompt": ["Once"] * 64, "max_tokens": 20, "logprobs": 5})]
+        stop = ["e" * 1023 + chr(200 + number) for number in range(64)]
+        bodies += [("/v1/completions", STREAM | {"prompt": "Once", "n": 8, "stop": stop})]
         requests = [request(body, path) for path, body in bodies]
         asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
         try:

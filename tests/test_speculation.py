@@ -5,8 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.device.input_batch import sampled_tokens
+from kvern.device.rows import BatchRows
+from kvern.sample.drafts import verify
+from kvern.step import ScheduledTokens
 from kvern.structured_output import StructuredOutput
 from tests.peft_adapters import make_adapter
 from tests.speculation import speculating
@@ -39,6 +46,32 @@ def logprobs(outputs: list[RequestOutput]) -> Iterator[float]:
         for answer in output.outputs:
             for entry in answer.logprobs or []:
                 yield from (item.logprob for item in entry.values())
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_as_many_are_kept_as_agree_and_one(data: st.DataObject) -> None:
+    """For parts of prompts, decodes and decodes with drafts in any order."""
+    token = st.integers(0, 1)
+    items, drafts, sampled, expected = [], [], [], []
+    rows = BatchRows(6, 40, 1, torch.device("cpu"))
+    for slot in data.draw(st.permutations(range(6)))[: data.draw(st.integers(1, 6))]:
+        run, start = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 9))
+        item = ScheduledTokens(slot, start, max(run, 1) + data.draw(st.integers(0, 3)) * (run < 2), run)
+        guessed = data.draw(st.lists(token, min_size=max(run - 1, 0), max_size=max(run - 1, 0)))
+        found = data.draw(st.lists(token, min_size=run, max_size=run))
+        agree = [one == other for one, other in zip(guessed, found, strict=False)]
+        items.append(item)
+        drafts.append((slot, start + 1, guessed))
+        sampled += found
+        expected.append(min(run, 1 + (agree.index(False) if False in agree else len(agree))))
+    rows.draft(drafts)
+    found_at, starts = sampled_tokens(items), torch.tensor([item.start for item in items], dtype=torch.int32)
+    slots, positions = torch.tensor(found_at.slots, dtype=torch.int64), torch.tensor(found_at.positions)
+    kept = verify(rows, items, starts, slots, positions, torch.tensor(sampled))
+    assert expected == ([item.sampled for item in items] if kept is None else kept.tolist())
+    computed = [item.start + item.count - item.sampled + count for item, count in zip(items, expected, strict=True)]
+    assert rows.num_computed_tokens[[item.slot for item in items]].tolist() == computed
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

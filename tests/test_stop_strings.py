@@ -12,11 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvern import LLM, SamplingParams
+from kvern.api.limits import LONGEST_LISTS, LONGEST_STOP, check_bounds
 from kvern.engine.output import OutputProcessor
 from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.events import TokenEvent
-from kvern.request import Request
-from kvern.server.service import LONGEST_LISTS, LONGEST_STOP, check_bounds
+from kvern.request import PromptInput, RequestSpec
+from kvern.sampling_params import ResolvedParams
 from kvern.tokenizer import Tokenizer
 
 MOST, LONGEST = LONGEST_LISTS["stop"], LONGEST_STOP
@@ -61,15 +62,15 @@ def counted() -> Iterator[Lines]:
 @pytest.mark.parametrize("text", ["e" * 3000, ("e" * 1023 + "b") * 3, "ea" * 1500, "the fox jumps " * 100])
 def test_the_largest_lists_cost_little(tiny_model: Path, stop: list[str], text: str) -> None:
     tokenizer = Tokenizer(tiny_model)
-    params = SamplingParams(stop=stop, n=2)
-    check_bounds(params, 1)
+    params = ResolvedParams(stop=stop, n=2)
+    check_bounds(SamplingParams(stop=stop, n=2), 1)
     with counted() as lines:
-        requests = [Request(f"r#{index}", [5], params, 9999) for index in range(2)]
+        spec = RequestSpec("r", PromptInput([5]), params, 9999)
         processor = OutputProcessor(tokenizer)
-        output = processor.add("r", None, requests, params)
+        output = processor.add(None, spec)
         tokens = tokenizer.encode(text)
         for token in tokens:
-            processor.process([TokenEvent(request.request_id, token) for request in requests])
+            processor.process([TokenEvent(name, [token]) for name in spec.answer_ids])
     assert lines.count < MOST_LINES * 2 * len(tokens)
     for answer in output.outputs:
         assert answer.token_ids == tokens and text.startswith(answer.text) and len(answer.text) > len(text) - LONGEST

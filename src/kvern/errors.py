@@ -11,6 +11,7 @@
     |-- BatchFileError     an input or output file of a batch job cannot be used
     |-- DeadlineExceeded   a request did not end within the time that it was given
     |-- ServerBusy         what is asked has to wait for too long, because of others
+    |-- HttpError          an API of the server answers with an error (kvern.api.errors)
     |-- RequestFailed      a request could not go on: its grammar became too expensive, its step failed
     `-- EngineDied         the process that computes has ended
         |-- EngineClosed       because it was told to

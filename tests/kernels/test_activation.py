@@ -16,10 +16,6 @@ REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
 }
 
-LAUNCHES: list[Callable[[], object]] = [
-    lambda name=name: gated_activation(torch.zeros(4, 2 * 3072, dtype=torch.bfloat16), name) for name in ACTIVATIONS
-]
-
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 48), (5, 1100)])

@@ -1,71 +1,16 @@
 """Attention over the paged cache beside float64, and the same result however a launch is cut."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from kvern.kernels.attention import (
-    DecodeShape,
-    PrefillShape,
-    SharedPrefix,
-    decode_attention,
-    decode_shape,
-    prefill_attention,
-    prefill_shape,
-    prefix_members,
-)
+from kvern.kernels.attention_decode import DecodeShape, decode_attention
+from kvern.kernels.attention_prefill import PrefillShape, prefill_attention
+from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
 from tests.kernels.test_norm import relative_error
 
 BLOCK_SIZE = 4
-
-
-def launch_decode(
-    requests: int, heads: int, kv_heads: int, dim: int, window: int | None, cap: float | None, shared: bool = False
-) -> object:
-    integers = torch.zeros(2, dtype=torch.int32)
-    prefix = SharedPrefix(torch.zeros(2, prefix_members(heads // kv_heads), dtype=torch.int32), integers, integers)
-    return decode_attention(
-        torch.zeros(requests, heads, dim, dtype=torch.bfloat16),
-        torch.zeros(2, 8, 16, kv_heads, dim, dtype=torch.bfloat16),
-        torch.zeros(8, 8, dtype=torch.int32),
-        torch.zeros(requests, dtype=torch.int32),
-        torch.zeros(requests, dtype=torch.int32),
-        torch.zeros(requests * kv_heads, dtype=torch.int32),
-        torch.zeros(requests, heads, dim, dtype=torch.bfloat16),
-        decode_shape(requests, kv_heads, dim, 132),
-        scale=0.1,
-        window=window,
-        softcap=cap,
-        shared=prefix if shared else None,
-    )
-
-
-def launch_prefill(heads: int, kv_heads: int, dim: int, window: int | None, cap: float | None) -> object:
-    return prefill_attention(
-        torch.zeros(9, heads, dim, dtype=torch.bfloat16),
-        torch.zeros(2, 8, 16, kv_heads, dim, dtype=torch.bfloat16),
-        torch.zeros(8, 8, dtype=torch.int32),
-        *(torch.zeros(1, dtype=torch.int32) for _ in range(6)),
-        torch.zeros(9, heads, dim, dtype=torch.bfloat16),
-        prefill_shape(dim),
-        scale=0.1,
-        window=window,
-        softcap=cap,
-    )
-
-
-LAUNCHES: list[Callable[[], object]] = [
-    *(lambda requests=requests: launch_decode(requests, 32, 8, 128, None, None) for requests in (1, 256)),
-    lambda: launch_decode(8, 16, 8, 256, 1024, 50.0),
-    lambda: launch_decode(8, 9, 3, 80, None, None),
-    lambda: launch_decode(256, 32, 8, 128, None, None, shared=True),
-    lambda: launch_decode(32, 16, 8, 256, None, 50.0, shared=True),
-    lambda: launch_prefill(32, 8, 128, None, None),
-    lambda: launch_prefill(16, 8, 256, 1024, 50.0),
-    lambda: launch_prefill(9, 3, 64, None, None),
-]
 
 
 class Batch(NamedTuple):

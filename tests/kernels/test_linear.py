@@ -1,48 +1,15 @@
 """Products of few rows, and what is fused around them, beside float64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
+from kvern.kernels.linear import Around, MatmulShape, MatvecShape, matvec, small_matmul
 from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error
 
 MATVEC = MatvecShape(4, 512, 4)
 SMALL = MatmulShape(16, 32, 128, 4, 4)
-ZEROS = torch.zeros(8, dtype=torch.int32)
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.bfloat16)
-
-
-VARIANTS = [
-    NOTHING,
-    Around(gain=bf16(4096), epsilon=1e-6),
-    Around(gain=bf16(4096), epsilon=1e-6, activation="silu"),
-    Around(residual=bf16(1, 64)),
-]
-
-LAUNCHES: list[Callable[[], object]] = [
-    *(lambda around=around: matvec(bf16(1, 4096), bf16(64, 4096), None, MATVEC, around) for around in VARIANTS),
-    lambda: matvec(bf16(1, 896), bf16(64, 896), bf16(64), MatvecShape(1, 1024, 4)),
-    lambda: matvec(bf16(1, 4096), bf16(64, 4096), None, MatvecShape(4, 512, 4, stages=3), VARIANTS[2]),
-    lambda: matvec(bf16(1, 14336), bf16(64, 14336), None, MatvecShape(4, 512, 4, unroll=4), VARIANTS[3]),
-    lambda: small_matmul(bf16(9, 896), bf16(64, 896), bf16(64), SMALL),
-    *(
-        lambda rows=rows: small_matmul(bf16(rows, 4096), bf16(64, 4096), None, MatmulShape(rows, 64, 64, 4, 4))
-        for rows in (8, 16, 32, 64, 128)
-    ),
-    *(
-        lambda rows=rows: small_matmul(
-            bf16(rows, 4096), bf16(64, 4096), None, MatmulShape(rows, 64, 64, 4, 5, 2), ZEROS
-        )
-        for rows in (8, 32)
-    ),
-]
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "biased"), [(64, 14, False), (1000, 34, True)])

@@ -41,7 +41,7 @@ def test_layers_whose_format_cannot_fuse_run_in_parts(
 ) -> None:
     made = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, r"layers\.1\.mlp")
     llm = on_device(made.quantized, **OPTIONS)
-    layers = list(llm._engine.core.executor._runner._decoder.layers)
+    layers = list(llm._engine.core.executor._worker.runner._decoder.layers)
     assert all(isinstance(layer, FusedLayer) for layer in layers)
     in_parts = []
     forward = SequentialLayer.forward

@@ -1,20 +1,10 @@
 """The kernel leaves what the masks allow, as PyTorch does it."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from kvern.kernels import masks as kernel
 from kvern.structured.masks import restrict
-
-
-def launch(dtype: torch.dtype) -> None:
-    words = torch.zeros(2, 4008, dtype=torch.int32)
-    kernel.restrict(torch.zeros(3, 128256, dtype=dtype), torch.zeros(2, dtype=torch.int64), words)
-
-
-LAUNCHES: list[Callable[[], object]] = [lambda dtype=dtype: launch(dtype) for dtype in (torch.bfloat16, torch.float32)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

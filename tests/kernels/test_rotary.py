@@ -1,7 +1,5 @@
 """Norm, rotation and cache write beside float64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -9,28 +7,6 @@ from kvern.kernels.rotary import rotate_and_store
 from tests.kernels.test_norm import relative_error
 
 BLOCK_SIZE, BLOCKS = 4, 6
-
-
-def launch(heads: int, kv_heads: int, dim: int, rotary: int, tokens: int, norm: bool, interleaved: bool) -> object:
-    return rotate_and_store(
-        torch.zeros(tokens, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16),
-        torch.zeros(tokens, dtype=torch.int64),
-        torch.zeros(tokens, dtype=torch.int64),
-        torch.zeros(64, 2, 1, rotary, dtype=torch.bfloat16) if rotary else None,
-        torch.zeros(2, 8, 16, kv_heads, dim, dtype=torch.bfloat16),
-        query_heads=heads,
-        interleaved=interleaved,
-        norm_weight=torch.zeros(heads + kv_heads, dim) if norm else None,
-        epsilon=1e-6,
-    )
-
-
-LAUNCHES: list[Callable[[], object]] = [
-    *(lambda tokens=tokens: launch(32, 8, 128, 128, tokens, False, False) for tokens in (1, 64)),
-    *(lambda tokens=tokens: launch(16, 8, 128, 128, tokens, True, False) for tokens in (1, 64)),
-    lambda: launch(32, 4, 80, 32, 64, False, True),
-    lambda: launch(8, 2, 64, 0, 64, True, False),
-]
 
 
 def rotated(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """The sampling kernels choose what the PyTorch sampler chooses."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -11,30 +9,6 @@ from kvern.kernels.sampling import sample
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
 from kvern.step import NewRequest
-
-
-def launch(dtype: torch.dtype, filtered: bool, slots: torch.dtype) -> object:
-    numbers = [torch.ones(4) for _ in range(3)]
-    longs = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
-    return sample(
-        torch.zeros(3, 128256, dtype=dtype),
-        torch.zeros(3, dtype=slots),
-        longs[0],
-        numbers[0],
-        longs[1],
-        numbers[1],
-        numbers[2],
-        longs[2],
-        filtered=filtered,
-    )
-
-
-LAUNCHES: list[Callable[[], object]] = [
-    lambda dtype=dtype, filtered=filtered, slots=slots: launch(dtype, filtered, slots)
-    for dtype in (torch.bfloat16, torch.float32)
-    for filtered in (False, True)
-    for slots in (torch.int32, torch.int64)
-]
 
 
 def make_rows(device: torch.device, params: list[SamplingParams]) -> BatchRows:

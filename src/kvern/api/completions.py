@@ -117,7 +117,7 @@ def _check_only_values(body: Mapping[str, Any], is_chat: bool) -> None:
             raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
 
 
-def check_row(body: Mapping[str, Any]) -> None:
+def check_fields(body: Mapping[str, Any]) -> None:
     """Refuse by name what a file of requests cannot ask for, and what is not known. Raises InvalidParameter."""
     for name, value in body.items():
         if name in ONLY_VALUES and not (name == "best_of" and body.get("use_beam_search")):

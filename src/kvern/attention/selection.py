@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -51,20 +51,27 @@ class Shapes:
     longest: int
 
 
-def choose(config: EngineConfig, shapes: Shapes, measurements: Measurements) -> tuple[Phases, TritonKernels, list[str]]:
-    """Who attends in which phase; kvern's own kernels; and the table of what was measured now, in lines.
+@dataclass(frozen=True)
+class Choice:
+    """By phase the name of who attends, of `libraries`, which all work here; and what was measured now, in lines."""
 
-    Raises ConfigError if the library that `attention_backend` names cannot be used.
-    """
+    phases: dict[str, str]
+    libraries: Mapping[str, AttentionKernels]
+    triton: TritonKernels
+    table: Sequence[str] = ()
+
+
+def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> Choice:
+    """Who attends: the library `asked` for, or by "auto" the fastest. Raises ConfigError if it cannot be used."""
     triton = TritonKernels(shapes.layers, shapes.device, shapes.max_requests, config.deterministic)
-    asked = config.attention_backend
     if asked in PACKAGES:
-        return Phases.all(_load(asked, shapes)), triton, []
+        return Choice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
+    only = Choice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
     if asked == "triton" or config.deterministic or shapes.device.type != "cuda":
-        return Phases.all(triton), triton, []
+        return only
     installed = {name: _version(name) for name in PACKAGES if _installed(name)}
     if not installed:
-        return Phases.all(triton), triton, []
+        return only
     key = f"{shapes.layers[0]} {shapes.dtype} {shapes.block_size} {config.cuda_graphs} {installed}"
     known = measurements.section("attention").get(key)
     candidates: dict[str, AttentionKernels] = {"triton": triton}
@@ -75,13 +82,16 @@ def choose(config: EngineConfig, shapes: Shapes, measurements: Measurements) -> 
             except ConfigError as error:
                 logger.warning("%s", error)
     if known is not None and set(known.values()) <= set(candidates):
-        return Phases(**{phase: candidates[name] for phase, name in known.items()}), triton, []
+        return Choice(known, candidates, triton)
     seconds = {name: _time(kernels, shapes) for name, kernels in candidates.items()}
     chosen = _fastest(seconds, [name for name, item in candidates.items() if item.captures or not config.cuda_graphs])
     if set(candidates) == {"triton", *installed}:
         measurements.remember("attention", {key: chosen})
-    phases = Phases(**{phase: candidates[name] for phase, name in chosen.items()})
-    return phases, triton, _table(seconds, chosen)
+    return Choice(chosen, candidates, triton, _table(seconds, chosen))
+
+
+def _phases() -> list[str]:
+    return [item.name for item in fields(Phases)]
 
 
 def _installed(name: str) -> bool:

@@ -6,13 +6,9 @@ import torch
 
 from kvern.attention.base import Run
 from kvern.device.device_batch import Queries
-from kvern.kernels.attention import (
-    decode_attention,
-    decode_shape,
-    prefill_attention,
-    prefill_shape,
-    prefix_members,
-)
+from kvern.kernels.attention_decode import decode_attention, decode_shape
+from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
+from kvern.kernels.attention_prefix import prefix_members
 from kvern.model_spec import AttentionSpec
 
 LONG_CONTEXT = 1024

@@ -1,8 +1,5 @@
 """Rows in the format of OpenAI's batch API, for /v1/chat/completions and /v1/completions.
 
-    in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
-    out  {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
-
 What would change the answer and is not understood is refused by name.
 """
 
@@ -13,9 +10,10 @@ import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.choices import choice_of
 from kvern.api.completion_answers import token_counts
-from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_row, read_completion
+from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.batch.requests import BatchRequest
 from kvern.errors import InvalidRequest, shown
 from kvern.outputs import RequestOutput
@@ -38,16 +36,9 @@ def read_openai_row(
     Raises:
         HttpError, InvalidRequest, InvalidParameter: the row is malformed or asks for what kvern does not do.
     """
-    url, body, custom_id = values["url"], values["body"], values["custom_id"]
-    if not isinstance(custom_id, str):
-        raise InvalidRequest(f"custom_id is {shown(custom_id)}: it must be a text")
-    if values.get("method", "POST") != "POST":
-        raise InvalidRequest(f"method is {shown(values['method'])}: it must be POST")
-    if url not in (CHAT, COMPLETIONS):
-        raise InvalidRequest(f"url is {shown(url)}: it must be {CHAT} or {COMPLETIONS}")
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"body must be an object, got {type(body).__name__}")
-    check_row(body)
+    row = read_row(values, [CHAT, COMPLETIONS])
+    url, body = row.url, row.body
+    check_fields(body)
     name = "messages" if url == CHAT else "prompt"
     if body.get(name) is None:
         raise InvalidRequest(f"body has no {name}, which {url} needs")
@@ -57,7 +48,7 @@ def read_openai_row(
     named = body.get("model")
     adapter = named if isinstance(named, str) and named in adapters else None
     answer = functools.partial(
-        openai_answer, custom_id=custom_id, model=adapter or model, created=created, options=asked.options
+        openai_answer, custom_id=row.custom_id, model=adapter or model, created=created, options=asked.options
     )
     prompt = asked.prompts[0] if asked.prompts else None
     return BatchRequest(prompt, asked.conversation, asked.params, answer, adapter)
@@ -82,5 +73,4 @@ def openai_answer(
         "choices": [choice_of(item, chat, options.include_reasoning) for item in output.outputs],
         "usage": token_counts([output]),
     }
-    response = {"status_code": 200, "request_id": key, "body": body}
-    return {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": None}
+    return answer_row(custom_id, key, 200, body)

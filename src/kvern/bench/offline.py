@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 import kvern
@@ -86,7 +87,7 @@ class Result:
 
 def check(workload: Workload, engine: Engine) -> None:
     """Raise ConfigError if the engine cannot hold the workload's longest request."""
-    longest = engine.cache_plan.max_model_len
+    longest = engine.layout.max_model_len
     if workload.longest > longest:
         raise ConfigError(
             f"workload {workload.name} has requests of {workload.longest} tokens, above max_model_len {longest}: "
@@ -132,23 +133,22 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> Run:
 
 def describe(engine: Engine) -> dict[str, Any]:
     """What was measured: versions, hardware, options and plan, as JSON."""
-    plan = dataclasses.asdict(engine.cache_plan)
     return {
         "kvern": kvern.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": _device(),
+        "device": _device(torch.device(engine.layout.device)),
         "config": dataclasses.asdict(engine.config),
-        "plan": plan | {"dtype": str(plan["dtype"]).removeprefix("torch.")},
+        "plan": {name: value for name, value in msgspec.structs.asdict(engine.layout).items() if name != "gpus"},
         "startup_seconds": engine.startup.stages,
         "startup_reports": engine.startup.reports,
     }
 
 
-def _device() -> dict[str, Any]:
-    if not torch.cuda.is_available():
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
         return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,

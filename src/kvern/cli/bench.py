@@ -84,16 +84,16 @@ class Kernels:
         import torch
         from rich.table import Table
 
-        from kvern.engine.device import missing_gpu
         from kvern.models.hub import resolve_model
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
+        from kvern.worker.device import missing_gpu
 
         if not torch.cuda.is_available():
             raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")
-        from kvern.bench.kernels import cases, ceilings, measure
+        from kvern.bench.kernels import ceilings, measured_calls
 
-        device = torch.device("cuda")
+        device = torch.device("cuda", torch.cuda.current_device())
         spec = spec_from_config(read_config(resolve_model(self.engine.model, revision=self.engine.revision)))
         bandwidth, rate = ceilings(device)
         table = Table(
@@ -108,17 +108,16 @@ class Kernels:
             title_justify="left",
         )
         with torch.inference_mode():
-            for case in cases(spec, device):
-                measured = measure(case)
+            for measured in measured_calls(spec, device):
                 bytes_rate, operations_rate = measured.terabytes_per_second, measured.teraflops
                 table.add_row(
-                    case.kernel,
-                    case.shape,
+                    measured.kernel,
+                    measured.call.sizes,
                     f"{1e6 * measured.seconds:.1f}",
                     f"{bytes_rate:.2f}",
                     f"{bytes_rate / bandwidth:.0%}",
-                    f"{operations_rate:.0f}" if case.operations else "",
-                    f"{operations_rate / rate:.0%}" if case.operations else "",
+                    f"{operations_rate:.0f}" if measured.call.operations else "",
+                    f"{operations_rate / rate:.0%}" if measured.call.operations else "",
                 )
         _print_tables(table)
         return 0

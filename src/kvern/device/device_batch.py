@@ -10,7 +10,7 @@ import torch
 from kvern.device.input_batch import InputBatch, sampled_tokens
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
-from kvern.kernels.attention import SharedPrefix
+from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_tokens, write_runs
 from kvern.step import ScheduledTokens
 

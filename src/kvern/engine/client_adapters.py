@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from kvern.adapters.check import MOST_SECONDS
 from kvern.adapters.names import AdapterNames, NamedAdapter
 from kvern.engine.link import EngineLink
-from kvern.engine.wire import AdapterRead, LoadAdapter, UnloadAdapter, WireMessage
+from kvern.engine.supervisor import Supervisor
+from kvern.engine.wire import AdapterRead, LoadAdapter, UnloadAdapter
 from kvern.errors import EngineDied, InvalidAdapter
 
 logger = logging.getLogger("kvern")
@@ -18,13 +19,11 @@ READING_SECONDS = MOST_SECONDS + 5.0
 
 
 class ClientAdapters:
-    """Adapters of the present engine and the next. `send`: to the engine; `used`: the keys that requests use."""
+    """Adapters of the present engine and the next. `used`: the keys that requests use."""
 
-    def __init__(
-        self, names: AdapterNames, send: Callable[[WireMessage], None], used: Callable[[], set[int | None]]
-    ) -> None:
+    def __init__(self, names: AdapterNames, supervisor: Supervisor, used: Callable[[], set[int | None]]) -> None:
         self.names = names
-        self._send = send
+        self._supervisor = supervisor
         self._used = used
         self._reading: dict[int, asyncio.Future[None]] = {}
         self._unloaded: list[NamedAdapter] = []
@@ -32,14 +31,15 @@ class ClientAdapters:
 
     async def load(self, name: str, path: str) -> None:
         """Have the engine read the adapter in a folder, for requests to use. Raises InvalidAdapter or EngineDied."""
+        await self._supervisor.until_available()
         adapter = self.names.reserve(name, path)
         try:
             self._reading[adapter.key] = asyncio.get_running_loop().create_future()
-            self._send(LoadAdapter(adapter.key, path))
+            self._supervisor.send(LoadAdapter(adapter.key, path))
             await self._reading[adapter.key]
             self.names.add(adapter)
         except asyncio.CancelledError:
-            self._send(UnloadAdapter(adapter.key))
+            self._supervisor.send(UnloadAdapter(adapter.key))
             raise
         finally:
             self._reading.pop(adapter.key, None)
@@ -49,7 +49,7 @@ class ClientAdapters:
         """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
         adapter = self.names.remove(name)
         self._unloaded = [*self._still_used(), adapter]
-        self._send(UnloadAdapter(adapter.key))
+        self._supervisor.send(UnloadAdapter(adapter.key))
 
     def hear(self, message: AdapterRead) -> None:
         """The engine has read one, or cannot."""
@@ -97,7 +97,7 @@ class ClientAdapters:
     def resume(self) -> None:
         """Requests of a new engine that use what was unloaded have begun: forget it with their end."""
         for adapter in self._still_used():
-            self._send(UnloadAdapter(adapter.key))
+            self._supervisor.send(UnloadAdapter(adapter.key))
 
     def _still_used(self) -> list[NamedAdapter]:
         used = self._used()

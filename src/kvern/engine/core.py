@@ -22,14 +22,13 @@ from kvern.engine.branching import Branching
 from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
-from kvern.errors import InvalidAdapter, in_a_line
+from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Request, State, cache_namespace
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
-    from kvern.adapters.store import AdapterStore
     from kvern.engine.proposer import Proposer
     from kvern.step import StepResult
     from kvern.worker.executor import Executor
@@ -42,9 +41,9 @@ PREPARING_SECONDS = 0.01
 class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
-    `decode` turns token ids into text, for beams that end at stop strings. `store` has the adapters that the executor's
-    runner loads from; None: there are none. `prepare` begins to prepare for a grammar, and what it returns is done when
-    the grammar can be followed; None: it can. `proposer` guesses at tokens for steps to verify; None: nobody does.
+    `decode` turns token ids into text, for beams that end at stop strings. With `prepares` a request is held until the
+    executor is prepared for its grammar; without, its first step waits for that. `note` is told the ids of a step's
+    requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does.
     """
 
     def __init__(
@@ -53,18 +52,20 @@ class EngineCore:
         executor: "Executor",
         depth: int = 1,
         decode: Decode | None = None,
-        store: "AdapterStore | None" = None,
-        prepare: "Callable[[str], Future[None] | None] | None" = None,
+        prepares: bool = False,
+        note: Callable[[list[str]], None] | None = None,
         proposer: "Proposer | None" = None,
     ) -> None:
         self.scheduler = scheduler
         self._branching = Branching(scheduler)
-        self.prepare = prepare
+        self._prepares = prepares
+        self._note = note
         self.proposer = proposer
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._decode = decode
-        self._store = store
+        self._digests: dict[int, bytes] = {}
+        """Of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
         self.executor = executor
         self._depth = depth
@@ -82,11 +83,13 @@ class EngineCore:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
-        if request.adapter is not None and self._store is not None and request.adapter in self._store:
-            request.cache_namespace = cache_namespace(request.spec, self._store[request.adapter].digest)
+        if request.adapter in self._digests:
+            request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
         if request.params.beam_width is not None:
             request.beams = BeamSearch(request, self._decode)
-        preparing = None if request.spec.grammar is None or self.prepare is None else self.prepare(request.spec.grammar)
+        preparing = None
+        if self._prepares and request.spec.grammar is not None:
+            preparing = self.executor.prepare(request.spec.grammar)
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
         if preparing is None:
@@ -103,14 +106,12 @@ class EngineCore:
 
     def read_adapter(self, path: str) -> "Adapter":
         """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
-        if self._store is None:
-            raise InvalidAdapter("this engine has no place for adapters: set max_adapters")
-        return self._store.read(path)
+        return self.executor.read_adapter(path)
 
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
         """Let requests use an adapter that was read."""
-        assert self._store is not None
-        self._store.add(key, adapter)
+        self._digests[key] = adapter.digest
+        self.executor.add_adapter(key, adapter)
 
     def unload_adapter(self, key: int) -> None:
         """Forget an adapter, once the requests that use it have ended."""
@@ -121,8 +122,8 @@ class EngineCore:
         for key in [key for key in self._unloading if not self.scheduler.uses_adapter(key)]:
             self._unloading.remove(key)
             self.scheduler.adapters.forget(key)
-            if self._store is not None:
-                self._store.drop(key)
+            self._digests.pop(key, None)
+            self.executor.drop_adapter(key)
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
@@ -157,6 +158,8 @@ class EngineCore:
                     now = time.monotonic()
                     for request in requests:
                         request.begun_at = request.begun_at or now
+                if self._note is not None:
+                    self._note(output.request_ids)
                 self._in_flight.append((output, requests, self.executor.submit(output)))
                 if len(self._in_flight) < self._depth:
                     return []

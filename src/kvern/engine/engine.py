@@ -11,7 +11,6 @@ from kvern.config import EngineConfig
 from kvern.engine.factory import build_core
 from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.engine.output import OutputProcessor
-from kvern.engine.startup import Startup
 from kvern.errors import InvalidRequest
 from kvern.events import EngineStatistics
 from kvern.models.hub import resolve_model
@@ -20,6 +19,7 @@ from kvern.request import RequestOptions, requests_of
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
+from kvern.worker.startup import Startup
 
 logger = logging.getLogger("kvern")
 
@@ -31,19 +31,18 @@ class Engine:
         self.startup = Startup()
         self.config = config
         self.folder = folder = resolve_model(config.model, revision=config.revision)
-        self.core, self.spec, self.cache_plan = build_core(config, folder, self.startup)
+        self.core, self.spec, self.layout = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder)
         self.inputs = InputProcessor(
             self.tokenizer,
             self.spec,
             folder,
-            self.cache_plan.max_model_len,
+            self.layout.max_model_len,
             config,
             load_processors(config.logits_processors),
             max_batch_requests=self.core.scheduler.limits.max_batch_requests,
         )
-        self.core.prepare = None  # what runs when must not depend on how fast threads are
         self._outputs = OutputProcessor(self.tokenizer)
         self._members: dict[str, list[str]] = {}
         self._adapters = AdapterNames()

@@ -19,8 +19,7 @@ import zmq
 
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
-from kvern.engine.running_file import NotingExecutor, RunningFile
-from kvern.engine.startup import Startup
+from kvern.engine.running_file import RunningFile
 from kvern.engine.wire import (
     AdapterRead,
     AddRequest,
@@ -39,6 +38,7 @@ from kvern.engine.wire import (
 from kvern.errors import KvernError, in_a_line
 from kvern.events import TokenEvent
 from kvern.request import Progress, RequestSpec, requests_of
+from kvern.worker.startup import Startup
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -74,13 +74,13 @@ def main(address: str, running: str, parent: int) -> int:
 
             config = EngineConfig(**start.config)
             startup = Startup()
-            core, _, plan = build_core(config, Path(config.model or ""), startup)
-            core.executor = NotingExecutor(core.executor, RunningFile(Path(running)))
-            gpu = gpu_uuid(config)
+            note = RunningFile(Path(running)).write
+            core, _, layout = build_core(config, Path(config.model or ""), startup, prepares=True, note=note)
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
-    socket.send(encode(Ready(plan.max_model_len, core.scheduler.limits.max_batch_requests, str(startup), gpu)))
+    gpu = next(iter(layout.gpus), None)
+    socket.send(encode(Ready(layout.max_model_len, layout.max_batch_requests, str(startup), gpu)))
     try:
         serve(socket, core, parent)
     except Exception as error:
@@ -191,17 +191,6 @@ class AdapterReader:
                 logger.exception("an adapter cannot be read")
                 answers.append(AdapterRead(key, f"it cannot be read: {in_a_line(error)}"))
         return answers
-
-
-def gpu_uuid(config: EngineConfig) -> str | None:
-    """The GPU's name in the driver's own tools; None on a CPU."""
-    import torch
-
-    from kvern.engine.device import resolve_device
-
-    if resolve_device(config).type != "cuda":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
 if __name__ == "__main__":

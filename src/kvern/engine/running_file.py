@@ -2,13 +2,8 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
-
-if TYPE_CHECKING:
-    from kvern.step import SchedulerOutput, StepResult
-    from kvern.worker.executor import Executor
 
 LENGTH_BYTES = 8
 """Before the list, its length: an earlier, longer list may stand behind it."""
@@ -38,18 +33,3 @@ def read_running(path: Path) -> list[str]:
         return msgspec.msgpack.decode(content[LENGTH_BYTES:end], type=list[str])
     except (OSError, msgspec.DecodeError):
         return []
-
-
-class NotingExecutor:
-    """Notes the requests of each step before it begins."""
-
-    def __init__(self, executor: "Executor", file: RunningFile) -> None:
-        self._executor = executor
-        self._file = file
-
-    def submit(self, output: "SchedulerOutput") -> "StepResult":
-        self._file.write(output.request_ids)
-        return self._executor.submit(output)
-
-    def abandon(self) -> None:
-        self._executor.abandon()

@@ -6,6 +6,7 @@ launch --> listen --> death --> owner learns of it --> launch ...
 """
 
 import asyncio
+import contextlib
 import logging
 import signal
 import tempfile
@@ -19,11 +20,13 @@ from kvern.config import EngineConfig
 from kvern.engine.link import EngineLink
 from kvern.engine.running_file import read_running
 from kvern.engine.wire import AdapterRead, Events, WireMessage
-from kvern.errors import ConfigError, EngineDied, EngineUnavailable
+from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable
 
 logger = logging.getLogger("kvern")
 
 LONGEST_WAIT = 60.0
+LOOK_SECONDS = 0.5
+"""How often those that wait for an engine look whether it is worth while."""
 PATIENCE = 2
 """After so many deaths and failed starts in a row from which nothing was learnt, new requests are refused meanwhile."""
 LONG_LIFE = 60.0
@@ -82,6 +85,21 @@ class Supervisor:
         return self._link
 
     @property
+    def is_ready(self) -> bool:
+        """An engine takes requests."""
+        return self.available.is_set() and not self.closed
+
+    async def until_available(self) -> None:
+        """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
+        while not self.available.is_set():
+            if (trouble := self.unavailable) is not None:
+                raise trouble
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.available.wait(), LOOK_SECONDS)
+        if self.closed:
+            raise EngineClosed("the engine is closed")
+
+    @property
     def unavailable(self) -> EngineUnavailable | None:
         """Engines keep dying, or do not start, without a request to blame: why, and when to come again."""
         if self.available.is_set() or self._fruitless <= PATIENCE:
@@ -111,7 +129,7 @@ class Supervisor:
 
     def send(self, message: WireMessage) -> None:
         """To the engine, if one takes requests: a later one is told what it needs by the owner."""
-        if self.available.is_set() and not self.closed:
+        if self.is_ready:
             self.link.send(message)
 
     async def _forever(self) -> None:

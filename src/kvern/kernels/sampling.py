@@ -210,6 +210,38 @@ def _sample_threshold_kernel(
     tl.store(thresholds + row, threshold)
 
 
+def _thresholds(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """The smallest logit of each row that the filters leave, [N] float32."""
+    rows, vocabulary = logits.shape
+    overlap = overlaps(logits.device)
+    thresholds = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    # a 16-bit number has 16 zeros behind it as a float32 (float16: 13)
+    step = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13}.get(logits.dtype, 1)
+    _sample_threshold_kernel[(rows,)](
+        logits,
+        slots,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        thresholds,
+        vocabulary,
+        step,
+        min(8192, triton.next_power_of_2(vocabulary)),
+        overlap,
+        num_warps=16,
+        launch_pdl=overlap,
+    )
+    return thresholds
+
+
 def sample(
     logits: torch.Tensor,
     slots: torch.Tensor,
@@ -241,24 +273,7 @@ def sample(
     tokens = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if filtered:
-        thresholds = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        # a 16-bit number has 16 zeros behind it as a float32 (float16: 13)
-        step = {torch.bfloat16: 1 << 16, torch.float16: 1 << 13}.get(logits.dtype, 1)
-        _sample_threshold_kernel[(rows,)](
-            logits,
-            slots,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            thresholds,
-            vocabulary,
-            step,
-            min(8192, triton.next_power_of_2(vocabulary)),
-            overlap,
-            num_warps=16,
-            launch_pdl=overlap,
-        )
+        thresholds = _thresholds(logits, slots, temperature, top_k, top_p, min_p)
     _sample_chunk_kernel[(rows, chunks)](
         logits,
         slots,

@@ -26,7 +26,8 @@ class Experts(Loadable):
     """Every expert's gate and up in one matrix `[2 * width, hidden]`, and its down `[hidden, width]`.
 
     `expert_counts [experts]` int64, on the device, holds how many tokens each expert has had since the model was built,
-    those that pad a batch included. Routers made of kernels keep it; beside PyTorch's it stays zero.
+    those that pad a batch included. Routers made of kernels keep it; beside PyTorch's it stays zero. `waits`: the host
+    may wait for the device to learn which rows are whose, as it may not among kernels.
     """
 
     expert_counts: Tensor
@@ -37,7 +38,7 @@ class Experts(Loadable):
         self.activation = ACTIVATIONS[spec.activation]
         counts = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
         self.register_buffer("expert_counts", counts, persistent=False)
-        self._multiply = self._chosen if build.device.type == "cpu" or not build.kernels else self._all
+        self.waits = build.device.type == "cpu" or not build.kernels
 
     @abstractmethod
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ class Experts(Loadable):
 
         `add [T, hidden]`, if given, is added to the sum.
         """
-        out = self._multiply(x, weights.to(x.dtype), topk_ids)
+        out = (self._chosen if self.waits else self._all)(x, weights.to(x.dtype), topk_ids)
         return out if add is None else out + add
 
     def _chosen(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:

@@ -93,4 +93,4 @@ class Linear(Weighted):
     def row_product(self) -> Callable[..., Tensor] | None:
         """`(x [1, inputs], around=...)`, see `LinearMethod.row_product`."""
         product = self.method.row_product()
-        return None if product is None else partial(product, bias=self.bias)  # type: ignore[call-arg]
+        return None if product is None else partial(product, bias=self.bias)

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """`(x [T, inputs], bias [outputs] | None) -> [T, outputs]`."""
 
-RowProduct = Callable[[Tensor, Tensor | None, "Around"], Tensor]
-"""`(x [1, inputs], bias, what is done around the product) -> [1, outputs]`, see `kvern.kernels.linear.Around`."""
-
 RANDOM_SPREAD = 0.035
 
 
@@ -35,6 +32,13 @@ class LinearShape(NamedTuple):
     inputs: int
     dtype: torch.dtype
     device: torch.device
+
+
+class RowProduct(Protocol):
+    """The product of a single row, with what is around it."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None, around: "Around" = ...) -> Tensor:
+        """`x [1, inputs] -> [1, outputs]`; `around`: nothing, a norm, an activation or a residual."""
 
 
 class Axis(NamedTuple):

@@ -1,5 +1,6 @@
 """What Prometheus reads: names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from prometheus_client.registry import Collector
 
 from kvern.events import EngineStatistics
 from kvern.outputs import RequestOutput
+
+logger = logging.getLogger("kvern")
 
 MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -73,8 +76,11 @@ class Metrics:
         )
 
     def watch_gpu(self, uuid: str) -> None:
-        """Report memory and utilisation of this GPU as well, as far as the driver tells."""
-        self.registry.register(GpuCollector(uuid, self._model))
+        """Report memory and utilisation of this GPU as well, if the driver tells."""
+        try:
+            self.registry.register(GpuCollector(uuid, self._model))
+        except Exception as error:  # whatever the driver's library raises: figures are no reason not to serve
+            logger.warning("no GPU memory and utilisation in the metrics: %s", error)
 
     def step(self, statistics: EngineStatistics, seconds: float) -> None:
         """Take an engine's counters after a step, or in idle times."""

@@ -34,14 +34,14 @@ class AdaptersApi:
             raise HttpError(400, message, param="lora_path")
         if any(other.answers_for(name) for other in self._service.engines if other is not engine):
             raise HttpError(400, f"lora_name {name} is another model's: choose another name", param="lora_name")
-        await until_gone(engine.client.load_adapter(name, str(self._allowed(path))), request.receive)
+        await until_gone(engine.client.adapters.load(name, str(self._allowed(path))), request.receive)
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter: `lora_name`. Requests that use it go on to their end; new ones may not."""
         name, engine, _ = await self._read(request)
         try:
-            engine.client.unload_adapter(name)
+            engine.client.adapters.unload(name)
         except InvalidRequest as error:
             raise HttpError(404, str(error), param="lora_name", code="model_not_found") from error
         return json_response({"id": name, "object": "adapter", "loaded": False})

@@ -95,14 +95,14 @@ class Admission:
             arrived(left)
 
     def _check_queue(self, key: ApiKey, sequences: int) -> None:
-        most = self._max_queue + self._client.max_batch_requests
+        most = self._max_queue + self._client.ready.max_batch_requests
         if sequences > most:
             message = f"the request asks for {sequences} sequences, and this server runs and queues {most} at most"
             raise HttpError(400, f"{message}: ask for fewer at once", param="n")
-        excess = self._client.unfinished + self._arriving.total() + sequences - most
+        excess = self._client.generations.unfinished + self._arriving.total() + sequences - most
         if excess <= 0:
             return
-        waiting = self._client.waiting(key.line) + self._arriving[key.line]
+        waiting = self._client.generations.waiting(key.line) + self._arriving[key.line]
         if self._users > 1 and waiting + sequences <= self._max_queue // self._users:
             return
         if self._users == 1:

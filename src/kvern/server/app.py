@@ -63,7 +63,7 @@ class Server:
         self.store = Store(config.data_dir or default_folder(), config.disk_per_key, config.disk_reserve)
         answerers = {path: self.completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
-        width = sum(client.max_batch_requests for client in clients)
+        width = sum(client.ready.max_batch_requests for client in clients)
         self.batches = Batches(self.store, self.service.users, answerers, width)
         self.started = int(time.time())
 
@@ -178,10 +178,12 @@ class Server:
         with engine.admission.enter(request.state.key):
             if "messages" in body:
                 variables, tools = template_variables(body), read_tools(typed(body, "tools", list, None)).definitions
-                token_ids = await client.chat_prompt(plain_messages(body["messages"]), list(tools) or None, variables)
+                token_ids = await client.inputs.chat_prompt(
+                    plain_messages(body["messages"]), list(tools) or None, variables
+                )
             else:
                 special = typed(body, "add_special_tokens", bool, True)
-                token_ids = await client.encode(typed(body, "prompt", str, ""), special)
+                token_ids = await client.inputs.encode(typed(body, "prompt", str, ""), special)
         with_texts = typed(body, "return_token_strs", bool, False)
         let_go(request, body)
         answer: dict[str, Any] = {
@@ -205,7 +207,7 @@ class Server:
         if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise HttpError(400, "tokens must be a list of token ids", param="tokens")
         with engine.admission.enter(request.state.key):
-            return json_response({"prompt": await engine.client.decode(tokens)})
+            return json_response({"prompt": await engine.client.inputs.decode(tokens)})
 
 
 def _walled(app: ASGIApp) -> ASGIApp:

@@ -21,11 +21,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError, error_body, status_of
 from kvern.api.scores import SCORE
-from kvern.errors import EngineClosed, EngineUnavailable, KvernError, ServerBusy, shown
+from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
 from kvern.server.files import OUTPUT, PART_BYTES, file_object
 from kvern.server.keys import ApiKey
@@ -146,8 +147,7 @@ class Work:
                 status, answer = await self._answer_row(row)
                 del row
             request_id = uuid.uuid4().hex
-            response = {"status_code": status, "request_id": request_id, "body": answer}
-            line = {"id": f"batch_req_{request_id}", "custom_id": name, "response": response, "error": None}
+            line = answer_row(name, request_id, status, answer)
             await self._until_room(
                 functools.partial(self._write_whole, msgspec.json.encode(line) + b"\n", status == 200)
             )
@@ -277,18 +277,16 @@ def row_error(line: bytes, endpoint: str, seen: set[str]) -> str | None:
     try:
         row = decode_object(line)
         check_counts(row.get("body"))
+        asked = read_row(row, [endpoint])
     except HttpError as error:
         return str(error).replace("the body", "the row", 1)
-    if not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
-        return "the row must be an object with custom_id, a text, and body, an object"
-    if row.get("method", "POST") != "POST" or row.get("url") != endpoint:
-        given = f"{shown(row.get('method'))} and {shown(row.get('url'))}"
-        return f"method and url are {given}: they must be POST and {endpoint}"
-    if row["custom_id"] in seen:
-        return f"custom_id {shown(row['custom_id'])} is there twice: make each different"
-    if row["body"].get("stream"):
+    except InvalidRequest as error:
+        return str(error)
+    if asked.custom_id in seen:
+        return f"custom_id {shown(asked.custom_id)} is there twice: make each different"
+    if asked.body.get("stream"):
         return "stream is set: a batch has no streams"
-    seen.add(row["custom_id"])
+    seen.add(asked.custom_id)
     return None
 
 

@@ -19,11 +19,11 @@ class ServedEngine:
     @property
     def names(self) -> list[str]:
         """What `model` may be for this engine to answer."""
-        return [*self.models, *(adapter.name for adapter in self.client.adapters.all())]
+        return [*self.models, *(adapter.name for adapter in self.client.adapters.names.all())]
 
     def answers_for(self, name: str) -> bool:
         """The name is the model's, or that of one of its adapters."""
-        return name in self.models or name in self.client.adapters
+        return name in self.models or name in self.client.adapters.names
 
     def adapter_of(self, name: str) -> str | None:
         """The adapter that a name means; None for the model as it is."""
@@ -34,7 +34,7 @@ class ServedEngine:
 
         Raises InvalidRequest, InvalidParameter or ServerBusy.
         """
-        return await self.client.chat(
+        return await self.client.inputs.chat(
             conversation.messages,
             params,
             conversation.use,

@@ -41,7 +41,7 @@ class MessagesApi:
         engine = self._service.engine_of(self._service.model(body))
         chat = read_conversation(body)
         with engine.admission.enter(request.state.key):
-            prompt = await engine.client.chat_prompt(chat.messages, list(chat.use.definitions) or None)
+            prompt = await engine.client.inputs.chat_prompt(chat.messages, list(chat.use.definitions) or None)
         return json_response({"input_tokens": len(prompt)})
 
 

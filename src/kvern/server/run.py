@@ -69,7 +69,7 @@ async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str],
                 )
             )
             gc.freeze()  # what is there now stays: collections need not look at it
-            say(f"started in {client.report}")
+            say(f"started in {client.ready.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
             if not keys and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")

@@ -41,7 +41,7 @@ class Scores:
         model = service.model(body)
         asked = read_score(body)
         logprobs, common = asked.logprobs, asked.common
-        prompts = await service.engine_of(model).client.scored_prompts(asked.pairs, asked.add_special_tokens)
+        prompts = await service.engine_of(model).client.inputs.scored_prompts(asked.pairs, asked.add_special_tokens)
         del asked  # its texts are not needed while the pairs are scored
         params = [prompt.params for prompt in prompts]
         ask = service.ask(model, common, [prompt.token_ids for prompt in prompts], params, key)

@@ -58,7 +58,7 @@ class Running:
         self._ask, self._generations, self._news, self._held = ask, generations, news, held
 
     def __aiter__(self) -> AsyncIterator[None]:
-        return self._ask.engine.client.follow(self._generations, self._news, self._ask.deadline)
+        return self._ask.engine.client.generations.follow(self._generations, self._news, self._ask.deadline)
 
     def close(self) -> None:
         """End what has not ended."""
@@ -75,7 +75,7 @@ class Service:
         self.engines = [
             ServedEngine(client, Admission(client, config.max_queue, len(self.users), limits)) for client in clients
         ]
-        names = self.names
+        names = [name for engine in self.engines for name in set(engine.names)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
@@ -88,8 +88,8 @@ class Service:
     @property
     def trouble(self) -> str | None:
         """Why not every engine takes requests at present; None if all do."""
-        clients = [engine.client for engine in self.engines]
-        return next((str(one.trouble or "the engine is being replaced") for one in clients if not one.is_ready), None)
+        replaced = [one.client.supervisor for one in self.engines if not one.client.supervisor.is_ready]
+        return str(replaced[0].unavailable or "the engine is being replaced") if replaced else None
 
     def engine_of(self, model: object) -> ServedEngine:
         """The engine that answers for a name. Raises HttpError if none does."""
@@ -143,11 +143,11 @@ class Service:
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
             held.enter_context(engine.admission.enter(ask.key, ask.sequences))
-            held.callback(engine.client.abort, generations)
+            held.callback(engine.client.generations.abort, generations)
             reported = 0
             with engine.admission.arriving(ask.key, ask.sequences) as arrived:
                 for prompt, params in zip(ask.prompts, ask.params, strict=True):
-                    generation = await engine.client.submit(
+                    generation = await engine.client.generations.submit(
                         prompt,
                         params,
                         news=news,

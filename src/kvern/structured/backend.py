@@ -35,6 +35,12 @@ class Matcher(Protocol):
     def reset(self) -> bool:
         """Go back to the beginning; False if that cannot be done."""
 
+    def rollback(self, tokens: int, /) -> bool:
+        """Take back the last tokens that it consumed before it was stopped, and the one that stopped it.
+
+        False, and an error from now on, if they are fewer; an error stays.
+        """
+
     def deep_copy(self) -> "Matcher": ...
 
 

@@ -74,6 +74,13 @@ class XgrammarMatcher:
         self.error = ""
         return True
 
+    def rollback(self, tokens: int) -> bool:
+        try:
+            self.matcher.rollback(tokens)
+        except RuntimeError:
+            self.error = self.error or f"{tokens} tokens cannot be taken back: it has not consumed so many"
+        return not self.error
+
     def deep_copy(self) -> "XgrammarMatcher":
         return XgrammarMatcher(self.matcher.fork(), self._never, self.error)
 

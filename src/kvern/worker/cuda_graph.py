@@ -15,7 +15,7 @@ from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.transfer import upload
-from kvern.kernels.attention import SharedPrefix
+from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters

@@ -2,15 +2,14 @@
 
 differences --> rows on the device --> tokens, positions, cache slots read on the device
                                          |
-             a step of decodes alone: one CUDA graph, from embedding to sampled token, or to the hidden states where
-             the host has a say in what is sampled
+             a step of decodes alone: one CUDA graph, from embedding to sampled token; or to the hidden states, where
+             more than filters and a draw is asked for (log-probabilities, penalties, grammars, beams, ...)
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
 sampled tokens <-- copied to the host behind the step, which an event marks as done
 """
 
 import enum
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -27,14 +26,13 @@ from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.drafts import verify
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
-from kvern.step import ModelRunnerOutput, NewRequest, ScheduledTokens, SchedulerOutput, StepResult
+from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
-
-logger = logging.getLogger("kvern")
+from kvern.worker.step_parts import StepTooLarge
 
 
 class Needs(enum.IntFlag):
@@ -49,7 +47,7 @@ class Needs(enum.IntFlag):
     TYPICAL = 8
     """typical_p sorts the vocabulary; PyTorch does that."""
     EMBEDDING = 16
-    """The hidden state is wanted, which a graph does not give."""
+    """The hidden state is wanted beside the token."""
     GRAMMAR = 32
     """The host says which tokens may follow, when it knows the last one."""
     BEAMS = 64
@@ -85,26 +83,6 @@ def needs_of(request: NewRequest) -> Needs:
     return needs
 
 
-class Results:
-    """A step that was run in parts."""
-
-    def __init__(self, parts: Sequence[StepResult]) -> None:
-        self._parts = parts
-
-    def result(self) -> ModelRunnerOutput:
-        outputs = [part.result() for part in self._parts]
-        if len(outputs) == 1:
-            return outputs[0]
-        return ModelRunnerOutput(
-            [token for output in outputs for token in output.token_ids],
-            [entry for output in outputs for entry in output.logprobs],
-            [entry for output in outputs for entry in output.prompt_logprobs],
-            {slot: reason for output in outputs for slot, reason in output.broken.items()},
-            {slot: state for output in outputs for slot, state in output.embeddings.items()},
-            {slot: item for output in outputs for slot, item in output.candidates.items()},
-        )
-
-
 class DeviceRunner:
     """Holds the model, its rows and its KV cache on a device; `execute` starts one step."""
 
@@ -128,7 +106,6 @@ class DeviceRunner:
         self._processors = processors
         self._adapters = adapters
         self._needs = [0] * rows.scratch
-        self._token_limit: int | None = None
         self._graphs = None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
             members = attention.prefix_members if shared_prefix_attention else 0
@@ -136,8 +113,8 @@ class DeviceRunner:
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank)
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> Results:
-        """Start computing the scheduled tokens, and sampling where the scheduler says so."""
+    def execute(self, output: SchedulerOutput) -> PendingStep:
+        """Start computing the scheduled tokens, and sampling where the scheduler says so. Raises StepTooLarge."""
         if self._adapters is not None:
             self._adapters.load(output.adapters)
         self._attention.copy_blocks(output.copies)
@@ -153,7 +130,13 @@ class DeviceRunner:
         self._rows.draft(output.drafts)
         for request in output.joined:
             self._needs[request.slot] = int(needs_of(request))
-        return Results(self._run(output.scheduled))
+        try:
+            return self._start(output.scheduled)
+        except torch.OutOfMemoryError as error:
+            device = self._rows.device
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            torch.cuda.empty_cache()
+            raise StepTooLarge(f"({free / 2**20:.0f} MiB free)") from error
 
     def abandon(self) -> None:
         """Wait for the device and forget the steps on their way. Raises if the device is broken."""
@@ -162,44 +145,6 @@ class DeviceRunner:
             self._graphs.forget_inputs()
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)
-
-    def _run(self, scheduled: Sequence[ScheduledTokens]) -> list[StepResult]:
-        """Run a step, in parts if the device's memory is too small for it at once."""
-        tokens = sum(item.count for item in scheduled)
-        if self._token_limit is None or tokens <= self._token_limit:
-            try:
-                return [self._start(scheduled)]
-            except torch.OutOfMemoryError as error:
-                if tokens == 1 or (len(scheduled) == 1 and scheduled[0].sampled > 1):
-                    raise
-                self._token_limit = max(1, tokens // 2)
-                free = torch.cuda.mem_get_info(self._rows.device)[0] if self._rows.device.type == "cuda" else 0
-                logger.warning(
-                    "out of GPU memory in a step of %d tokens (%.0f MiB free): it is run again in parts of %d; %s",
-                    tokens,
-                    free / 2**20,
-                    self._token_limit,
-                    str(error).splitlines()[0],
-                )
-                torch.cuda.empty_cache()
-        limit = self._token_limit or 1
-        if len(scheduled) == 1 and scheduled[0].sampled > 1:
-            return [self._start(scheduled)]  # drafts are verified at once
-        if len(scheduled) > 1:
-            middle = len(scheduled) // 2
-            return self._run(scheduled[:middle]) + self._run(scheduled[middle:])
-        item = scheduled[0]
-        pieces = [
-            ScheduledTokens(
-                item.slot,
-                item.start + first,
-                min(limit, item.count - first),
-                item.sampled if first + limit >= item.count else 0,
-            )
-            for first in range(0, item.count, limit)
-        ]
-        parts = [part for piece in pieces for part in self._run([piece])]
-        return [JoinedPieces(parts)]
 
     def _start(self, scheduled: Sequence[ScheduledTokens]) -> PendingStep:
         needs = 0
@@ -296,24 +241,4 @@ class DeviceRunner:
             rows.min_p,
             rows.seeds,
             filtered=bool(needs & Needs.FILTERS),
-        )
-
-
-class JoinedPieces:
-    """The pieces of one request's prompt that did not fit into one step."""
-
-    def __init__(self, parts: Sequence[StepResult]) -> None:
-        self._parts = parts
-
-    def result(self) -> ModelRunnerOutput:
-        outputs = [part.result() for part in self._parts]
-        prompts = [entry for output in outputs for entry in output.prompt_logprobs[0] or ()]
-        last = outputs[-1]
-        return ModelRunnerOutput(
-            [last.token_ids[0]],
-            [last.logprobs[0]],
-            [prompts or None],
-            last.broken,
-            last.embeddings,
-            last.candidates,
         )

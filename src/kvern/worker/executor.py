@@ -1,25 +1,22 @@
-"""Where steps run. The engine core submits them and collects their results in the same order."""
+"""Where steps run: on one device or several, that do the same. The engine core knows nothing below this."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol
 
+from kvern.adapters.peft import Adapter
+from kvern.config import EngineConfig
+from kvern.model_spec import ModelSpec
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
-
-
-class Runner(Protocol):
-    """Runs steps on a device; the result may still be on its way."""
-
-    def execute(self, output: SchedulerOutput) -> StepResult:
-        """Start one step."""
-        ...
-
-    def abandon(self) -> None:
-        """Wait for the device, then forget all steps: every request joins anew. Raises if the device is broken."""
-        ...
+from kvern.worker.device import resolve_device
+from kvern.worker.plan import Layout, agree, lay_out
+from kvern.worker.startup import Startup
+from kvern.worker.step_parts import StepParts
+from kvern.worker.worker import Worker
 
 
 class Executor(Protocol):
-    """Runs steps in the order of their submission."""
+    """Runs steps in the order of their submission, and holds what steps need of adapters and grammars."""
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         """Start a step; the result may arrive later, an exception is the result's."""
@@ -29,6 +26,22 @@ class Executor(Protocol):
         """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""
         ...
 
+    def prepare(self, grammar: str) -> "Future[None] | None":
+        """Begin to make what following this grammar needs; None: it is there."""
+        ...
+
+    def read_adapter(self, path: str) -> Adapter:
+        """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
+        ...
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        """Keep an adapter that was read, for steps to load."""
+        ...
+
+    def drop_adapter(self, key: int) -> None:
+        """Forget an adapter."""
+        ...
+
 
 class InProcessExecutor:
     """Starts each step at once, in the calling thread; none after one that could not be started, until `abandon`.
@@ -36,14 +49,15 @@ class InProcessExecutor:
     It would run on rows that lack what that one was to bring, and write to blocks of others.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._steps = StepParts(worker.execute)
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         if self._error is None:
             try:
-                return self._runner.execute(output)
+                return self._steps.execute(output)
             except BaseException as error:
                 self._error = error
         failed: Future[ModelRunnerOutput] = Future()
@@ -52,4 +66,28 @@ class InProcessExecutor:
 
     def abandon(self) -> None:
         self._error = None
-        self._runner.abandon()
+        self._worker.abandon()
+
+    def prepare(self, grammar: str) -> "Future[None] | None":
+        return self._worker.prepare(grammar)
+
+    def read_adapter(self, path: str) -> Adapter:
+        return self._worker.read_adapter(path)
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        self._worker.add_adapter(key, adapter)
+
+    def drop_adapter(self, key: int) -> None:
+        self._worker.drop_adapter(key)
+
+
+def start(config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup) -> tuple[InProcessExecutor, Layout]:
+    """The executor of a configuration, with the model in `folder` loaded, and what it has room for.
+
+    Raises KvernError subclasses.
+    """
+    worker = Worker(config, folder, spec, resolve_device(config), startup)
+    plan = agree([worker.probe()], config, spec)
+    layout = lay_out([worker.load(plan)], plan, config)
+    worker.build(layout)
+    return InProcessExecutor(worker), layout

@@ -10,7 +10,7 @@ LEAST_REQUESTS = 4
 
 @dataclass
 class PrefixGroups:
-    """Tiles of at most `members` requests with a common prefix, as lists for `kernels.attention.SharedPrefix`."""
+    """Tiles of at most `members` requests with a common prefix, as lists for a `SharedPrefix`."""
 
     members: list[list[int]] = field(default_factory=list)
     tile_keys: list[int] = field(default_factory=list)

@@ -11,19 +11,17 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
+from kvern.worker.plan import LARGEST_HEAD
 
-LARGEST_HEAD = 256
-"""Of the Triton attention: larger heads do not fit into registers."""
 GIGABYTE = 1e9
 
 
-def resolve_device(config: EngineConfig) -> torch.device:
-    """The configured device, if this machine has it. Raises ConfigError."""
+def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """The configured device of a rank, if this machine has it. Raises ConfigError."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is cuda, but {missing_gpu()}")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
 
 def missing_gpu() -> str:

@@ -1,0 +1,37 @@
+"""Rows of OpenAI's batch files.
+
+in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
+out  {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.errors import InvalidRequest, shown
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """What a row asks of which route, and by which name its answer is found."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_row(values: Mapping[str, Any], routes: Sequence[str]) -> BatchRow:
+    """Check all but the body, which its route checks. Raises InvalidRequest."""
+    custom_id, url, body = values.get("custom_id"), values.get("url"), values.get("body")
+    if not isinstance(custom_id, str) or not isinstance(body, dict):
+        raise InvalidRequest("the row must be an object with custom_id, a text, and body, an object")
+    if values.get("method", "POST") != "POST" or not isinstance(url, str) or url not in routes:
+        given = f"{shown(values.get('method'))} and {shown(url)}"
+        raise InvalidRequest(f"method and url are {given}: they must be POST and {' or '.join(routes)}")
+    return BatchRow(custom_id, url, body)
+
+
+def answer_row(custom_id: str, request_id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of an answer."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}

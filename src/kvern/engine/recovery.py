@@ -1,0 +1,68 @@
+"""When an engine has died: which request may be the cause, and which one is."""
+
+import logging
+import time
+
+from kvern.engine.generation import generation_id
+from kvern.engine.generations import Generations
+from kvern.engine.probation import Probation
+from kvern.engine.supervisor import LONG_LIFE, Death
+from kvern.errors import RequestFailed
+from kvern.observe.metrics import Metrics
+
+logger = logging.getLogger("kvern")
+
+TRIAL_SECONDS = 30.0
+"""Of computing, after which nobody is on trial any more."""
+JUST_BEGUN_SECONDS = 1.0
+
+
+class Recovery:
+    """Ends the request that ends engines; the others go on with the next one, as far as `probation` lets them."""
+
+    def __init__(self, generations: Generations, probation: Probation, metrics: Metrics) -> None:
+        self._generations = generations
+        self._probation = probation
+        self._metrics = metrics
+        self._heard = 0.0
+        self._unexplained = 0
+        """Deaths since a request was found guilty, or an engine lived long."""
+
+    def heard(self) -> None:
+        """The engine lives: those on trial are innocent after some time of it, since a search is silent to its end."""
+        self._heard = time.monotonic()
+        if self._probation.active and self._heard > self._generations.begun_at + TRIAL_SECONDS:
+            for name in self._probation.on_trial:
+                self._generations.clear(self._generations.running[name])
+
+    def died(self, death: Death) -> bool:
+        """Find out which request ends engines, and end that one; whether the death taught something."""
+        if death.lived > LONG_LIFE:
+            self._unexplained = 0
+        running = self._generations.running
+        names = dict.fromkeys([*map(generation_id, death.running), *self._just_begun()])
+        suspects = [generation for name in names if (generation := running.get(name)) is not None]
+        suspects.sort(key=lambda generation: (generation.progress, -generation.asked))
+        logger.warning("%s; %d requests go on with another", death.reason, len(running))
+        guilty = self._probation.died([generation.output.request_id for generation in suspects], death.killed)
+        if guilty is not None:
+            self._unexplained = 0
+            message = f"request {guilty} was alone when the engine died and is not tried again: {death.reason}"
+            logger.warning("%s", message)
+            self._metrics.refused("crash")
+            self._generations.end(running[guilty], RequestFailed(message))
+        return bool(suspects)
+
+    def _just_begun(self) -> list[str]:
+        """Who may have ended the engine before their first step: those on trial, and those that came at its end.
+
+        The latter only if nobody was found guilty at the last deaths; those in its last steps are more suspicious.
+        """
+        running = self._generations.running
+        if self._probation.active:
+            return [name for name in self._probation.on_trial if running[name].begun]
+        self._unexplained += 1
+        if self._unexplained <= 1:
+            return []
+        late = self._heard - JUST_BEGUN_SECONDS
+        return [name for name, one in running.items() if not one.progress and one.begun_at > late]

@@ -1,0 +1,165 @@
+"""Attention over the paged cache."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernels.attention_decode import decode_attention, decode_shape
+from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
+from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
+from kvern.model_spec import AttentionSpec, ModelSpec
+
+Sizes = Iterator[tuple[Any, ...]]
+
+
+def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache, and the block table of requests with so many keys each, whose blocks lie scattered."""
+    blocks = -(-keys // inputs.block_size)
+    cache = inputs.numbers(2, requests * blocks, inputs.block_size, spec.kv_heads, spec.head_dim)
+    return cache, inputs.permutation(requests * blocks).view(requests, blocks)
+
+
+def _attended(
+    spec: AttentionSpec, query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, keys: int
+) -> torch.Tensor:
+    """In float64, of `query [requests, queries, heads, head_dim]` that are the last of so many keys."""
+    queries = query.shape[1]
+    known = cache[:, table.long()].double().flatten(2, 3)[:, :, :keys]
+    key, value = known.repeat_interleave(spec.heads // spec.kv_heads, 3)
+    scores = torch.einsum("rqhd,rkhd->rhqk", query.double(), key) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * (scores / spec.softcap).tanh()
+    at, other = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
+    hidden = other > at
+    if spec.window is not None:
+        hidden |= other <= at - spec.window
+    weights = scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(-1)
+    return torch.einsum("rhqk,rkhd->rqhd", weights, value)
+
+
+def _decode(
+    spec: ModelSpec,
+    inputs: Inputs,
+    attention: AttentionSpec,
+    requests: int,
+    keys: int,
+    planned: int,
+    slots: torch.dtype = torch.int32,
+    shared: int = 0,
+) -> Call:
+    """`planned`: the number of requests that the launch is cut for; `shared`: keys that all have in common."""
+    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+    cache, table = _paged(attention, inputs, requests, keys)
+    query = inputs.numbers(requests, heads, head_dim)
+    out = torch.empty_like(query)
+    prefix = None
+    if shared:
+        table[:, : shared // inputs.block_size] = table[0, : shared // inputs.block_size]
+        members = inputs.zeros(1, prefix_members(heads // kv_heads)) - 1
+        members[0, :requests] = inputs.integers(range(requests))
+        prefix = SharedPrefix(members, inputs.integers([shared]), inputs.integers([shared] * requests))
+    launch = partial(
+        decode_attention,
+        query,
+        cache,
+        table,
+        inputs.integers(range(requests), slots),
+        inputs.integers([keys - 1] * requests, slots),
+        inputs.zeros(requests * kv_heads),
+        out,
+        decode_shape(planned, kv_heads, head_dim, inputs.processors),
+        scale=attention.scale,
+        window=attention.window,
+        softcap=attention.softcap,
+        shared=prefix,
+    )
+    moved = 2 * requests * keys * kv_heads * head_dim * query.element_size()
+    return Call(
+        f"{requests} x {keys} keys",
+        _into(out, launch),
+        lambda: _attended(attention, query[:, None], cache, table, keys)[:, 0],
+        moved,
+    )
+
+
+def _into(out: torch.Tensor, launch: Callable[[], None]) -> Callable[[], torch.Tensor]:
+    def launched() -> torch.Tensor:
+        launch()
+        return out
+
+    return launched
+
+
+def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
+    return list(dict.fromkeys(layer.attention for layer in spec.layers))
+
+
+def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for kind in _kinds(spec):
+        keys, shared = 2 * inputs.block_size + 1, inputs.block_size
+        for planned in (1, 256):
+            yield from ((kind, 2, keys, planned, slots) for slots in (torch.int32, torch.int64))
+        together = min(2, prefix_members(kind.heads // kind.kv_heads))
+        if kind.window is None:
+            yield kind, together, keys, 256, torch.int32, shared
+
+
+def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((spec.layers[0].attention, requests, 1024, requests) for requests in (1, 32, 256))
+
+
+def _prefill(
+    spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int, long: bool
+) -> Call:
+    """`before`: keys of each request that were computed earlier."""
+    keys = before + queries
+    cache, table = _paged(attention, inputs, requests, keys)
+    query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
+    out, shape = torch.empty_like(query), prefill_shape(attention.head_dim, long)
+    firsts = range(0, queries, shape.queries)
+    tiles = sorted(((first, request) for request in range(requests) for first in firsts), reverse=True)
+    launch = partial(
+        prefill_attention,
+        query,
+        cache,
+        table,
+        inputs.integers(range(requests)),
+        inputs.integers([before] * requests),
+        inputs.integers(range(0, requests * queries, queries)),
+        inputs.integers([queries] * requests),
+        inputs.integers(request for _, request in tiles),
+        inputs.integers(first for first, _ in tiles),
+        out,
+        shape,
+        scale=attention.scale,
+        window=attention.window,
+        softcap=attention.softcap,
+    )
+    pairs = requests * queries * (before + (queries + 1) / 2)
+
+    def reference() -> torch.Tensor:
+        return _attended(attention, query.view(requests, queries, attention.heads, -1), cache, table, keys).flatten(
+            0, 1
+        )
+
+    moved = 2 * query.numel() * query.element_size()
+    operations = 4 * attention.heads * attention.head_dim * pairs
+    return Call(f"{requests} x {queries}", _into(out, launch), reference, moved, operations)
+
+
+def _prefill_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((kind, 2, 5, inputs.block_size + 3, long) for kind in _kinds(spec) for long in (False, True))
+
+
+def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    attention = spec.layers[0].attention
+    yield from ((attention, requests, queries, 0, queries >= 1024) for requests, queries in ((2, 4096), (16, 512)))
+
+
+KERNELS = (
+    Kernel("decode attention", "attention", _decode, _decode_launched, _decode_timed),
+    Kernel("prefill attention", "attention", _prefill, _prefill_launched, _prefill_timed),
+)

@@ -1,0 +1,264 @@
+"""Norms, rotation, activations, products of few rows, and what adapters add."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernels import adapters
+from kvern.kernels.activation import ACTIVATIONS, gated_activation
+from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec, small_matmul
+from kvern.kernels.norm import add_rms_norm, rms_norm
+from kvern.kernels.rotary import rotate_and_store
+from kvern.layers.few_rows import matvec_shape
+from kvern.layers.tuned_linear import CANDIDATES, Shape
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec
+
+ROWS = 64
+TIMED_ROWS = (1, 64, 8192)
+Sizes = Iterator[tuple[Any, ...]]
+ACTIVATION: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+"""What kernels call by these names."""
+
+
+def gated_mlps(spec: ModelSpec) -> list[MlpSpec]:
+    """Those that a kernel can activate."""
+    mlps = dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec))
+    return [mlp for mlp in mlps if mlp.gated and mlp.activation in ACTIVATIONS]
+
+
+def _gain(spec: ModelSpec, inputs: Inputs) -> torch.Tensor:
+    return inputs.numbers(spec.hidden_size, dtype=torch.float32 if spec.norm.offset else None)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+
+
+def _norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
+    x, weight = inputs.numbers(rows, spec.hidden_size), _gain(spec, inputs)
+    moved = 2 * rows * spec.hidden_size * x.element_size()
+    launch = partial(rms_norm, x, weight, 1e-6)
+    return Call(f"{rows} x {spec.hidden_size}", launch, lambda: _normed(x, weight, 1e-6), moved)
+
+
+def _add_norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
+    x, update = (inputs.numbers(rows, spec.hidden_size) for _ in range(2))
+    weight = _gain(spec, inputs)
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        total = x.double() + update.double()
+        return _normed(total, weight, 1e-6), total
+
+    moved = 4 * rows * spec.hidden_size * x.element_size()
+    return Call(f"{rows} x {spec.hidden_size}", lambda: (add_rms_norm(x, update, weight, 1e-6), x), reference, moved)
+
+
+def _norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if spec.norm.kind == "rms":
+        yield (ROWS,)
+
+
+def _norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if spec.norm.kind == "rms":
+        yield from ((rows,) for rows in TIMED_ROWS)
+
+
+def _rotation(inputs: Inputs, tokens: int, dim: int, interleaved: bool) -> torch.Tensor:
+    """Cosines and signed sines [tokens, 2, 1, dim] of some angles."""
+    angles = inputs.numbers(tokens, dim // 2, dtype=torch.float32)
+    cosine, sine = angles.cos(), angles.sin()
+    if interleaved:
+        both = cosine.repeat_interleave(2, -1), torch.stack((-sine, sine), -1).flatten(-2)
+    else:
+        both = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+    return torch.stack(both, 1).unsqueeze(2).to(inputs.dtype)
+
+
+def _turned(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """`x [T, heads, head_dim]` with the first entries of each head turned by `table [T, 2, 1, dim]`."""
+    dim = table.shape[-1]
+    cosine, sine = table.double().unbind(1)
+    pairs = x[..., :dim].reshape(*x.shape[:-1], *((-1, 2) if interleaved else (2, -1)))
+    swapped = pairs.flip(-1 if interleaved else -2).flatten(-2)
+    return torch.cat((x[..., :dim] * cosine + swapped * sine, x[..., dim:]), -1)
+
+
+def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> Call:
+    attention, rope = layer.attention, layer.rope
+    heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+    qkv = inputs.numbers(tokens, (heads + 2 * kv_heads) * head_dim)
+    blocks = -(-tokens // inputs.block_size)
+    cache = inputs.numbers(2, blocks, inputs.block_size, kv_heads, head_dim)
+    positions = inputs.integers(range(tokens), torch.int64)
+    places = inputs.permutation(tokens, torch.int64)
+    interleaved = rope is not None and rope.interleaved
+    table = None if rope is None else _rotation(inputs, tokens, rope.dim, interleaved)
+    weight = None
+    if spec.query_key_norm is not None:
+        weight = inputs.numbers(heads + kv_heads, head_dim, dtype=torch.float32)
+
+    def launch() -> tuple[torch.Tensor, torch.Tensor]:
+        query = rotate_and_store(
+            qkv,
+            positions,
+            places,
+            table,
+            cache,
+            query_heads=heads,
+            interleaved=interleaved,
+            norm_weight=weight,
+            epsilon=1e-6,
+        )
+        return query, cache
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        parts = qkv.double().view(tokens, -1, head_dim)
+        known, value = parts[:, : heads + kv_heads], parts[:, heads + kv_heads :]
+        known = known if weight is None else _normed(known, weight, 1e-6)
+        known = known if table is None else _turned(known, table, interleaved)
+        expected = cache.double()
+        expected.flatten(1, 2)[:, places] = torch.stack((known[:, heads:], value))
+        return known[:, :heads], expected
+
+    width = (heads + 2 * kv_heads) * head_dim
+    return Call(f"{tokens} x {width}", launch, reference, 2 * qkv.numel() * qkv.element_size())
+
+
+def _rotate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((layer, tokens) for layer in dict.fromkeys(spec.layers) for tokens in (1, ROWS))
+
+
+def _rotate_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((spec.layers[0], tokens) for tokens in TIMED_ROWS)
+
+
+def _activate(spec: ModelSpec, inputs: Inputs, mlp: MlpSpec, rows: int) -> Call:
+    x = inputs.numbers(rows, 2 * mlp.width)
+
+    def reference() -> torch.Tensor:
+        gate, up = x.double().chunk(2, -1)
+        return ACTIVATION[mlp.activation](gate) * up
+
+    moved = 3 * rows * mlp.width * x.element_size()
+    return Call(f"{rows} x {mlp.width}", partial(gated_activation, x, mlp.activation), reference, moved)
+
+
+def _activate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mlp, ROWS) for mlp in gated_mlps(spec))
+
+
+def _activate_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mlp, rows) for mlp in gated_mlps(spec)[:1] for rows in TIMED_ROWS)
+
+
+def _matvec(
+    spec: ModelSpec,
+    inputs: Inputs,
+    outputs: int,
+    width: int,
+    norm: bool = False,
+    activation: str | None = None,
+    residual: bool = False,
+    shape: MatvecShape | None = None,
+) -> Call:
+    x, weight = inputs.numbers(1, width), inputs.numbers(outputs, width, deviation=width**-0.5)
+    around = NOTHING
+    if norm or residual:
+        gain = _gain(spec, inputs) if norm else None
+        around = Around(gain, 1e-6, activation, inputs.numbers(1, outputs) if residual else None)
+
+    def reference() -> torch.Tensor:
+        out = (x.double() if around.gain is None else _normed(x, around.gain, 1e-6)) @ weight.double().T
+        if activation is not None:
+            gate, up = out.chunk(2, -1)
+            out = ACTIVATION[activation](gate) * up
+        return out if around.residual is None else out + around.residual.double()
+
+    cut = shape or matvec_shape(outputs, width, activation is not None)
+    moved = weight.numel() * weight.element_size()
+    launch = partial(matvec, x, weight, None, cut, around)
+    return Call(f"{outputs} x {width}", launch, reference, moved, 2 * weight.numel())
+
+
+def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    hidden, attention = spec.hidden_size, spec.layers[0].attention
+    for mlp in gated_mlps(spec):
+        yield (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden, True
+        yield 2 * mlp.width, hidden, True, mlp.activation
+        yield hidden, attention.heads * attention.head_dim, False, None, True
+        yield hidden, mlp.width, False, None, True
+
+
+def _matvec_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    hidden, attention, mlp = spec.hidden_size, spec.layers[0].attention, spec.layers[0].mlp
+    yield (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden
+    yield hidden, attention.heads * attention.head_dim
+    if isinstance(mlp, MlpSpec):
+        yield 2 * mlp.width, hidden
+        yield hidden, mlp.width
+
+
+def _product(spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape) -> Call:
+    outputs, width = 256, spec.hidden_size
+    if isinstance(shape, MatvecShape):
+        return _matvec(spec, inputs, outputs, width, shape=shape)
+    assert shape is not None
+    x, weight = inputs.numbers(rows, width), inputs.numbers(outputs, width, deviation=width**-0.5)
+    launch = partial(small_matmul, x, weight, None, shape, inputs.zeros(outputs))
+    return Call(f"{rows} x {outputs} x {width}", launch, lambda: x.double() @ weight.double().T)
+
+
+def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((rows, shape) for rows, shapes in CANDIDATES.items() for shape in shapes if shape is not None)
+
+
+def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic: bool = False) -> Call:
+    hidden, slots = spec.hidden_size, 2
+    rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
+    x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, parts * hidden)
+    down = inputs.numbers(slots, parts, rank, hidden, deviation=hidden**-0.5)
+    up = inputs.numbers(slots, rank, parts * hidden)
+    using = inputs.integers((row % (slots + 1) - 1 for row in range(rows)), torch.int64)
+    ranks = inputs.integers((rank, max(1, rank - 3)))
+    ends = tuple(hidden * (part + 1) for part in range(parts))
+
+    def launch() -> torch.Tensor:
+        adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
+        return out
+
+    def reference() -> torch.Tensor:
+        expected = out.double()
+        for slot, most in enumerate(ranks.tolist()):
+            low = torch.einsum("th,prh->tpr", x.double(), down[slot, :, :most].double())
+            each = up[slot, :most].double().view(-1, parts, hidden)
+            added = torch.einsum("tpr,rpo->tpo", low, each).flatten(1)
+            expected = torch.where((using == slot)[:, None], expected + added, expected)
+        return expected
+
+    return Call(f"{rows} x {parts * hidden}, rank {rank}", launch, reference)
+
+
+def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.adapter_rank:
+        yield from ((parts, rows) for parts in (1, 2, 3) for rows in (1, 32, 64, adapters.SPLIT_ROWS))
+
+
+KERNELS = (
+    Kernel("RMSNorm", "norm", _norm, _norm_launched),
+    Kernel("add + RMSNorm", "norm", _add_norm, _norm_launched, _norm_timed),
+    Kernel("rotate and store", "rotary", _rotate, _rotate_launched, _rotate_timed),
+    Kernel("gated activation", "activation", _activate, _activate_launched, _activate_timed),
+    Kernel("matrix-vector product", "few_rows", _matvec, _matvec_launched, _matvec_timed),
+    Kernel("product of few rows", "linear", _product, _product_launched),
+    Kernel("adapters", "adapters", _adapt, _adapt_launched),
+)

@@ -1,0 +1,76 @@
+"""Routing, and the experts that were chosen."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvern.kernel_list.dense import ACTIVATION
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernels.moe import ACTIVATIONS, fused_experts
+from kvern.kernels.moe_routing import route
+from kvern.model_spec import ModelSpec, MoeSpec
+
+Sizes = Iterator[tuple[Any, ...]]
+
+
+def moes(spec: ModelSpec) -> list[MoeSpec]:
+    """The kinds of experts that a model has."""
+    return list(dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)))
+
+
+def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
+    logits = inputs.numbers(tokens, moe.experts)
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
+        weights, chosen = weights[:, : moe.top_k], chosen[:, : moe.top_k]
+        return (weights / weights.sum(-1, keepdim=True) if moe.renormalize else weights) * moe.routed_scale, chosen
+
+    launch = partial(route, logits, moe.top_k, moe.renormalize, moe.routed_scale)
+    return Call(f"{tokens} x {moe.experts}", launch, reference, logits.numel() * logits.element_size())
+
+
+def _experts(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, deterministic: bool = False) -> Call:
+    hidden, width = spec.hidden_size, moe.width
+    x = inputs.numbers(tokens, hidden)
+    gate_up = inputs.numbers(moe.experts, 2 * width, hidden, deviation=hidden**-0.5)
+    down = inputs.numbers(moe.experts, hidden, width, deviation=width**-0.5)
+    weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
+
+    def reference() -> torch.Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        for expert in range(moe.experts):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = (x[token].double() @ gate_up[expert].double().T).chunk(2, -1)
+            made = (ACTIVATION[moe.activation](gate) * up) @ down[expert].double().T
+            out.index_add_(0, token, made * weights[token, place].double()[:, None])
+        return out
+
+    touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** tokens)
+    launch = partial(
+        fused_experts, x, gate_up, down, weights, chosen.int(), moe.activation, deterministic=deterministic
+    )
+    moved, operations = touched * 3 * width * hidden * x.element_size(), 2 * tokens * moe.top_k * 3 * width * hidden
+    return Call(f"{tokens} tokens", launch, reference, moved, operations)
+
+
+def _launched(spec: ModelSpec, inputs: Inputs, tokens: tuple[int, ...] = (1, 16, 256)) -> Sizes:
+    yield from ((moe, count) for moe in moes(spec) for count in tokens)
+
+
+def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from (sizes for sizes in _launched(spec, inputs) if sizes[0].activation in ACTIVATIONS)
+
+
+def _experts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe in moes(spec)[:1]:
+        if moe.activation in ACTIVATIONS:
+            yield from ((moe, tokens) for tokens in (1, 32, 8192))
+
+
+KERNELS = (
+    Kernel("route", "moe", _route, _launched),
+    Kernel("experts", "moe", _experts, _experts_launched, _experts_timed),
+)

@@ -1,0 +1,235 @@
+"""Attention of one query for each request over the paged cache.
+
+Layout of keys and of values: [blocks, block_size, kv_heads, head_dim]. All scores are kept as powers of two.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.attention_prefill import LOG2_E, capped
+from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
+from kvern.kernels.launch import overlaps, wait_for_previous
+
+
+class DecodeShape(NamedTuple):
+    """How a decode launch is cut: keys of one tile, and at most how many programs share one request and KV head.
+
+    Each of them takes at least `span` keys: below, joining the parts costs more than it gains.
+    """
+
+    tile: int
+    splits: int
+    span: int
+    warps: int
+    stages: int
+
+
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["slots", "starts", "shared_keys"])
+def _decode_attention_kernel(
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    block_table: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    partial_sum: tl.tensor,
+    arrived: tl.tensor,
+    shared_keys: tl.tensor,
+    scale: tl.float32,
+    softcap: tl.float32,
+    query_stride: tl.int64,
+    table_stride: tl.int64,
+    splits,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    # The batch's description was written well before the kernel that this one overlaps with.
+    length = tl.load(starts + request) + 1
+    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
+    if OVERLAP:
+        wait_for_previous()
+    first = 0
+    shared = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    base = first // TILE * TILE
+    if PARTS > 0:
+        shared = tl.load(shared_keys + request)
+        base = shared
+    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, splits), TILE) * TILE, SPAN)
+    used = tl.cdiv(length - base, span)
+    if split < used:
+        begin = base + split * span
+        end = tl.minimum(begin + span, length)
+        row = tl.arange(0, GROUP)
+        dim = tl.arange(0, DIM)
+        head = kv_head * group + row
+        in_query = (row < group)[:, None] & (dim < head_dim)[None, :]
+        queries = tl.load(
+            query + request * query_stride + head[:, None] * head_dim + dim[None, :], mask=in_query, other=0.0
+        ).to(key_cache.dtype.element_ty)
+        column = tl.arange(0, TILE)
+        maximum = tl.full([GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        gathered = tl.zeros([GROUP, DIM], tl.float32)
+        for start in tl.range(begin, end, TILE):
+            position = start + column
+            known = position < end
+            block = tl.load(table + position // block_size, mask=known, other=0).to(tl.int64)
+            place = ((block * block_size + position % block_size) * kv_heads + kv_head) * head_dim
+            key = tl.load(
+                key_cache + place[None, :] + dim[:, None], mask=known[None, :] & (dim < head_dim)[:, None], other=0.0
+            )
+            value = tl.load(
+                value_cache + place[:, None] + dim[None, :], mask=known[:, None] & (dim < head_dim)[None, :], other=0.0
+            )
+            scores = tl.dot(queries, key, input_precision="ieee") * scale
+            if SOFTCAP:
+                scores = capped(scores, softcap)
+            if WINDOW > 0:
+                known = known & (position >= first)
+            scores = tl.where(known[None, :], scores, float("-inf"))
+            higher = tl.maximum(maximum, tl.max(scores, axis=1))
+            higher = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - higher[:, None])
+            shrink = tl.exp2(maximum - higher)
+            total = total * shrink + tl.sum(weights, axis=1)
+            gathered = gathered * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+            maximum = higher
+        index = request * kv_heads * group + head
+        target = out + index[:, None] * head_dim + dim[None, :]
+        divisor = tl.where(total == 0.0, 1.0, total)
+        gathered /= divisor[:, None]
+        if (used == 1) & (shared == 0):
+            tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
+        else:
+            # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
+            parts = PARTS + splits
+            part = partial + index[:, None] * parts * head_dim + dim[None, :]
+            sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
+            tl.store(part + (PARTS + split) * head_dim, gathered, mask=in_query)
+            tl.store(partial_sum + index * parts + PARTS + split, sums, mask=row < group)
+            tl.debug_barrier()
+            counter = arrived + request * kv_heads + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                tl.debug_barrier()
+                highest = tl.full([GROUP], float("-inf"), tl.float32)
+                weight_sum = tl.zeros([GROUP], tl.float32)
+                mixed = tl.zeros([GROUP, DIM], tl.float32)
+                for other in tl.range(tl.where(shared == 0, PARTS, 0), PARTS + used):
+                    other_sum = tl.load(
+                        partial_sum + index * parts + other, mask=row < group, other=0.0, cache_modifier=".cg"
+                    )
+                    values = tl.load(part + other * head_dim, mask=in_query, other=0.0, cache_modifier=".cg")
+                    higher = tl.maximum(highest, other_sum)
+                    shrink = tl.exp2(highest - higher)
+                    weight = tl.exp2(other_sum - higher)
+                    mixed = mixed * shrink[:, None] + values * weight[:, None]
+                    weight_sum = weight_sum * shrink + weight
+                    highest = higher
+                tl.store(target, (mixed / weight_sum[:, None]).to(out.dtype.element_ty), mask=in_query)
+                tl.store(counter, 0)
+
+
+def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int) -> DecodeShape:
+    """Enough programs to fill the card, however few requests there are; the number depends on nothing else."""
+    programs = requests * kv_heads
+    splits = max(1, min(64, triton.next_power_of_2(4 * processors) // (2 * triton.next_power_of_2(programs))))
+    if head_dim > 128:
+        return DecodeShape(32, splits, 256, 4, 3)
+    return DecodeShape(128, splits, 128, 4, 2) if programs <= 2 * processors else DecodeShape(64, splits, 256, 2, 3)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    arrived: torch.Tensor,
+    out: torch.Tensor,
+    shape: DecodeShape,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    shared: SharedPrefix | None = None,
+) -> None:
+    """Attention of one query for each of R requests over all its keys, its own included.
+
+    query        [R, heads, head_dim], rows may have gaps
+    cache        [2, blocks, block_size, kv_heads, head_dim]
+    block_table  [slots, max_blocks] int32
+    slots        [R] integers: the row of the block table
+    starts       [R] integers: the position of the query; its key and those before it are in the cache
+    arrived      at least R * kv_heads int32 zeros, which are zeros again afterwards
+    out          [R, heads, head_dim], contiguous
+
+    shared       prefixes to be read once for several requests; not together with a window
+
+    Moves the keys and values of each request once: 2 * length * kv_heads * head_dim * itemsize bytes; those of a shared
+    prefix once for each of its tiles.
+    """
+    requests, heads, head_dim = query.shape
+    _, _, block_size, kv_heads, _ = cache.shape
+    group = heads // kv_heads
+    overlap = overlaps(query.device)
+    partial = partial_sum = out
+    before = 0 if shared is None else prefix_parts(kv_heads, shared)
+    parts = shape.splits + before
+    if parts > 1:
+        partial = torch.empty(requests, heads, parts, head_dim, dtype=torch.float32, device=query.device)
+        partial_sum = torch.empty(requests, heads, parts, dtype=torch.float32, device=query.device)
+    if shared is not None:
+        attend_to_prefix(query, cache, block_table, slots, shared, partial, partial_sum, scale=scale, softcap=softcap)
+    _decode_attention_kernel[(kv_heads, shape.splits, requests)](
+        query,
+        cache[0],
+        cache[1],
+        block_table,
+        slots,
+        starts,
+        out,
+        partial,
+        partial_sum,
+        arrived,
+        slots if shared is None else shared.keys,
+        scale * LOG2_E,
+        (softcap or 0.0) * LOG2_E,
+        query.stride(0),
+        block_table.stride(0),
+        shape.splits,
+        kv_heads,
+        group,
+        head_dim,
+        block_size,
+        window or 0,
+        softcap is not None,
+        before,
+        max(16, triton.next_power_of_2(group)),
+        max(16, triton.next_power_of_2(head_dim)),
+        shape.tile,
+        shape.span,
+        overlap,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        launch_pdl=overlap,
+    )

@@ -1,0 +1,163 @@
+"""Attention of decodes to a prefix that several of them have in common, which is read once for all of a tile.
+
+Its results are parts, which the decode kernel joins with those of each request's own keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.attention_prefill import LOG2_E, prefill_tile
+from kvern.kernels.launch import overlaps, wait_for_previous
+
+
+class SharedPrefix(NamedTuple):
+    """Decodes that begin with the same blocks, in tiles that attend to them together.
+
+    members    [tiles, members] int32: indices of requests, the first of a tile always one; -1: none
+    tile_keys  [tiles] int32: how many keys they have in common, 0: the tile is empty
+    keys       [R] int32: the same for each request, 0: it is in no tile
+    """
+
+    members: torch.Tensor
+    tile_keys: torch.Tensor
+    keys: torch.Tensor
+
+
+PREFIX_ROWS = 64
+"""Queries of a tile: what the matrix units take at a time."""
+
+
+def prefix_members(group: int) -> int:
+    """How many requests share a tile, each with a group of query heads."""
+    members: int = PREFIX_ROWS // triton.next_power_of_2(group)
+    return max(1, members)
+
+
+def prefix_parts(kv_heads: int, shared: SharedPrefix) -> int:
+    """How many programs share the keys of a tile's prefix: enough to fill the card."""
+    tiles = len(shared.members)
+    parts: int = 512 // triton.next_power_of_2(kv_heads * tiles)
+    return max(1, min(16, parts))
+
+
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["slots", "members", "tile_keys"])
+def _prefix_attention_kernel(
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    block_table: tl.tensor,
+    slots: tl.tensor,
+    members: tl.tensor,
+    tile_keys: tl.tensor,
+    partial: tl.tensor,
+    partial_sum: tl.tensor,
+    scale: tl.float32,
+    softcap: tl.float32,
+    query_stride: tl.int64,
+    table_stride: tl.int64,
+    parts,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    part = tl.program_id(2)
+    # The batch's description was written well before the kernel that this one overlaps with.
+    keys = tl.load(tile_keys + tile)
+    row = tl.arange(0, MEMBERS * GROUP)
+    member = tl.load(members + tile * MEMBERS + row // GROUP).to(tl.int64)
+    leader = tl.load(members + tile * MEMBERS)
+    if OVERLAP:
+        wait_for_previous()
+    if keys > 0:
+        table = block_table + tl.load(slots + leader).to(tl.int64) * table_stride
+        span = tl.cdiv(tl.cdiv(keys, PARTS), KEYS) * KEYS
+        end = tl.minimum((part + 1) * span, keys)
+        head = kv_head * group + row % GROUP
+        dim = tl.arange(0, DIM)
+        real = (member >= 0) & (row % GROUP < group)
+        inside = real[:, None] & (dim < head_dim)[None, :]
+        queries = tl.load(
+            query + member[:, None] * query_stride + head[:, None] * head_dim + dim[None, :], mask=inside, other=0.0
+        ).to(key_cache.dtype.element_ty)
+        maximum = tl.full([MEMBERS * GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([MEMBERS * GROUP], tl.float32)
+        gathered = tl.zeros([MEMBERS * GROUP, DIM], tl.float32)
+        # All queries come after the last of these keys: the mask hides what lies behind it.
+        position = tl.full([MEMBERS * GROUP], 0, tl.int32) + end - 1
+        for start in tl.range(part * span, end, KEYS):
+            maximum, total, gathered = prefill_tile(
+                queries, maximum, total, gathered, start, end, position, key_cache, value_cache, table, kv_head, scale,
+                softcap, kv_heads, head_dim, block_size, 0, SOFTCAP, DIM, KEYS, True,
+            )  # fmt: skip
+        divisor = tl.where(total == 0.0, 1.0, total)
+        index = (member * kv_heads * group + head) * parts + part
+        tl.store(partial + index[:, None] * head_dim + dim[None, :], gathered / divisor[:, None], mask=inside)
+        sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
+        tl.store(partial_sum + index, sums, mask=real)
+
+
+def attend_to_prefix(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    shared: SharedPrefix,
+    partial: torch.Tensor,
+    partial_sum: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """Write to the first `prefix_parts` parts of each member's `partial` [R, heads, parts, head_dim] and `partial_sum`.
+
+    What comes before is as in `decode_attention`.
+    """
+    _, heads, head_dim = query.shape
+    _, _, block_size, kv_heads, _ = cache.shape
+    group = heads // kv_heads
+    tiles, members = shared.members.shape
+    splits = prefix_parts(kv_heads, shared)
+    overlap = overlaps(query.device)
+    _prefix_attention_kernel[(kv_heads, tiles, splits)](
+        query,
+        cache[0],
+        cache[1],
+        block_table,
+        slots,
+        shared.members,
+        shared.tile_keys,
+        partial,
+        partial_sum,
+        scale * LOG2_E,
+        (softcap or 0.0) * LOG2_E,
+        query.stride(0),
+        block_table.stride(0),
+        partial_sum.shape[-1],
+        kv_heads,
+        group,
+        head_dim,
+        block_size,
+        softcap is not None,
+        splits,
+        triton.next_power_of_2(group),
+        members,
+        max(16, triton.next_power_of_2(head_dim)),
+        64 if head_dim <= 128 else 32,
+        overlap,
+        num_warps=4,
+        num_stages=3 if head_dim <= 128 else 2,
+        launch_pdl=overlap,
+    )

@@ -1,0 +1,64 @@
+"""What a worker holds whichever way its steps run, and what differs between these ways."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvern.layers.linear_format import LinearFormat
+from kvern.models.decoder import Decoder
+from kvern.step import SchedulerOutput, StepResult
+from kvern.structured.masks import GrammarRows
+from kvern.worker.adapters import Adapters
+from kvern.worker.plan import Layout, Room
+from kvern.worker.processor_rows import ProcessorRows
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Model and state of rows, of which every runner makes use."""
+
+    decoder: Decoder
+    grammars: GrammarRows
+    processors: ProcessorRows
+    adapters: Adapters | None
+    """None: the engine has no place for any."""
+
+
+class Runner(Protocol):
+    """Runs steps on a device; the result may still be on its way."""
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for the device, then forget all steps: every request joins anew. Raises if the device is broken."""
+        ...
+
+
+class Parts(Protocol):
+    """How a worker's steps run: through PyTorch, or through kernels with the batch on the device."""
+
+    @property
+    def unquantized(self) -> LinearFormat:
+        """How plain weights are multiplied."""
+        ...
+
+    @property
+    def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """Of logits by masks: `structured.masks.restrict`, or a kernel like it."""
+        ...
+
+    def prepare(self, decoder: Decoder) -> None:
+        """Choose what fits these weights and this device best."""
+        ...
+
+    def room(self, contents: Contents) -> Room:
+        """What the device has left beside weights and the largest steps."""
+        ...
+
+    def runner(self, contents: Contents, layout: Layout) -> Runner:
+        """The runner over a KV cache of this layout."""
+        ...

@@ -1,0 +1,51 @@
+"""Compiles the kernels that a model needs, in parallel, before its weights are there; names the groups that work.
+
+Each is launched once on small inputs with the head sizes, widths and dtype of the model, so that what serving launches
+is compiled already. A kernel that does not compile or run is left to PyTorch, with a warning that names its group.
+"""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvern.kernel_list import KERNELS, Inputs, Kernel
+from kvern.model_spec import ModelSpec
+
+logger = logging.getLogger("kvern")
+
+THREADS = 8
+
+
+def working_kernels(
+    spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device, adapter_rank: int = 0
+) -> frozenset[str]:
+    """Launch every kernel once and return the groups all of whose kernels work on this device.
+
+    `adapter_rank`: the highest of an adapter; 0: there are none.
+    """
+    inputs = Inputs(device, dtype, "zeros", block_size=block_size, adapter_rank=adapter_rank)
+
+    def launch(kernel: Kernel, arguments: tuple[Any, ...]) -> None:
+        kernel.make(spec, inputs, *arguments).launch()
+
+    use = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread begins at the first
+    with ThreadPoolExecutor(THREADS, initializer=use) as pool:
+        running = [
+            (kernel.group, pool.submit(launch, kernel, arguments))
+            for kernel in KERNELS
+            for arguments in kernel.launched(spec, inputs)
+        ]
+        broken: dict[str, BaseException] = {}
+        for group, future in running:
+            error = future.exception()
+            if error is not None:
+                broken.setdefault(group, error)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    for name, error in broken.items():
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)
+    return frozenset(kernel.group for kernel in KERNELS) - frozenset(broken)

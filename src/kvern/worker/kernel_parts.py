@@ -1,0 +1,132 @@
+"""A worker whose batch lives on a GPU: linear layers and attention are timed, the largest steps are measured."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.attention.paged import PagedAttention, Phases
+from kvern.attention.selection import Choice, Shapes, choose
+from kvern.attention.torch_sdpa import TorchAttention
+from kvern.config import EngineConfig
+from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.measurements import Measurements, cache_folder
+from kvern.device.timing import time_calls
+from kvern.kernels import masks
+from kvern.layers.tuned_linear import TunedLinear
+from kvern.layers.tuning import tune
+from kvern.model_spec import ModelSpec
+from kvern.models.decoder import Decoder
+from kvern.request import PromptInput, RequestSpec
+from kvern.sampling_params import ResolvedParams
+from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.structured.masks import restrict
+from kvern.worker.contents import Contents
+from kvern.worker.device_runner import DeviceRunner
+from kvern.worker.memory import bytes_of_token, cache_bytes, report_others
+from kvern.worker.plan import Layout, Plan, Room
+from kvern.worker.startup import Startup
+
+
+class KernelParts:
+    """The `Parts` of a worker with kernels."""
+
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, plan: Plan, device: torch.device, startup: Startup
+    ) -> None:
+        self._config, self._spec, self._plan, self._device, self._startup = config, spec, plan, device, startup
+        self._dtype: torch.dtype = getattr(torch, plan.dtype)
+        self._layers = [layer.attention for layer in spec.layers]
+        self.unquantized = TunedLinear(device, plan.linear_backend)
+        self._choice: Choice | None = None
+
+    @property
+    def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        return masks.restrict if "masks" in self._plan.kernels else restrict
+
+    def prepare(self, decoder: Decoder) -> None:
+        """Time how to multiply and who attends, or look it up."""
+        config, plan, device = self._config, self._plan, self._device
+        measurements = Measurements(cache_folder(config), device)
+        if device.type == "cuda":
+            with self._startup.stage("tuning"), torch.inference_mode():
+                timed = tune(decoder, time_calls, measurements.section("linear"))
+                measurements.remember("linear", timed)
+        if plan.attention_backend != "torch_sdpa":
+            with self._startup.stage("attention"), torch.inference_mode():
+                longest = plan.max_model_len
+                block_size = config.block_size if config.kv_cache == "paged" else longest
+                cache_dtype = getattr(torch, plan.cache_dtype)
+                requests = plan.max_batch_requests + 1
+                shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest)
+                self._choice = choose(plan.attention_backend, config, shapes, measurements)
+                self._startup.report(self._choice.table)
+        measurements.save()
+
+    def room(self, contents: Contents) -> Room:
+        """What the device's memory has left, and who attends fastest. Compiles the kernels that serving needs."""
+        with self._startup.stage("memory"):
+            token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype))
+            activations = self._activation_bytes(contents)
+            room = cache_bytes(self._device, token_bytes, activations)
+            report_others(self._device)
+        if self._choice is None:
+            return Room(room, token_bytes)
+        return Room(room, token_bytes, self._choice.phases, frozenset(self._choice.libraries))
+
+    def runner(self, contents: Contents, layout: Layout) -> DeviceRunner:
+        """The runner over a KV cache of this layout, and one more block that pads batches."""
+        config = self._config
+        with self._startup.stage("cache"):
+            dtype = getattr(torch, layout.dtype)
+            attention = self._attention(layout.blocks + 1, layout.block_size, dtype, layout.attention)
+            table = -(-layout.max_model_len // layout.block_size)
+            requests, longest = layout.max_batch_requests, layout.max_model_len
+            rows = DeviceRows(requests, longest, table, self._device, scratch_block=layout.blocks)
+        return DeviceRunner(
+            contents.decoder,
+            attention,
+            rows,
+            layout.block_size,
+            contents.grammars,
+            contents.processors,
+            config.cuda_graphs,
+            config.shared_prefix_attention,
+            contents.adapters,
+        )
+
+    def _attention(
+        self, blocks: int, block_size: int, dtype: torch.dtype, chosen: Mapping[str, str]
+    ) -> AttentionBackend[DeviceBatch]:
+        if self._choice is None:
+            return TorchAttention(self._layers, blocks, block_size, dtype, self._device)
+        phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})
+        triton, deterministic = self._choice.triton, self._config.deterministic
+        return PagedAttention(self._layers, blocks, block_size, dtype, self._device, phases, triton, deterministic)
+
+    def _activation_bytes(self, contents: Contents) -> int:
+        """What the largest steps take beside weights and cache: measured by running them, over a cache of one block."""
+        device, longest, slots = self._device, self._plan.max_model_len, self._plan.max_batch_requests
+        if device.type != "cuda":
+            return 0
+        tokens = min(self._plan.max_batch_tokens, longest * slots)
+        length = min(longest - 1, tokens)
+        requests = min(slots, -(-tokens // length))
+        size = self._config.block_size
+        rows = DeviceRows(slots, longest, -(-longest // size), device, scratch_block=0)
+        attention = self._attention(1, size, self._dtype, {} if self._choice is None else self._choice.phases)
+        decoder, grammars, processors = contents.decoder, contents.grammars, contents.processors
+        runner = DeviceRunner(decoder, attention, rows, size, grammars, processors, cuda_graphs=False)
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        asked = RequestSpec("", PromptInput([0]), ResolvedParams(temperature=1.0, top_p=0.9), 1)
+        joined = [NewRequest(slot, asked, asked.params, 0, [0], []) for slot in range(slots)]
+        prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
+        decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
+        for step, scheduled in enumerate((prompts, decodes)):
+            runner.execute(SchedulerOutput(step, joined=joined if step == 0 else [], scheduled=scheduled)).result()
+        peak = torch.cuda.max_memory_allocated(device) - before
+        del runner, attention, rows
+        torch.cuda.empty_cache()
+        return peak

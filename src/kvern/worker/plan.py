@@ -1,0 +1,175 @@
+"""What all ranks of an engine do alike: decided here, from what each of them found on its device.
+
+    Worker.probe --> Findings of each rank --agree-->   Plan     kernels, attention, sizes of the batch
+    Worker.load  --> Room of each rank     --lay_out--> Layout   KV cache, who attends in which phase
+    Worker.build
+
+There are two rounds because weights come between them: kernels decide how weights are held, and what weights and
+activations leave is the cache's. All of these are plain data that can be sent.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.model_spec import ModelSpec
+
+logger = logging.getLogger("kvern")
+
+REQUIRED_KERNELS = frozenset({"batch", "sampling"})
+"""Without these the batch cannot live on the device, and all steps run through PyTorch."""
+LARGEST_HEAD = 256
+"""Of the Triton attention: larger heads do not fit into registers."""
+BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
+BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """One rank's device before weights are on it: its type, the groups of kernels that work, and the GPU's UUID.
+
+    `dtype` is the name of the model's in PyTorch, which the checkpoint may have decided.
+    """
+
+    device: str
+    dtype: str
+    kernels: frozenset[str] = frozenset()
+    gpu: str | None = None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What every rank is made of. Without `kernels` steps run through PyTorch alone."""
+
+    device: str
+    dtype: str
+    cache_dtype: str
+    kernels: frozenset[str]
+    linear_backend: Literal["auto", "cublas", "triton"]
+    attention_backend: str
+    max_model_len: int
+    max_batch_requests: int
+    max_batch_tokens: int
+    gpus: tuple[str, ...]
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What one rank has left: bytes for keys and values, of which a token takes `token_bytes` over all layers.
+
+    `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there.
+    """
+
+    cache_bytes: int
+    token_bytes: int
+    attention: dict[str, str] = {}
+    libraries: frozenset[str] = frozenset()
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The KV cache of `blocks` of `block_size` tokens, `token_bytes` each, and how large a step may be.
+
+    `depth`: how many steps are in flight at most; `attention`: who attends in which phase.
+    """
+
+    max_model_len: int
+    blocks: int
+    block_size: int
+    token_bytes: int
+    dtype: str
+    max_batch_requests: int
+    max_batch_tokens: int
+    depth: int
+    attention: dict[str, str]
+    device: str
+    gpus: tuple[str, ...]
+
+
+def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
+    """What all ranks can do. Raises ConfigError for a `max_model_len` above the model's."""
+    first = findings[0]
+    kernels = frozenset.intersection(*(item.kernels for item in findings))
+    if not kernels >= REQUIRED_KERNELS:
+        kernels = frozenset()
+    attention: str = config.attention_backend
+    largest = max(layer.attention.head_dim for layer in spec.layers)
+    if attention == "auto" and ("attention" not in kernels or largest > LARGEST_HEAD):
+        attention = "torch_sdpa"
+    cache_dtype: str = config.kv_cache_dtype
+    if cache_dtype == "auto":
+        cache_dtype = "float32" if first.device == "cpu" and first.dtype == "float16" else first.dtype
+    longest = resolve_max_model_len(config, spec)
+    default = BATCH_REQUESTS[first.device]
+    requests = config.max_batch_requests or min(default, config.max_batch_tokens or default)
+    return Plan(
+        device=first.device,
+        dtype=first.dtype,
+        cache_dtype=cache_dtype,
+        kernels=kernels,
+        linear_backend=config.linear_backend if "linear" in kernels else "cublas",
+        attention_backend=attention,
+        max_model_len=longest,
+        max_batch_requests=requests,
+        max_batch_tokens=_batch_tokens(config, first.device, requests, longest),
+        gpus=tuple(item.gpu for item in findings if item.gpu is not None),
+    )
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """The longest sequence: the option, which the model's own context bounds. Raises ConfigError."""
+    if config.max_model_len is not None and config.max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, above the model's {spec.max_position_embeddings}: lower it"
+        )
+    return config.max_model_len or spec.max_position_embeddings
+
+
+def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
+    """Size the KV cache: what the batch can use, as far as the memory of the fullest rank goes.
+
+    Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
+    """
+    longest, token_bytes = plan.max_model_len, max(room.token_bytes for room in rooms)
+    tokens = config.kv_cache_tokens
+    if tokens is None:
+        room_for = min(room.cache_bytes // room.token_bytes for room in rooms)
+        tokens = min(longest * plan.max_batch_requests, room_for)
+    if 0 < tokens < longest and config.max_model_len is None:
+        logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", tokens, longest)
+        longest = tokens
+    paged = config.kv_cache == "paged"
+    block_size = config.block_size if paged else longest
+    blocks = -(-tokens // block_size) if paged else tokens // max(block_size, 1)
+    if tokens < longest or not blocks:
+        raise ConfigError(
+            f"the KV cache has room for {tokens} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
+            f"{longest}: raise kv_cache_tokens, free memory, or lower max_model_len"
+        )
+    requests = plan.max_batch_requests if paged else min(plan.max_batch_requests, blocks)
+    return Layout(
+        max_model_len=longest,
+        blocks=blocks,
+        block_size=block_size,
+        token_bytes=token_bytes,
+        dtype=plan.cache_dtype,
+        max_batch_requests=requests,
+        max_batch_tokens=_batch_tokens(config, plan.device, requests, longest),
+        depth=2 if plan.kernels and config.overlap else 1,
+        attention=_agreed_attention(rooms),
+        device=plan.device,
+        gpus=plan.gpus,
+    )
+
+
+def _batch_tokens(config: EngineConfig, device: str, requests: int, longest: int) -> int:
+    """Tokens of one step at most: a token of each request must fit, and a whole prompt if it cannot be split."""
+    tokens = max(config.max_batch_tokens or BATCH_TOKENS[device], requests)
+    return tokens if config.chunked_prefill else max(tokens, longest)
+
+
+def _agreed_attention(rooms: Sequence[Room]) -> dict[str, str]:
+    """The first rank's choice; kvern's own kernels in a phase whose library does not work on every rank."""
+    everywhere: frozenset[str] = frozenset.intersection(*(room.libraries for room in rooms))
+    chosen: Mapping[str, str] = rooms[0].attention
+    return {phase: name if name in everywhere else "triton" for phase, name in chosen.items()}

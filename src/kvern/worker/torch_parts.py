@@ -1,0 +1,42 @@
+"""A worker whose steps run through PyTorch alone: on CPUs, and on GPUs where Triton or its kernels do not work."""
+
+import torch
+
+from kvern.attention.torch_sdpa import TorchAttention
+from kvern.device.rows import BatchRows
+from kvern.layers.unquantized import Unquantized
+from kvern.model_spec import ModelSpec
+from kvern.models.decoder import Decoder
+from kvern.structured.masks import restrict
+from kvern.worker.contents import Contents
+from kvern.worker.memory import bytes_of_token, cache_bytes
+from kvern.worker.plan import Layout, Plan, Room
+from kvern.worker.runner import ModelRunner
+
+
+class TorchParts:
+    """The `Parts` of a worker without kernels."""
+
+    restrict = staticmethod(restrict)
+
+    def __init__(self, spec: ModelSpec, plan: Plan, device: torch.device) -> None:
+        self._spec, self._plan, self._device = spec, plan, device
+        self.unquantized = Unquantized()
+
+    def prepare(self, decoder: Decoder) -> None:
+        """Nothing is chosen."""
+
+    def room(self, contents: Contents) -> Room:
+        """What the device's memory has left."""
+        token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype))
+        return Room(cache_bytes(self._device, token_bytes), token_bytes)
+
+    def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
+        """The runner over a KV cache of this layout."""
+        layers = [layer.attention for layer in self._spec.layers]
+        dtype, size, device = getattr(torch, layout.dtype), layout.block_size, self._device
+        attention = TorchAttention(layers, layout.blocks, size, dtype, device)
+        rows = BatchRows(layout.max_batch_requests, layout.max_model_len, -(-layout.max_model_len // size), device)
+        return ModelRunner(
+            contents.decoder, attention, rows, size, contents.grammars, contents.processors, contents.adapters
+        )

@@ -1,0 +1,157 @@
+"""One device of an engine, and all that lives on it: weights, KV cache, rows, adapters, grammars, processors."""
+
+import os
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from kvern.adapters.bank import AdapterBank
+from kvern.adapters.peft import Adapter
+from kvern.adapters.store import AdapterStore
+from kvern.config import EngineConfig
+from kvern.errors import InvalidAdapter
+from kvern.layers.linear_format import linear_methods
+from kvern.layers.unquantized import Unquantized
+from kvern.model_spec import ModelSpec
+from kvern.models.decoder import Decoder
+from kvern.models.loader import choose_dtype, load_model, read_config
+from kvern.sample.processors import ProcessorModel, load_processors
+from kvern.step import SchedulerOutput, StepResult
+from kvern.structured.grammar import grammars_of
+from kvern.structured.masks import GrammarRows
+from kvern.worker.adapters import Adapters
+from kvern.worker.contents import Contents, Parts, Runner
+from kvern.worker.device import check_dtype, check_head_dim, check_weights_fit
+from kvern.worker.plan import Findings, Layout, Plan, Room, resolve_max_model_len
+from kvern.worker.processor_rows import ProcessorRows
+from kvern.worker.startup import Startup
+from kvern.worker.torch_parts import TorchParts
+
+MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe"})
+"""What the parts of a model may be made of."""
+
+
+class Worker:
+    """Made in three calls, between which all ranks agree (`worker/plan.py`): probe, load, build. Then it runs steps."""
+
+    runner: Runner
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, spec: ModelSpec, device: torch.device, startup: Startup
+    ) -> None:
+        self._config, self._folder, self._spec, self._device = config, folder, spec, device
+        self._startup = startup
+        self._store: AdapterStore | None = None
+
+    def probe(self) -> Findings:
+        """What the device is and can do. Raises ConfigError for what it cannot."""
+        config, device = self._config, self._device
+        resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
+        dtype = choose_dtype(config.dtype, self._spec, None if config.load_format == "dummy" else self._folder)
+        gpu = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            check_dtype(dtype, device)
+            check_weights_fit(self._spec, dtype, device, linear_methods(read_config(self._folder), Unquantized()))
+        else:
+            torch.set_num_threads(config.threads or available_cores())
+        kernels = usable_kernels(config, self._spec, dtype, device, self._startup)
+        return Findings(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
+
+    def load(self, plan: Plan) -> Room:
+        """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
+        config, spec, device = self._config, self._spec, self._device
+        self._parts = parts = self._make_parts(plan)
+        with self._startup.stage("weights"):
+            decoder = load_model(
+                self._folder,
+                dtype=plan.dtype,
+                device=device,
+                max_model_len=plan.max_model_len,
+                load_format=config.load_format,
+                kernels=plan.kernels & MODEL_KERNELS,
+                unquantized=parts.unquantized,
+                deterministic=config.deterministic and bool(plan.kernels),
+            )
+        parts.prepare(decoder)
+        adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
+        compiled = grammars_of(self._folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
+        self._grammars = GrammarRows(compiled, spec.vocab_size, device, parts.restrict)
+        model = ProcessorModel(self._folder, spec.vocab_size, plan.max_batch_requests, plan.max_model_len, device)
+        processors = ProcessorRows(load_processors(config.logits_processors), model)
+        self._contents = Contents(decoder, self._grammars, processors, adapters)
+        return parts.room(self._contents)
+
+    def build(self, layout: Layout) -> None:
+        """Take the memory of the KV cache; then steps can run."""
+        self.runner = self._parts.runner(self._contents, layout)
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
+        return self.runner.execute(output)
+
+    def abandon(self) -> None:
+        """Wait for the device, then forget all steps. Raises if the device is broken."""
+        self.runner.abandon()
+
+    def prepare(self, grammar: str) -> "Future[None] | None":
+        """Begin to make what following this grammar needs, in a thread; None: it is there."""
+        return self._grammars.prepare(grammar)
+
+    def read_adapter(self, path: str) -> Adapter:
+        """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
+        return self._adapters.read(path)
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        """Keep an adapter that was read, for steps to load."""
+        self._adapters.add(key, adapter)
+
+    def drop_adapter(self, key: int) -> None:
+        """Forget an adapter."""
+        self._adapters.drop(key)
+
+    @property
+    def _adapters(self) -> AdapterStore:
+        if self._store is None:
+            raise InvalidAdapter("this engine has no place for adapters: set max_adapters")
+        return self._store
+
+    def _make_parts(self, plan: Plan) -> Parts:
+        if not plan.kernels:
+            return TorchParts(self._spec, plan, self._device)
+        from kvern.worker.kernel_parts import KernelParts
+
+        return KernelParts(self._config, self._spec, plan, self._device, self._startup)
+
+    def _make_adapters(self, decoder: Decoder, kernels: bool) -> Adapters | None:
+        """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""
+        slots, rank = self._config.adapter_slots, self._config.max_adapter_rank
+        if not slots:
+            return None
+        bank = AdapterBank(decoder, slots, rank, kernels)
+        pinned = self._device.type == "cuda"
+        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned)
+        return Adapters(bank, self._store)
+
+
+def usable_kernels(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, startup: Startup
+) -> frozenset[str]:
+    """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
+    if device.type != "cuda" or not config.triton_kernels:
+        return frozenset()
+    from kvern.device.measurements import cache_folder, keep_builds
+    from kvern.worker.kernel_check import working_kernels
+
+    check_head_dim(config, spec)
+    keep_builds(cache_folder(config))
+    rank = config.max_adapter_rank if config.adapter_slots else 0
+    with startup.stage("kernels"):
+        return working_kernels(spec, dtype, config.block_size, device, rank)
+
+
+def available_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

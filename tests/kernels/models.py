@@ -1,0 +1,44 @@
+"""Models whose kernels are tested, by their sizes: together they launch every kernel in its different forms."""
+
+from typing import Any
+
+from kvern.model_spec import ModelSpec
+from kvern.models.registry import spec_from_config
+
+TINY: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+LARGE: dict[str, Any] = TINY | {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+GEMMA = {"attn_logit_softcapping": 5.0, "hidden_activation": "gelu_pytorch_tanh"}
+TINY_MODELS: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "gemma2": TINY | GEMMA | {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 10},
+    "glm4": TINY | {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "qwen3_moe": TINY | {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+}
+LARGE_MODELS: dict[str, dict[str, Any]] = {
+    "llama": LARGE,
+    "gemma2": LARGE | GEMMA | {"head_dim": 256, "sliding_window": 1024, "query_pre_attn_scalar": 256},
+    "qwen3_moe": LARGE
+    | {"hidden_size": 2048, "num_key_value_heads": 4, "head_dim": 128}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+}
+
+
+def spec_of(model: str, models: dict[str, dict[str, Any]] = TINY_MODELS) -> ModelSpec:
+    """The description of a model, by its type."""
+    return spec_from_config({"model_type": model} | models[model])

@@ -1,0 +1,36 @@
+"""Every kernel of the list, in every form that these models launch, beside PyTorch in float64."""
+
+import pytest
+import torch
+
+from kvern.kernel_list import KERNELS, Inputs, Kernel
+from tests.kernels.models import TINY_MODELS, spec_of
+
+
+@pytest.mark.parametrize("model", TINY_MODELS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device) -> None:
+    spec, inputs = spec_of(model), Inputs(device, torch.float32, block_size=4, adapter_rank=16)
+    for arguments in kernel.launched(spec, inputs):
+        call = kernel.make(spec, inputs, *arguments)
+        expected = call.reference()
+        found = call.launch()
+        pairs = [(found, expected)] if isinstance(found, torch.Tensor) else zip(found, expected, strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_every_kernel_is_launched_by_some_model(device: torch.device) -> None:
+    inputs = Inputs(device, torch.float32, adapter_rank=16)
+    specs = [spec_of(model) for model in TINY_MODELS]
+    idle = [kernel.name for kernel in KERNELS if not any(list(kernel.launched(spec, inputs)) for spec in specs)]
+    assert not idle
+
+
+@pytest.mark.parametrize("model", TINY_MODELS)
+def test_what_is_timed_says_what_it_moves(model: str, device: torch.device) -> None:
+    inputs = Inputs(device, torch.bfloat16, "empty")
+    for kernel in KERNELS:
+        for arguments in kernel.timed(spec_of(model), inputs):
+            call = kernel.make(spec_of(model), inputs, *arguments)
+            assert call.sizes and call.bytes > 0

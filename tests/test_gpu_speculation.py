@@ -1,0 +1,83 @@
+"""Drafts on a GPU: the answers without them, and no step that waits for the device.
+
+Run with `pytest -m gpu`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from tests.speculation import speculating
+from tests.test_gpu import ADAPTERS, SMALL, held_out, steps, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+LENGTH: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=48),
+    SamplingParams(temperature=0.8, seed=1, **LENGTH),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=2, **LENGTH),
+    SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.3, frequency_penalty=0.2, bad_words=["the"], **LENGTH),
+    SamplingParams(temperature=0.8, typical_p=0.8, seed=4, logprobs=2, **LENGTH),
+    SamplingParams(temperature=1.2, seed=5, max_tokens=40, min_tokens=30, n=2),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": False},
+        {"cuda_graphs": False},
+        {"triton_kernels": False},
+        {"attention_backend": "torch_sdpa"},
+        {"deterministic": True},
+        {"max_batch_tokens": 64, "max_batch_requests": 32},
+        {"kv_cache_tokens": 1024},
+        {"model": "kvern-1m", "adapters": ADAPTERS, "max_adapters": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accuracy", [0.5, 1.0])
+def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> None:
+    llm = LLM(device="cuda", **(SMALL | options))
+    conversations = held_out()[:36]
+    params = [PARAMS[index % len(PARAMS)] for index in range(len(conversations))]
+    expected = llm.chat(conversations, params)
+    with speculating(llm, expected, accuracy) as oracle:
+        found = llm.chat(conversations, params)
+    assert oracle.guessed > 500
+    assert tokens(found) == tokens(expected)
+    llm._engine.core.scheduler.check_integrity()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
+def test_no_step_waits_for_the_device(options: dict[str, Any]) -> None:
+    """Drafts are written, verified and counted while the step before is on its way."""
+    llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, **options)
+    prompts = [[7 + index] * (20 + index) for index in range(12)]
+    params = [PARAMS[index % len(PARAMS)].replace(n=1, max_tokens=60, stop_token_ids=None) for index in range(12)]
+    expected = llm.generate(prompts, params)
+
+    def run() -> None:
+        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            llm._engine.add(f"{index}", prompt, param)
+            steps(llm, 1)
+        steps(llm, 40)
+        llm._engine.abort(llm._engine.request_ids)
+        steps(llm, 3)
+
+    for mode in ("default", "error"):  # the first time, kernels are compiled and graphs captured
+        with speculating(llm, expected, 0.7) as oracle:
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert oracle.guessed > 100
