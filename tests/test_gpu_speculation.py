@@ -22,7 +22,7 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=48),
     SamplingParams(temperature=0.8, seed=1, **LENGTH),
     SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=2, **LENGTH),
-    SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.3, frequency_penalty=0.2, bad_words=["the"], **LENGTH),
+    SamplingParams(temperature=1.0, seed=3, presence_penalty=2.0, frequency_penalty=2.0, bad_words=["the"], **LENGTH),
     SamplingParams(temperature=0.8, typical_p=0.8, seed=4, logprobs=2, **LENGTH),
     SamplingParams(temperature=1.2, seed=5, max_tokens=40, min_tokens=30, n=2),
 ]

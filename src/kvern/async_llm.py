@@ -16,7 +16,7 @@ from kvern.engine.inputs import Messages, Prompt
 from kvern.engine.scoring import Pair, Score, score_of, scored_prompts
 from kvern.events import EngineStatistics
 from kvern.llm import (
-    Adapters,
+    AdapterChoice,
     Params,
     Tools,
     as_conversations,
@@ -83,14 +83,14 @@ class AsyncLLM:
         return self._engine.tokenizer
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: Adapters = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: AdapterChoice = None
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order."""
         several = as_prompts(prompts)
         return await self._all(several, one_for_each(sampling_params, len(several)), adapter)
 
     async def score(
-        self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, adapter: Adapters = None
+        self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, adapter: AdapterChoice = None
     ) -> list[Score]:
         """The log-likelihood of each (context, continuation); see LLM.score."""
         prompts = await asyncio.to_thread(scored_prompts, self.tokenizer, pairs, add_special_tokens)
@@ -98,7 +98,7 @@ class AsyncLLM:
         return [score_of(output, item) for output, item in zip(outputs, prompts, strict=True)]
 
     async def _all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], adapter: Adapters
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], adapter: AdapterChoice
     ) -> list[RequestOutput]:
         adapters = one_adapter_for_each(adapter, len(prompts))
         tasks = [asyncio.create_task(self._last(*each)) for each in zip(prompts, params, adapters, strict=True)]
@@ -115,7 +115,7 @@ class AsyncLLM:
         *,
         tools: Tools = None,
         add_generation_prompt: bool = True,
-        adapter: Adapters = None,
+        adapter: AdapterChoice = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations through the model's chat template, with the options of `LLM.chat`."""

@@ -26,7 +26,7 @@ __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Tools = Sequence[Mapping[str, Any]] | None
 Input = tuple[str, Prompt, SamplingParams | None] | tuple[str, Prompt, SamplingParams | None, str | None]
-Adapters = str | Sequence[str | None] | None
+AdapterChoice = str | Sequence[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
-        adapter: Adapters = None,
+        adapter: AdapterChoice = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order.
@@ -101,7 +101,7 @@ class LLM:
         pairs: Sequence[Pair],
         *,
         add_special_tokens: bool = True,
-        adapter: Adapters = None,
+        adapter: AdapterChoice = None,
         progress: bool = False,
     ) -> list[Score]:
         """The log-likelihood of each (context, continuation), both texts or both token ids, in their order.
@@ -142,7 +142,7 @@ class LLM:
         *,
         tools: Tools = None,
         add_generation_prompt: bool = True,
-        adapter: Adapters = None,
+        adapter: AdapterChoice = None,
         progress: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -352,7 +352,7 @@ def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
     return list(params)
 
 
-def one_adapter_for_each(adapter: Adapters, count: int) -> list[str | None]:
+def one_adapter_for_each(adapter: AdapterChoice, count: int) -> list[str | None]:
     """One adapter's name for each of `count` prompts."""
     if adapter is None or isinstance(adapter, str):
         return [adapter] * count

@@ -134,7 +134,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
     plain: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 9, "ignore_eos": True}
     params = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
-        SamplingParams(**plain, repetition_penalty=1.5, frequency_penalty=0.5, logprobs=1),
+        SamplingParams(**plain, repetition_penalty=2.5, presence_penalty=2.0, frequency_penalty=2.0, logprobs=1),
         SamplingParams(temperature=1.5, seed=3, max_tokens=9, min_tokens=7, stop_token_ids=list(range(0, 100, 3))),
         SamplingParams(**plain, top_p=0.9, typical_p=0.9),
     ]

@@ -72,12 +72,12 @@ class BatchRows:
         for request in joined:
             params = request.params
             self.requests[request.slot] = request
-            values_of_integers = request.seed, max(params.top_k or 0, 0), request.adapter_slot
+            values_of_integers = request.seed, params.top_k, request.adapter_slot
             for column, integer in zip(integers, values_of_integers, strict=True):
                 column.append(integer)
             values = (
-                params.temperature if params.temperature is not None else 1.0,
-                params.top_p if params.top_p is not None else 1.0,
+                params.temperature,
+                params.top_p,
                 params.min_p,
                 params.typical_p,
                 params.repetition_penalty,

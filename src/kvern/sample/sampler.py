@@ -28,7 +28,7 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
     positions  [N] int64, positions of the tokens that are chosen
     returns    [N] int64 token ids
     """
-    greedy = [_temperature(rows, slot) < GREEDY_BELOW for slot in slots]
+    greedy = [rows.request(slot).params.temperature < GREEDY_BELOW for slot in slots]
     if all(greedy):
         return logits.argmax(-1)
     tokens = logits.argmax(-1) if any(greedy) else torch.empty(len(slots), dtype=torch.int64, device=logits.device)
@@ -36,9 +36,8 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
     for row in range(len(slots)):
         if not greedy[row]:
             params = rows.request(slots[row]).params
-            few = bool(params.top_k and params.top_k > 0)
-            ordered = (params.top_p or 1.0) < 1.0 or params.typical_p < 1.0
-            kinds.setdefault((few, ordered), []).append(row)
+            ordered = params.top_p < 1.0 or params.typical_p < 1.0
+            kinds.setdefault((params.top_k > 0, ordered), []).append(row)
     slot_index = torch.tensor(slots, device=logits.device)
     for (few, ordered), members in kinds.items():
         index = torch.tensor(members, device=logits.device)
@@ -54,11 +53,6 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
         column = _draw(probabilities, uniform(rows.seeds[slot], positions[index], candidates))
         tokens[index] = column if ids is None else ids.gather(1, column[:, None])[:, 0]
     return tokens
-
-
-def _temperature(rows: BatchRows, slot: int) -> float:
-    temperature = rows.request(slot).params.temperature
-    return 1.0 if temperature is None else temperature
 
 
 def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

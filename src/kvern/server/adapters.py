@@ -18,7 +18,7 @@ LONGEST_PATH = 1024
 """Characters."""
 
 
-class Adapters:
+class AdaptersApi:
     """The handlers. Adapters come from below the server's `adapter_folder`, and never from the network."""
 
     def __init__(self, service: Service) -> None:

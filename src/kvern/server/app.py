@@ -23,7 +23,7 @@ from kvern.api.scores import SCORE
 from kvern.engine.client import EngineClient
 from kvern.errors import KvernError
 from kvern.observe.metrics import together
-from kvern.server.adapters import Adapters
+from kvern.server.adapters import AdaptersApi
 from kvern.server.batch_routes import Batches
 from kvern.server.bodies import let_go, read_object
 from kvern.server.chat_page import page_routes
@@ -74,7 +74,7 @@ class Server:
             MessagesApi(self.service),
             Files(self.store),
             self.batches,
-            Adapters(self.service),
+            AdaptersApi(self.service),
         )
         routes = [
             Route("/health", self.health),

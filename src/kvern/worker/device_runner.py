@@ -75,10 +75,10 @@ def needs_of(request: NewRequest) -> Needs:
         needs |= Needs.EMBEDDING
     if params.beam_width is not None:
         needs |= Needs.BEAMS
-    if params.temperature is None or params.temperature >= GREEDY_BELOW:
+    if params.temperature >= GREEDY_BELOW:
         if params.typical_p < 1.0:
             needs |= Needs.TYPICAL
-        if (params.top_k or 0) > 0 or (params.top_p or 1.0) < 1.0 or params.min_p > 0:
+        if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0:
             needs |= Needs.FILTERS
     return needs
 

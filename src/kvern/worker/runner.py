@@ -14,7 +14,7 @@ from kvern.sample.constraints import constrain, is_constrained, is_penalized
 from kvern.sample.drafts import verify
 from kvern.sample.logprobs import token_logprobs
 from kvern.sample.sampler import GREEDY_BELOW, sample
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import ResolvedParams
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
@@ -127,11 +127,10 @@ class ModelRunner:
         return chosen, broken
 
 
-def _filters(params: SamplingParams) -> bool:
+def _filters(params: ResolvedParams) -> bool:
     """Whether more than one token is looked at: the improbable ones are dropped, or beams choose."""
     if params.beam_width is not None:
         return True
-    if params.temperature is not None and params.temperature < GREEDY_BELOW:
+    if params.temperature < GREEDY_BELOW:
         return False
-    few = bool(params.top_k and params.top_k > 0) or params.min_p > 0
-    return few or (params.top_p or 1.0) < 1.0 or params.typical_p < 1.0
+    return params.top_k > 0 or params.min_p > 0 or params.top_p < 1.0 or params.typical_p < 1.0
