@@ -240,29 +240,8 @@ class SimulatedDevice:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Save, copy, fork, join, grow, write all tokens, check what each would attend to and sample, then load."""
         failing = self._lost or self._fails(output)
-        for save in output.saves:
-            self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
-        for slot, adapter in output.adapters:
-            assert slot < self.setup.adapter_slots
-            self.adapters[slot] = adapter
-        targets = set()
-        for copy in output.copies:
-            assert copy.source not in targets, "a copy of what the same step copies"
-            targets.add(copy.target)
-            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
-        before = dict(self.rows)
-        for fork in output.forked:
-            source = before[fork.source]
-            assert len(source.tokens) == fork.length, "a fork of tokens that are not known"
-            tokens = [*source.tokens, fork.token_id]
-            self.rows[fork.slot] = Row(source.request, tokens, list(source.table), source.namespace)
-        for request, name in zip(output.joined, self._joined_names(output), strict=True):
-            namespace = first_key(self.requests[name.split("/")[0]])
-            self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
-        for slot, first, blocks in output.grown:
-            table = self.rows[slot].table
-            assert len(table) >= first, "a block table has a gap"
-            table[first:] = blocks
+        self._move(output, failing)
+        self._change_rows(output)
         if failing:
             self._lose(output)
         for slot, first, token_ids in output.drafts:
@@ -310,6 +289,35 @@ class SimulatedDevice:
             result.prompt_logprobs.append(marks if wanted else None)
         result.loaded = self._load(output)
         return result
+
+    def _change_rows(self, output: SchedulerOutput) -> None:
+        """Rows fork, then join and grow."""
+        before = dict(self.rows)
+        for fork in output.forked:
+            source = before[fork.source]
+            assert len(source.tokens) == fork.length, "a fork of tokens that are not known"
+            tokens = [*source.tokens, fork.token_id]
+            self.rows[fork.slot] = Row(source.request, tokens, list(source.table), source.namespace)
+        for request, name in zip(output.joined, self._joined_names(output), strict=True):
+            namespace = first_key(self.requests[name.split("/")[0]])
+            self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
+        for slot, first, blocks in output.grown:
+            table = self.rows[slot].table
+            assert len(table) >= first, "a block table has a gap"
+            table[first:] = blocks
+
+    def _move(self, output: SchedulerOutput, failing: bool) -> None:
+        """What comes before all else: blocks are saved, adapters loaded, blocks copied."""
+        for save in output.saves:
+            self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
+        for slot, adapter in output.adapters:
+            assert slot < self.setup.adapter_slots
+            self.adapters[slot] = adapter
+        targets = set()
+        for copy in output.copies:
+            assert copy.source not in targets, "a copy of what the same step copies"
+            targets.add(copy.target)
+            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
 
     def _load(self, output: SchedulerOutput) -> list[tuple[int, int]]:
         """Begin to load; what has arrived already."""

@@ -1,6 +1,5 @@
 """Block pool, prefix tree and cache manager under random use, beside models that are too simple to be wrong."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 
@@ -16,7 +15,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvern.cache.block_pool import BlockPool
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import NO_STATE, Node, RadixCache
 from kvern.cache.states import StatePool
@@ -27,54 +25,6 @@ from tests.host_tier import HostTier
 
 LIMIT = 20
 """Tokens of the longest sequence."""
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """The pool beside a counter of owners."""
-
-    CAPACITY = 6
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = BlockPool(self.CAPACITY)
-        self.owners: Counter[int] = Counter()
-
-    @rule(count=st.integers(0, 4))
-    def allocate(self, count: int) -> None:
-        free = self.CAPACITY - len(self.owners)
-        if count > free:
-            with pytest.raises(IndexError, match=f"{count} blocks were asked for and {free} of 6 are free"):
-                self.pool.allocate(count)
-        else:
-            blocks = self.pool.allocate(count)
-            assert len(set(blocks)) == count and not self.owners.keys() & set(blocks)
-            self.owners.update(blocks)
-
-    @rule(block=st.integers(0, CAPACITY - 1))
-    def share(self, block: int) -> None:
-        if block in self.owners:
-            self.pool.share([block])
-            self.owners[block] += 1
-        else:
-            with pytest.raises(ValueError, match="cannot be shared"):
-                self.pool.share([block])
-
-    @rule(block=st.integers(0, CAPACITY - 1))
-    def release(self, block: int) -> None:
-        if block in self.owners:
-            self.pool.release([block])
-            self.owners -= Counter([block])
-        else:
-            with pytest.raises(ValueError, match="released more often"):
-                self.pool.release([block])
-
-    @invariant()
-    def agrees(self) -> None:
-        self.pool.check_integrity()
-        assert self.pool.free_count == self.CAPACITY - len(self.owners)
-        assert [self.pool.references(block) for block in range(self.CAPACITY)] == [
-            self.owners[block] for block in range(self.CAPACITY)
-        ]
 
 
 def nodes_of(tree: RadixCache, namespace: bytes) -> Iterator[tuple[tuple[int, ...], Node]]:
@@ -368,8 +318,6 @@ class CacheMachine(RuleBasedStateMachine):
         return max((shared_length(request.token_ids[:limit], tokens) for tokens in paths), default=0)
 
 
-TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40)
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=40)
 
@@ -407,66 +355,3 @@ def test_the_machine_notices(mistake: Callable[[pytest.MonkeyPatch], None], monk
     few = settings(max_examples=1000, stateful_step_count=40, report_multiple_bugs=False, phases=[Phase.generate])
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(CacheMachine, settings=few)
-
-
-def asking(tokens: list[int]) -> Request:
-    return Request(RequestSpec("", PromptInput(tokens), ResolvedParams(), 1))
-
-
-def finished_request(cache: KVCacheManager, tokens: list[int], step: int) -> None:
-    """A request that computed all its tokens and left."""
-    request = asking(tokens)
-    assert cache.admit(request, step) is not None
-    request.num_computed_tokens = len(tokens)
-    cache.free(request, step)
-
-
-def cached(cache: KVCacheManager, tokens: list[int]) -> int:
-    return cache.cached_tokens(asking([*tokens, 9]))
-
-
-def test_the_least_recently_used_leaf_goes_first() -> None:
-    cache = KVCacheManager(6, 2)
-    for step, tokens in enumerate(([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3])):
-        finished_request(cache, tokens, step)
-    finished_request(cache, [1, 1, 1, 1, 4], 9)  # evicts the end of the second, uses the first
-    assert [cached(cache, [token] * 4) for token in (1, 2, 3)] == [4, 2, 4]
-    cache.tree.evict(1)
-    assert [cached(cache, [token] * 4) for token in (1, 2, 3)] == [4, 0, 4]
-    cache.tree.evict(3)
-    assert [cached(cache, [token] * 4) for token in (1, 2, 3)] == [4, 0, 0]
-
-
-def test_the_head_of_a_block_is_copied_and_the_rest_computed() -> None:
-    cache = KVCacheManager(8, 4)
-    finished_request(cache, [1, 2, 3, 4, 5, 6, 7, 8], 1)
-    request = asking([1, 2, 3, 4, 5, 6, 0, 0, 0])
-    copies = cache.admit(request, 2)
-    assert copies is not None and [copy.tokens for copy in copies] == [2]
-    assert request.num_computed_tokens == 6 and copies[0].target == request.block_ids[1] != copies[0].source
-
-
-def test_a_copy_never_reads_what_its_own_step_writes() -> None:
-    cache = KVCacheManager(8, 4)
-    leader = asking([1, 2, 3, 4, 5])
-    assert cache.admit(leader, 7) is not None
-    leader.num_computed_tokens = 5
-    cache.publish(leader, 7)
-    whole = asking([1, 2, 3, 4, 6])
-    assert cache.admit(whole, 7) == [] and whole.num_computed_tokens == 4  # blocks are written before they are read
-    head = asking([1, 2, 3, 0])
-    assert cache.admit(head, 7) == [] and head.num_computed_tokens == 0
-    later = asking([1, 2, 3, 0])
-    copies = cache.admit(later, 8)
-    assert copies is not None and later.num_computed_tokens == 3
-
-
-def test_hits_are_counted_once_a_request() -> None:
-    cache = KVCacheManager(8, 4)
-    finished_request(cache, [1] * 8, 1)
-    request = asking([1] * 12)
-    assert cache.admit(request, 2) is not None
-    cache.free(request, 2)
-    request.preemptions += 1
-    assert cache.admit(request, 3) is not None
-    assert (cache.statistics.hit_tokens, cache.statistics.queried_tokens) == (8, 20)
