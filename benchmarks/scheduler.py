@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.request import Request
+from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import SamplingParams
 
 ROWS, BLOCK_SIZE, PROMPT, ANSWER = 256, 16, 48, 1024
@@ -51,21 +51,12 @@ class Load:
         """Queue a request with a prompt of its own, or another sample of a leader's."""
         number = self.count
         self.count += 1
-        token_ids = (
-            leader.token_ids if leader else [number // 1000, number % 1000] * (PROMPT // 2) + [0] * (number % 16)
-        )
-        group = f"group{number}" if leader else None
-        params = SamplingParams(max_tokens=ANSWER)
-        self.last = Request(
-            str(number),
-            list(token_ids),
-            params,
-            ANSWER,
-            adapter=adapter,
-            leader=leader,
-            group=group,
-            priority=number % 3,
-        )
+        if leader is None:
+            prompt = PromptInput([number // 1000, number % 1000] * (PROMPT // 2) + [0] * (number % 16))
+            params = SamplingParams(max_tokens=ANSWER).resolved()
+            self.last = Request(RequestSpec(str(number), prompt, params, ANSWER, adapter=adapter, priority=number % 3))
+        else:
+            self.last = Request(leader.spec, number, leader.leader or leader)
         self.scheduler.add(self.last)
 
     def keep_few_blocks(self) -> None:
@@ -85,8 +76,8 @@ class Load:
         output = self.scheduler.schedule()
         planned = time.perf_counter()
         for index, (request_id, item) in enumerate(zip(output.request_ids, output.scheduled, strict=True)):
-            if item.sample:
-                self.scheduler.update(self.scheduler.running_request(request_id), index)
+            if item.sampled:
+                self.scheduler.update(self.scheduler.running_request(request_id), [index], 1)
         if self.case == "turnover":
             self.scheduler.finish(self.scheduler.running_request(output.request_ids[0]), "abort")
             self.add()
