@@ -1,15 +1,7 @@
-"""The real core, scheduler and cache around a device that only remembers what was written where.
-
-In place of keys and values each cell of a block holds a number that stands for the token and everything before it, so
-a request that reads a cell of another prefix, or one that was never written, is caught at the step that reads it.
-
-Steps can be made to fail: what they, and those behind them, should have written is then lost, and all rows with it.
-"""
+"""The real core, scheduler and cache around a simulated device, with all that must hold at every step."""
 
 import itertools
-import math
 import random
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,340 +10,28 @@ from typing import Any
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
-from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.engine.scheduler import Scheduler
 from kvern.events import TokenEvent
 from kvern.request import FinishReason, PromptInput, Request, RequestSpec, State, requests_of
 from kvern.sampling_params import SamplingParams
 from kvern.step import (
-    BeamCandidates,
-    BlockLoad,
-    Logprob,
     ModelRunnerOutput,
-    NewRequest,
-    ScheduledTokens,
     SchedulerOutput,
 )
 from tests.host_tier import HostTier
+from tests.simulated_device import (
+    STOP_TOKEN,
+    VOCABULARY,
+    Setup,
+    SimulatedDevice,
+    extend_key,
+    first_key,
+    sampled_token,
+    searched_answers,
+)
 
-VOCABULARY = 4
-STOP_TOKEN = 3
 LONG_ENOUGH = 3000
 """Steps after which anything that these tests start must have ended."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One engine: every switch of the scheduler and the cache, and sizes small enough to run out of."""
-
-    paged: bool = True
-    prefix_cache: bool = True
-    chunked: bool = True
-    continuous: bool = True
-    policy: str = "fcfs"
-    depth: int = 1
-    block_size: int = 4
-    max_model_len: int = 24
-    spare_blocks: int = 3
-    slots: int = 4
-    spare_budget: int = 3
-    aging_steps: int = 30
-    adapter_slots: int = 2
-    tier_blocks: int = 0
-    """Blocks that are kept beside the cache."""
-    tier_delay: int = 0
-    """Steps until a load has arrived; 0: the result of its own step says so."""
-    tier_faults: int = 0
-    """Every so many loads bring fewer blocks than they should; 0: none."""
-    drafts: int = 0
-    """Guessed at most after each step; 0: there is no proposer."""
-    accuracy: float = 0.7
-    """How probable it is that a draft is what the model says."""
-
-    @property
-    def size(self) -> int:
-        return self.block_size if self.paged else self.max_model_len
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.max_model_len // self.size) + self.spare_blocks
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        slots = self.slots if self.paged else min(self.slots, self.blocks)
-        budget = slots + self.spare_budget
-        if not self.chunked:
-            budget = max(budget, self.max_model_len)
-        return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous)
-
-
-def first_key(request: Request) -> int:
-    """Stands for a request's namespace and adapter."""
-    return hash((request.spec.namespace, request.spec.adapter))
-
-
-def extend_key(key: int, token: int) -> int:
-    """The number that stands for a token after everything that `key` stands for."""
-    return hash((key, token))
-
-
-def sampled_token(seed: int, key: int) -> int:
-    """What the simulated model answers after `key`; seeds tell the samples of one prompt apart."""
-    return random.Random(hash((seed, key))).choice((0, 0, 1, 1, 2, 2, STOP_TOKEN))
-
-
-def simulated_logprobs(key: int) -> dict[int, float]:
-    """What the simulated model thinks of each token after `key`; some cannot follow."""
-    dice = random.Random(hash(("beams", key)))
-    return {token: -math.inf if dice.random() < 0.2 else -3 * dice.random() for token in range(VOCABULARY)}
-
-
-def searched_answers(request: Request) -> list[tuple[list[int], str]]:
-    """Tokens and ending of what a beam search finds, best first: all continuations of all beams, one step at a time."""
-    params, stop, length = request.params, request.stop_token_ids, 0
-    width, penalty = params.beam_width or 0, params.length_penalty
-    beams: list[tuple[float, list[int]]] = [(0.0, [])]
-    ended: list[tuple[float, list[int], str]] = []
-    prompt = first_key(request)
-    for token in request.token_ids[: request.prompt_length]:
-        prompt = extend_key(prompt, token)
-    while beams:
-        length += 1
-        found = []
-        for total, tokens in beams:
-            key = prompt
-            for token in tokens:
-                key = extend_key(key, token)
-            logprobs = simulated_logprobs(key).items()
-            found += [(total + value, [*tokens, token]) for token, value in logprobs if value > -math.inf]
-        found.sort(reverse=True)
-        last = length == request.max_tokens
-        ended += [
-            (total / length**penalty, tokens, "stop" if tokens[-1] in stop else "length")
-            for total, tokens in found[:width]
-            if last or tokens[-1] in stop
-        ]
-        ended = sorted(ended, key=lambda item: -item[0])[:width]
-        beams = [item for item in found if not last and item[1][-1] not in stop][:width]
-        if beams and len(ended) == width:
-            most = request.max_tokens if params.early_stopping == "never" and penalty > 0 else length
-            if params.early_stopping is True or beams[0][0] / most**penalty <= ended[-1][0]:
-                break
-    return [(tokens, reason) for _, tokens, reason in ended[: params.n]]
-
-
-@dataclass
-class Row:
-    """The device's view of a running request."""
-
-    request: NewRequest
-    tokens: list[int]
-    table: list[int]
-    namespace: int
-    """And the adapter: what makes the same tokens mean something else."""
-    computed: int | None = None
-    """Tokens, as the last step with drafts, or with a row behind drafts, left it; None: such a step never was."""
-
-
-class StepFailed(Exception):
-    """As planned."""
-
-
-class PendingResult(Future[ModelRunnerOutput]):
-    """The result of a step that runs when somebody asks for it, or for a later one."""
-
-    def __init__(self, device: "SimulatedDevice") -> None:
-        super().__init__()
-        self._device = device
-
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        while not self.done():
-            self._device.run_next()
-        return super().result(timeout)
-
-
-class SimulatedDevice:
-    """An Executor that runs late, so that a step that shares lists with the scheduler is caught too."""
-
-    def __init__(self, setup: Setup, requests: dict[str, Request]) -> None:
-        self.setup = setup
-        self.requests = requests
-        self.memory: list[list[int | None]] = [[None] * setup.size for _ in range(setup.blocks)]
-        self.rows: dict[int, Row] = {}
-        self.adapters: dict[int, int] = {}
-        self.queue: deque[tuple[SchedulerOutput, PendingResult]] = deque()
-        self.faults: dict[str, int] = {}
-        """By unit: a step that brings one of its requests to so many computed tokens fails."""
-        self.clashes: list[tuple[str, str]] = []
-        """Steps with both units fail."""
-        self.failed_steps = 0
-        self._lost = False
-        self.kept: dict[bytes, list[int | None]] = {}
-        self.arriving: dict[int, tuple[int, list[BlockLoad]]] = {}
-        """By number of the load: in so many steps."""
-
-    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        future = PendingResult(self)
-        self.queue.append((output, future))
-        return future
-
-    def run_next(self) -> None:
-        output, future = self.queue.popleft()
-        try:
-            future.set_result(self.execute(output))
-        except StepFailed as error:
-            future.set_exception(error)
-
-    def abandon(self) -> None:
-        """Steps behind the one that failed run to their end, then nothing is known of any row."""
-        assert self._lost, "nothing has failed"
-        while self.queue:
-            self.run_next()
-        self._lost = False
-        self.arriving.clear()
-        self.rows.clear()
-        self.adapters.clear()
-
-    def _fails(self, output: SchedulerOutput) -> bool:
-        units = [self.requests[name.split("/")[0]].unit for name in output.request_ids]
-        ends = [self._positions(item).stop for item in output.scheduled]
-        fault = any(end >= self.faults.get(unit, end + 1) for unit, end in zip(units, ends, strict=True))
-        return fault or any(one in units and other in units for one, other in self.clashes)
-
-    def _positions(self, item: ScheduledTokens) -> range:
-        """Of the tokens that a row computes."""
-        start = item.start
-        if item.uncertain and not self._lost:
-            computed = self.rows[item.slot].computed
-            assert computed is not None and computed <= item.start, "where a row goes on is not known"
-            start = computed
-        return range(start, start + item.count)
-
-    def _lose(self, output: SchedulerOutput) -> None:
-        """Spoil what the step was to write."""
-        places = [(item.slot, at) for item in output.scheduled for at in self._positions(item)]
-        for slot, at in places:
-            self.memory[self.rows[slot].table[at // self.setup.size]][at % self.setup.size] = None
-        for copy in output.copies:
-            self.memory[copy.target] = [None] * self.setup.size
-        self._lost = True
-        self.failed_steps += 1
-        raise StepFailed("as\nplanned")
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Save, copy, fork, join, grow, write all tokens, check what each would attend to and sample, then load."""
-        failing = self._lost or self._fails(output)
-        self._move(output, failing)
-        self._change_rows(output)
-        if failing:
-            self._lose(output)
-        for slot, first, token_ids in output.drafts:
-            assert len(self.rows[slot].tokens) == first and token_ids, "drafts do not follow what is known"
-            self.rows[slot].tokens += token_ids
-        keys = []
-        written: set[tuple[int, int]] = set()
-        for item, name in zip(output.scheduled, output.request_ids, strict=True):
-            row, key, prefix = self.rows[item.slot], self.rows[item.slot].namespace, []
-            wanted = self.requests[name.split("/")[0]].adapter
-            assert wanted == self.adapters.get(row.request.adapter_slot), "another adapter is in the slot"
-            positions = self._positions(item)
-            for token in row.tokens[: positions.stop]:
-                key = extend_key(key, token)
-                prefix.append(key)
-            assert len(prefix) == positions.stop, "a token is computed before it is known"
-            keys.append(prefix)
-            for position in positions:
-                block, offset = row.table[position // self.setup.size], position % self.setup.size
-                assert (block, offset) not in written, "two requests write one place"
-                written.add((block, offset))
-                self.memory[block][offset] = prefix[position]
-        result = ModelRunnerOutput([], [], [])
-        for item, prefix in zip(output.scheduled, keys, strict=True):
-            row = self.rows[item.slot]
-            read = [self.memory[row.table[at // self.setup.size]][at % self.setup.size] for at in range(len(prefix))]
-            assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
-            kept = self._verified(row, item, prefix)
-            width = row.request.params.beam_width
-            if width is None:
-                if item.sampled:
-                    row.tokens[len(prefix) + 1 - item.sampled :] = kept
-                if output.drafts or any(other.uncertain for other in output.scheduled):
-                    row.computed = len(prefix) + len(kept) - item.sampled
-            elif item.sampled:
-                best = sorted(simulated_logprobs(prefix[-1]).items(), key=lambda pair: -pair[1])
-                ids, logprobs = zip(*best[: width + len(row.request.spec.stop_token_ids)], strict=True)
-                result.candidates[item.slot] = BeamCandidates(ids, logprobs)
-            result.token_ids.append(kept)
-            result.logprobs.append(None)
-            last = min(item.start + item.count, row.request.spec.prompt_length - 1)
-            first = max(item.start + 1, row.request.params.prompt_logprobs_from)
-            wanted = row.request.params.prompt_logprobs is not None and last >= first
-            marks = [{position: Logprob(0.0, 1)} for position in range(first, last + 1)]
-            result.prompt_logprobs.append(marks if wanted else None)
-        result.loaded = self._load(output)
-        return result
-
-    def _change_rows(self, output: SchedulerOutput) -> None:
-        """Rows fork, then join and grow."""
-        before = dict(self.rows)
-        for fork in output.forked:
-            source = before[fork.source]
-            assert len(source.tokens) == fork.length, "a fork of tokens that are not known"
-            tokens = [*source.tokens, fork.token_id]
-            self.rows[fork.slot] = Row(source.request, tokens, list(source.table), source.namespace)
-        for request, name in zip(output.joined, self._joined_names(output), strict=True):
-            namespace = first_key(self.requests[name.split("/")[0]])
-            self.rows[request.slot] = Row(request, list(request.token_ids), list(request.block_ids), namespace)
-        for slot, first, blocks in output.grown:
-            table = self.rows[slot].table
-            assert len(table) >= first, "a block table has a gap"
-            table[first:] = blocks
-
-    def _move(self, output: SchedulerOutput, failing: bool) -> None:
-        """What comes before all else: blocks are saved, adapters loaded, blocks copied."""
-        for save in output.saves:
-            self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
-        for slot, adapter in output.adapters:
-            assert slot < self.setup.adapter_slots
-            self.adapters[slot] = adapter
-        targets = set()
-        for copy in output.copies:
-            assert copy.source not in targets, "a copy of what the same step copies"
-            targets.add(copy.target)
-            self.memory[copy.target][: copy.tokens] = self.memory[copy.source][: copy.tokens]
-
-    def _load(self, output: SchedulerOutput) -> list[tuple[int, int]]:
-        """Begin to load; what has arrived already."""
-        for load in output.loads:
-            self.memory[load.block] = [None] * self.setup.size
-            self.arriving.setdefault(load.load, (self.setup.tier_delay, []))[1].append(load)
-        return [] if self.setup.tier_delay else [self.arrive(number) for number in list(self.arriving)]
-
-    def arrive(self, number: int) -> tuple[int, int]:
-        """The blocks of a load arrive, or some of them; the load and how many."""
-        _, loads = self.arriving.pop(number)
-        faults = self.setup.tier_faults
-        count = number % len(loads) if faults and number % faults == 0 else len(loads)
-        for load in loads[:count]:
-            self.memory[load.block] = list(self.kept[load.key])
-        return number, count
-
-    def wait(self) -> list[tuple[int, int]]:
-        """A step's time passes; the loads that have arrived."""
-        self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
-        return [self.arrive(number) for number, (steps, _) in list(self.arriving.items()) if steps <= 0]
-
-    def _verified(self, row: Row, item: ScheduledTokens, prefix: list[int]) -> list[int]:
-        """What is sampled, as far as drafts agree with it, and one token more."""
-        kept: list[int] = []
-        for place in range(len(prefix) - item.sampled, len(prefix)):
-            kept.append(sampled_token(row.request.seed, prefix[place]))
-            if row.tokens[place + 1 : place + 2] != kept[-1:]:
-                break
-        return kept
-
-    def _joined_names(self, output: SchedulerOutput) -> list[str]:
-        names = dict(zip((item.slot for item in output.scheduled), output.request_ids, strict=True))
-        return [names[request.slot] for request in output.joined]
 
 
 @dataclass

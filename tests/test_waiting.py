@@ -12,8 +12,9 @@ from kvern.engine.waiting import AGED, LOOKS, Cause, WaitingQueue
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.step import SchedulerOutput, StepResult
-from tests.simulated_engine import Setup, SimulatedEngine
-from tests.test_scheduler_properties import random_life, random_setup
+from tests.random_lives import random_life, random_setup
+from tests.simulated_device import Setup
+from tests.simulated_engine import SimulatedEngine
 
 CROWD = 2000
 

@@ -1,0 +1,316 @@
+"""Random lives notice mistakes that are planted in the scheduler and the cache."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import kvern.engine.core
+from kvern.adapters.slots import AdapterSlots
+from kvern.cache.manager import KVCacheManager
+from kvern.cache.radix import RadixCache
+from kvern.cache.tier import TierTraffic
+from kvern.engine.scheduler import Scheduler
+from kvern.engine.trial import Trial
+from kvern.engine.waiting import WaitingQueue
+from kvern.request import Request, State
+from kvern.step import BlockCopy, BlockSave, SchedulerOutput
+from tests.host_tier import HostTier
+from tests.random_lives import EngineMachine, consume, random_life, random_setup
+from tests.simulated_device import Setup
+from tests.simulated_engine import SimulatedEngine
+
+
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = KVCacheManager.admit
+
+    def admit_without_copy(self: KVCacheManager, *args: Any) -> list[BlockCopy] | None:
+        return None if admit(self, *args) is None else []
+
+    monkeypatch.setattr(KVCacheManager, "admit", admit_without_copy)
+
+
+def copies_of_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = KVCacheManager.admit
+
+    def admit_too_trusting(
+        self: KVCacheManager, request: Request, step: int, reserve: int = 0
+    ) -> list[BlockCopy] | None:
+        return admit(self, request, 10**9, reserve)
+
+    monkeypatch.setattr(KVCacheManager, "admit", admit_too_trusting)
+
+
+def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def schedule_reversed(self: Scheduler) -> SchedulerOutput:
+        output = schedule(self)
+        output.copies.reverse()
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule_reversed)
+
+
+def blocks_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def update_and_release(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
+        full = update(self, request, token_ids, sampled)
+        if full and len(request.block_ids) > len(request.nodes):
+            self.cache.pool.release(request.block_ids[-1:])
+        return full
+
+    monkeypatch.setattr(Scheduler, "update", update_and_release)
+
+
+def used_nodes_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def acquire_nothing(self: RadixCache, nodes: list[Any]) -> None:
+        pass
+
+    monkeypatch.setattr(RadixCache, "acquire", acquire_nothing)
+    monkeypatch.setattr(RadixCache, "release", acquire_nothing)
+
+
+def namespaces_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: b"everybody")
+
+
+def adapters_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "_namespace", lambda self, request: request.spec.namespace)
+
+
+def adapter_replaced_while_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter, leave = AdapterSlots.enter, AdapterSlots.leave
+
+    def enter_and_leave(self: AdapterSlots, key: int) -> tuple[int, bool]:
+        entered = enter(self, key)
+        leave(self, key)
+        return entered
+
+    monkeypatch.setattr(AdapterSlots, "enter", enter_and_leave)
+    monkeypatch.setattr(AdapterSlots, "leave", lambda self, key: None)
+    monkeypatch.setattr(AdapterSlots, "check_integrity", lambda self, running: None)
+
+
+def aging_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "age", lambda self, step: None)
+
+
+def passed_by_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "wake", lambda self, cause: None)
+
+
+def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_chunk", lambda self, remaining, budget: min(remaining, budget, 2))
+
+
+def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = KVCacheManager.fork
+
+    def fork_without_copy(self: KVCacheManager, *args: Any) -> list[BlockCopy] | None:
+        copies = fork(self, *args)
+        return copies and [BlockCopy(copied.source, copied.target, 0) for copied in copies]
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_without_copy)
+
+
+def forks_that_share_a_partial_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork_sharing_all(self: KVCacheManager, parent: Request, child: Request) -> list[BlockCopy] | None:
+        self.pool.share(parent.block_ids)
+        self.tree.acquire(parent.nodes)
+        child.block_ids, child.nodes = list(parent.block_ids), list(parent.nodes)
+        child.num_computed_tokens = parent.num_computed_tokens
+        return []
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_sharing_all)
+
+
+def held_beams_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_make_room", lambda self: False)
+
+
+def lost_blocks_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RadixCache, "forget_since", lambda self, step: None)
+
+
+def scheduled_means_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RadixCache, "is_written", lambda self, node: True)
+
+
+def blocks_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = TierTraffic.plan
+    late: list[BlockSave] = []
+
+    def plan_late(self: TierTraffic, output: SchedulerOutput) -> None:
+        plan(self, output)
+        late[:], output.saves = output.saves, list(late)
+
+    monkeypatch.setattr(TierTraffic, "plan", plan_late)
+
+
+def lost_saves_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostTier, "lose", lambda self, keys: None)
+
+
+def failed_loads_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = TierTraffic.loaded
+    monkeypatch.setattr(TierTraffic, "loaded", lambda self, number, count: loaded(self, number, 10**9))
+
+
+def loading_blocks_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = TierTraffic.fetch
+
+    def fetch_and_free(self: TierTraffic, *args: Any) -> bool:
+        waits = fetch(self, *args)
+        self._pool.release([block for load in self._loading.values() for block in load.blocks])
+        return waits
+
+    monkeypatch.setattr(TierTraffic, "fetch", fetch_and_free)
+
+
+def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdapterSlots, "clear", lambda self: None)
+
+
+def lost_tokens_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    undo = Scheduler.undo
+
+    def undo_but_wait(self: Scheduler, step: int) -> None:
+        awaited = {request: request.in_flight for request in (*self.waiting, *self.running)}
+        undo(self, step)
+        for request in self.waiting:
+            request.in_flight = awaited[request]
+
+    monkeypatch.setattr(Scheduler, "undo", undo_but_wait)
+
+
+def everybody_runs_during_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "restrict", lambda self, units: None)
+
+
+def all_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "failed", lambda self, planned: next(request.unit for request, _ in planned))
+
+
+def rejected_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def update_and_keep(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
+        full = update(self, request, token_ids, sampled)
+        request.num_computed_tokens += (sampled - len(token_ids)) * (request.state is State.RUNNING)
+        return full
+
+    monkeypatch.setattr(Scheduler, "update", update_and_keep)
+
+
+def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def schedule_certain(self: Scheduler) -> SchedulerOutput:
+        output = schedule(self)
+        output.scheduled = [msgspec.structs.replace(item, uncertain=False) for item in output.scheduled]
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule_certain)
+
+
+def drafts_follow_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = Scheduler._drafts
+
+    def drafts_at_once(self: Scheduler, request: Request, budget: int) -> list[int]:
+        request.drafts_in_flight, before = 0, request.drafts_in_flight
+        found = drafts(self, request, budget)
+        request.drafts_in_flight = before
+        return found
+
+    monkeypatch.setattr(Scheduler, "_drafts", drafts_at_once)
+
+
+def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvern.engine.core, "_until_stop", lambda request, token_ids: token_ids)
+
+
+Mistake = Callable[[pytest.MonkeyPatch], None]
+
+
+TIER_MISTAKES: list[Mistake] = [
+    blocks_saved_a_step_late,
+    lost_saves_believed,
+    failed_loads_believed,
+    loading_blocks_freed,
+]
+
+
+MISTAKES: list[Mistake] = [
+    without_copies,
+    copies_of_what_is_not_written_yet,
+    copies_in_the_wrong_order,
+    blocks_released_early,
+    used_nodes_evicted,
+    namespaces_mixed,
+    adapters_mixed,
+    adapter_replaced_while_used,
+    aging_forgotten,
+    passed_by_for_ever,
+    prefill_split,
+    forks_that_copy_nothing,
+    forks_that_share_a_partial_block,
+    held_beams_keep_their_blocks,
+    lost_blocks_reused,
+    scheduled_means_written,
+    lost_adapters_not_loaded,
+    lost_tokens_awaited,
+    everybody_runs_during_a_trial,
+    all_are_blamed,
+    rejected_drafts_count,
+    rows_behind_drafts_begin_where_planned,
+    drafts_follow_drafts,
+    answers_go_on_behind_a_stop,
+]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_drafts_bring_several_tokens_a_step(depth: int) -> None:
+    """A proposer that is always right; the answers are checked as all are."""
+    steps = []
+    for drafts in (0, 3):
+        engine = SimulatedEngine(Setup(depth=depth, max_model_len=64, drafts=drafts, accuracy=1.0, spare_budget=20))
+        engine.add([0, 1], 40)
+        engine.run()
+        steps.append(engine.core.statistics().steps)
+    assert engine.accepted_drafts > 8
+    assert steps[1] < 0.8 * steps[0]
+
+
+@pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake is not copies_in_the_wrong_order])
+def test_the_machine_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    few = settings(max_examples=1000, stateful_step_count=30, report_multiple_bugs=False, phases=[Phase.generate])
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_state_machine_as_test(EngineMachine, settings=few)
+
+
+WAITS: list[Mistake] = [held_beams_keep_their_blocks, lost_tokens_awaited, everybody_runs_during_a_trial]
+"""Mistakes through which somebody waits for ever; of a crowd, everybody leaves some time."""
+
+
+@pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake not in WAITS])
+def test_a_crowd_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        consume(random_life(random_setup(seed), seed) for seed in range(200))
+
+
+@pytest.mark.parametrize("mistake", TIER_MISTAKES)
+def test_a_crowd_with_a_tier_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def setup(seed: int) -> Setup:
+        return replace(random_setup(seed), paged=True, prefix_cache=True, tier_blocks=30, tier_faults=2)
+
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        consume(random_life(setup(seed), seed, faults=0.3) for seed in range(300))
