@@ -39,7 +39,7 @@ class Gather:
 
     tokens  index of their tokens in the batch: a slice, or [B * queries] int64
     blocks  [B * blocks per request] int64
-    run     the first key's slot where one request's blocks follow each other: they are read in place
+    run     the first key's place in the cache where one request's blocks follow each other: they are read in place
     shared  [S] int64, blocks before those that all B requests have in common; None: none
     mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
     """
@@ -61,19 +61,19 @@ class Store:
 
     cache   [blocks, block_size, kv_heads, dim]
     rows    [blocks, block_size * kv_heads * dim]       to gather: PyTorch copies whole rows fastest
-    slots   [blocks * block_size, kv_heads, dim]        to write
+    tokens  [blocks * block_size, kv_heads, dim]        to write
     heads   [1, kv_heads, blocks * block_size, dim]     to read in place
     """
 
     cache: torch.Tensor
     rows: torch.Tensor
-    slots: torch.Tensor
+    tokens: torch.Tensor
     heads: torch.Tensor
 
     @classmethod
     def of(cls, cache: torch.Tensor) -> "Store":
-        slots = cache.flatten(0, 1)
-        return cls(cache, cache.flatten(1), slots, slots.transpose(0, 1)[None])
+        tokens = cache.flatten(0, 1)
+        return cls(cache, cache.flatten(1), tokens, tokens.transpose(0, 1)[None])
 
 
 class TorchAttention:
@@ -217,7 +217,7 @@ class TorchAttend:
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         for store, new in zip(self._backend._stores[layer], (key, value), strict=True):
-            store.slots.index_copy_(0, self.slot_mapping, new.to(self._backend._dtype))
+            store.tokens.index_copy_(0, self.slot_mapping, new.to(self._backend._dtype))
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -300,7 +300,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _run(blocks: list[int], block_size: int) -> int | None:
-    """The first slot of blocks that follow each other."""
+    """The place of the first key of blocks that follow each other."""
     first = blocks[0]
     return first * block_size if blocks == list(range(first, first + len(blocks))) else None
 
