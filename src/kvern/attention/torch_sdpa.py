@@ -56,7 +56,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Store:
+class LayerStore:
     """The keys, or the values, of one layer: one tensor, seen in four ways.
 
     cache   [blocks, block_size, kv_heads, dim]
@@ -71,7 +71,7 @@ class Store:
     heads: torch.Tensor
 
     @classmethod
-    def of(cls, cache: torch.Tensor) -> "Store":
+    def of(cls, cache: torch.Tensor) -> "LayerStore":
         tokens = cache.flatten(0, 1)
         return cls(cache, cache.flatten(1), tokens, tokens.transpose(0, 1)[None])
 
@@ -103,7 +103,7 @@ class TorchAttention:
         self._caches = [
             _zeros((2, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device) for layer in self._layers
         ]
-        self._stores = [(Store.of(cache[0]), Store.of(cache[1])) for cache in self._caches]
+        self._stores = [(LayerStore.of(cache[0]), LayerStore.of(cache[1])) for cache in self._caches]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         copy_cache_blocks(self._caches, copies)
@@ -239,7 +239,9 @@ class TorchAttend:
         return output
 
 
-def _attend(query: torch.Tensor, stores: tuple[Store, Store], part: Gather, spec: AttentionSpec) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, stores: tuple[LayerStore, LayerStore], part: Gather, spec: AttentionSpec
+) -> torch.Tensor:
     """[B * queries, heads, dim] over the part's keys -> the same shape."""
     key, value = (_read(store, spec, part) for store in stores)
     if part.queries == 1:  # the heads of a group stand where query tokens do: no key is repeated
@@ -255,7 +257,7 @@ def _attend(query: torch.Tensor, stores: tuple[Store, Store], part: Gather, spec
     return output.transpose(1, 2).reshape(part.requests * part.queries, spec.heads, spec.head_dim)
 
 
-def _read(store: Store, spec: AttentionSpec, part: Gather) -> torch.Tensor:
+def _read(store: LayerStore, spec: AttentionSpec, part: Gather) -> torch.Tensor:
     """The keys or values of a part, [B, kv_heads, keys, dim]."""
     if part.run is not None:
         return store.heads.narrow(2, part.run, part.keys)
