@@ -16,10 +16,14 @@ Sizes = Iterator[tuple[Any, ...]]
 
 
 def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache, and the block table of requests with so many keys each, whose blocks lie scattered."""
+    """A cache, and the block table of requests with so many keys each, whose blocks lie scattered.
+
+    Its rows are as far apart as those of most engines, at a multiple of 16: Triton compiles for that.
+    """
     blocks = -(-keys // inputs.block_size)
     cache = inputs.numbers(2, requests * blocks, inputs.block_size, spec.kv_heads, spec.head_dim)
-    return cache, inputs.permutation(requests * blocks).view(requests, blocks)
+    table = inputs.zeros(requests, -(-blocks // 16) * 16)[:, :blocks]
+    return cache, table.copy_(inputs.permutation(requests * blocks).view(requests, blocks))
 
 
 def _attended(
