@@ -4,6 +4,7 @@ from typing import Any
 
 from kvern import LLM, AsyncLLM
 from kvern.step import ModelRunnerOutput, SchedulerOutput
+from kvern.worker.executor import InProcessExecutor
 
 MARKS = {250: 0, 251: 1, 252: 3}
 """By token id that marks a prompt: beyond so many generated tokens, its steps fail."""
@@ -17,8 +18,10 @@ class FailingRunner:
     """Runs steps through the engine's own runner; `where` they fail: "before", "behind" or in the "result"."""
 
     def __init__(self, llm: LLM | AsyncLLM, where: str = "behind") -> None:
-        worker: Any = llm._engine.core.executor._worker
+        core: Any = llm._engine.core
+        worker = core.executor._worker
         self._runner, worker.runner = worker.runner, self
+        core.executor = InProcessExecutor(worker)
         self._where = where
         self._limits: dict[int, int] = {}
         self.failures = 0

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import openai
@@ -189,7 +190,7 @@ def test_nothing_runs_behind_a_step_that_could_not_be_started() -> None:
         def abandon(self) -> None:
             self.steps.append(-1)
 
-    executor = InProcessExecutor(Runner())
+    executor = InProcessExecutor(SimpleNamespace(runner=Runner()))  # type: ignore[arg-type]
     steps = [executor.submit(SchedulerOutput(step)) for step in (1, 2, 3)]
     for lost in steps[1:]:
         with pytest.raises(RuntimeError, match="as planned"):

@@ -51,7 +51,7 @@ class InProcessExecutor:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._steps = StepParts(worker.execute)
+        self._steps = StepParts(worker.runner.execute)
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -66,7 +66,7 @@ class InProcessExecutor:
 
     def abandon(self) -> None:
         self._error = None
-        self._worker.abandon()
+        self._worker.runner.abandon()
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         return self._worker.prepare(grammar)

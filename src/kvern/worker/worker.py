@@ -17,7 +17,6 @@ from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import choose_dtype, load_model, read_config
 from kvern.sample.processors import ProcessorModel, load_processors
-from kvern.step import SchedulerOutput, StepResult
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
@@ -33,7 +32,7 @@ MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe"})
 
 
 class Worker:
-    """Made in three calls, between which all ranks agree (`worker/plan.py`): probe, load, build. Then it runs steps."""
+    """Made in three calls, between which ranks agree (`worker/plan.py`): probe, load, build. `runner` runs steps."""
 
     runner: Runner
 
@@ -87,14 +86,6 @@ class Worker:
     def build(self, layout: Layout) -> None:
         """Take the memory of the KV cache; then steps can run."""
         self.runner = self._parts.runner(self._contents, layout)
-
-    def execute(self, output: SchedulerOutput) -> StepResult:
-        """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
-        return self.runner.execute(output)
-
-    def abandon(self) -> None:
-        """Wait for the device, then forget all steps. Raises if the device is broken."""
-        self.runner.abandon()
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs, in a thread; None: it is there."""
