@@ -12,7 +12,7 @@ from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.events import TokenEvent
-from kvern.request import FinishReason, PromptInput, Request, RequestSpec, State, requests_of
+from kvern.request import FinishReason, PromptInput, Request, RequestSpec, State
 from kvern.sampling_params import SamplingParams
 from kvern.step import (
     ModelRunnerOutput,
@@ -109,15 +109,16 @@ class SimulatedEngine:
             namespace=namespace.to_bytes(1, "big"),
             adapter=adapter,
         )
-        added = requests_of(spec)
+        if fault is not None:
+            self.device.faults[spec.request_id] = fault
+        self.core.add(spec)
+        names = spec.answer_ids if beams is None else spec.answer_ids[:1]
+        added = [request for name in names if (request := self.scheduler.get(name)) is not None]
         for request in added:
             self.requests[request.request_id] = request
             self._first_keys[self.cache._namespace(request)] = first_key(request)
             self.heard |= {answer_id: Heard() for answer_id in request.answer_ids}
             self._waiting_since[request] = self.scheduler.step
-            if fault is not None:
-                self.device.faults[request.unit] = fault
-            self.core.add(request)
         self.check()
         return added
 

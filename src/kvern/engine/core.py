@@ -13,7 +13,7 @@ that raises stands alone and ends (`engine/trial.py`). The others lose nothing b
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
-from kvern.request import FinishReason, Request, State, cache_namespace
+from kvern.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
 from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -78,8 +78,20 @@ class EngineCore:
         """A call of `step` would do something."""
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._held)
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
+    def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
+        """Queue what a user asked in one; `progress` says how far an earlier engine brought which answers.
+
+        Nothing of it stays queued if this raises.
+        """
+        requests = requests_of(spec, progress)
+        try:
+            for request in requests:
+                self._add(request)
+        except BaseException:
+            self.finish([request.request_id for request in requests])
+            raise
+
+    def _add(self, request: Request) -> None:
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.arrived_at = time.monotonic()
@@ -210,16 +222,14 @@ class EngineCore:
         logger.error("request %s ends: its step failed", guilty, exc_info=error)
         alive = (*self.scheduler.running, *self.scheduler.waiting)
         reason = f"its step failed: {in_a_line(error)}"
-        return self.fail([request for request in alive if request.unit == guilty], reason)
+        return self._fail([request for request in alive if request.unit == guilty], reason)
 
-    def fail(self, requests: Iterable[Request], reason: str) -> list[TokenEvent]:
-        """End requests that cannot go on, whether they were queued or not; the events that say why."""
+    def _fail(self, requests: Iterable[Request], reason: str) -> list[TokenEvent]:
+        """End queued requests that cannot go on; the events that say why."""
         events = []
         for request in requests:
-            self._held.pop(request.request_id, None)
             if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
-                if self.scheduler.get(request.request_id) is request:
-                    self.scheduler.finish(request, "abort", reason)
+                self.scheduler.finish(request, "abort", reason)
                 ids = request.answer_ids if request.beams is None else request.beams.answer_ids
                 events += [TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in ids]
         self._forget_unused()

@@ -15,7 +15,7 @@ from kvern.errors import InvalidRequest
 from kvern.events import EngineStatistics
 from kvern.models.hub import resolve_model
 from kvern.outputs import RequestOutput
-from kvern.request import RequestOptions, requests_of
+from kvern.request import RequestOptions
 from kvern.sample.processors import load_processors
 from kvern.sampling_params import SamplingParams
 from kvern.tokenizer import Tokenizer
@@ -82,8 +82,7 @@ class Engine:
         output = self._outputs.add(prompt if isinstance(prompt, str) else None, spec)
         self._members[request_id] = spec.answer_ids
         try:
-            for request in requests_of(spec):
-                self.core.add(request)
+            self.core.add(spec)
         except BaseException:
             self.abort([request_id])
             raise

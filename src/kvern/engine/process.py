@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,6 @@ from kvern.engine.wire import (
 )
 from kvern.errors import KvernError, in_a_line
 from kvern.events import TokenEvent
-from kvern.request import Progress, RequestSpec, requests_of
 from kvern.worker.startup import Startup
 
 if TYPE_CHECKING:
@@ -122,7 +121,14 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
                 break
             match decode_for_engine(socket.recv()):
                 case AddRequest(spec, progress):
-                    refused += add(core, spec, progress)
+                    try:
+                        core.add(spec, progress)
+                    except Exception as error:  # the fault of that request alone
+                        logger.exception("request %s cannot be queued", spec.request_id)
+                        reason = f"it cannot be queued: {in_a_line(error)}"
+                        refused += [
+                            TokenEvent(name, finish_reason="abort", stop_reason=reason) for name in spec.answer_ids
+                        ]
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):
@@ -139,18 +145,6 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
         if events or now - spoke >= HEARTBEAT_SECONDS:
             socket.send(encode(Events(events, core.statistics(), now - started)))
             spoke = now
-
-
-def add(core: EngineCore, spec: RequestSpec, progress: Sequence[Progress]) -> list[TokenEvent]:
-    """Queue what a user asked in one; if that fails it alone ends, and the events say so."""
-    requests = requests_of(spec, progress)
-    try:
-        for request in requests:
-            core.add(request)
-    except Exception as error:
-        logger.exception("request %s cannot be queued", spec.request_id)
-        return core.fail(requests, f"it cannot be queued: {in_a_line(error)}")
-    return []
 
 
 class AdapterReader:
