@@ -22,6 +22,7 @@ from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
+from kvern.engine.link import EngineLink
 from kvern.engine.wire import AddRequest
 from kvern.errors import RequestFailed
 from tests.processors import install
@@ -216,14 +217,14 @@ def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.Monkey
     async def run() -> None:
         async with EngineClient(EngineConfig(model="kvern-1m", threads=1, dtype="float32")) as client:
             expected = [await tokens_of(client, prompt) for prompt in PROMPTS[:3]]
-            marked, send = client.tokenizer.encode("I end it"), client.supervisor.send
+            marked, send = client.tokenizer.encode("I end it"), EngineLink.send
 
-            def deadly(message: Any) -> None:
-                send(message)
+            def deadly(link: EngineLink, message: Any) -> None:
+                send(link, message)
                 if isinstance(message, AddRequest) and message.spec.prompt.token_ids == marked:
                     os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
 
-            monkeypatch.setattr(client.supervisor, "send", deadly)
+            monkeypatch.setattr(EngineLink, "send", deadly)
             others = [asyncio.create_task(tokens_of(client, prompt)) for prompt in PROMPTS[:3]]
             with pytest.raises(RequestFailed, match="was alone when the engine died"):
                 await tokens_of(client, "I end it")

@@ -194,9 +194,10 @@ class Generations:
                     self._begin(generation)
 
     def _begin(self, generation: Generation) -> None:
+        """Give it to the engine, which takes requests."""
         generation.begun_at = time.monotonic()
         try:
-            self._supervisor.send(generation.message())
+            self._supervisor.link.send(generation.message())
         except Exception as error:
             logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
             self.end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
