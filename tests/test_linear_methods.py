@@ -19,13 +19,14 @@ from kvern.layers import linear_format
 from kvern.layers.build import Build
 from kvern.layers.experts import Experts, SeparateExperts
 from kvern.layers.linear import Linear, Weighted
-from kvern.layers.linear_format import LinearMethods, register_linear_method
+from kvern.layers.linear_format import LINEAR_METHODS, LinearMethods
 from kvern.layers.linear_method import Axis, LinearMethod, LinearShape, Part, Product, TensorLayout
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import PackedMethod, Unquantized, UnquantizedMethod
 from kvern.model_spec import MoeSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
+from kvern.plugins import Plugins
 from tests.families import make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.scaled_rows import ScaledRows, ScaledRowsMethod, quantize
@@ -260,11 +261,11 @@ def test_what_no_format_can_read_is_refused(quantization: Any, message: str, tmp
 
 def test_a_name_belongs_to_one_format() -> None:
     with pytest.raises(ConfigError, match="'scaled_rows' is registered already"):
-        register_linear_method("scaled_rows")(lambda quantization, unquantized: LinearMethods(unquantized))
+        LINEAR_METHODS.register("scaled_rows")(lambda quantization, unquantized: LinearMethods(unquantized))
 
 
 def test_an_entry_point_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_format, "LINEAR_METHODS", {})
+    monkeypatch.setattr(linear_format, "LINEAR_METHODS", Plugins("linear method", "kvern.linear_methods"))
     site = tmp_path / "site"
     site.mkdir()
     (site / "fancy_format.py").write_text("from tests.scaled_rows import scaled_rows as fancy\n")
