@@ -214,12 +214,15 @@ class Choosing(UnquantizedMethod):
         self.chosen = rows, candidate
 
 
-def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
-    class Format(ScaledRows):
-        def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
-            return Choosing(shape)
+class Choices(Unquantized):
+    """Layers that choose."""
 
-    build = Build(torch.float32, CPU, 1, linear=LinearMethods(Unquantized(), ((re.compile("[ab]$"), Format()),)))
+    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
+        return Choosing(shape)
+
+
+def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
+    build = Build(torch.float32, CPU, 1, linear=LinearMethods(Unquantized(), ((re.compile("[ab]$"), Choices()),)))
     layers = [Linear(6, {name: 4}, build) for name in "abc"]
     model = nn.ModuleList(layers)
     asked: list[object] = []
@@ -238,6 +241,29 @@ def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
     for stale in ({"a": 1}, [5], "x", None):
         known = dict.fromkeys(timed, stale)
         assert bool(tune(model, clock, known)) == (stale is not None), "None is one of the ways"
+
+
+def test_a_way_to_multiply_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [
+        Linear(inputs, {"a": 4}, Build(torch.float32, CPU, 1, linear=LinearMethods(Choices()))) for inputs in (6, 8)
+    ]
+    model = nn.ModuleList(layers)
+    broken: set[object] = {(1, 2)}
+
+    def clock(calls: list[Any]) -> float:
+        key, _ = calls[0]()
+        if key in broken:
+            raise ArithmeticError(f"{key} is too large\nfor this device")
+        return float({None: 2, (1, 2): 1, (3, 4): 3}[key])
+
+    timed = tune(model, clock, {})
+    assert [layer.method.chosen for layer in layers] == [(2, None)] * 2
+    assert set(timed.values()) == {None}
+    (warning,) = caplog.messages
+    assert warning.endswith("(choosing, 2 rows: (1, 2)): (1, 2) is too large")
+    broken |= {None, (3, 4)}
+    with pytest.raises(ArithmeticError, match="None is too large"):
+        tune(model, clock, {})
 
 
 @pytest.mark.parametrize(

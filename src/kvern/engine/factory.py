@@ -1,14 +1,13 @@
 """Makes an engine from a configuration: the executor with the model, and the scheduler over what it has room for."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from kvern.cache.keys import model_identity
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
-from kvern.engine.beams import Decode
 from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
 from kvern.engine.proposer import PROPOSERS
@@ -38,7 +37,8 @@ def build_core(
     executor, layout = start(config, folder, spec, startup)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
-    core = EngineCore(scheduler, executor, layout.depth, text_decoder(folder), prepares, note, proposer)
+    tokenizer = functools.cache(functools.partial(Tokenizer, folder))
+    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, proposer)
     return core, spec, layout
 
 
@@ -54,17 +54,3 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     identity = model_identity(folder, config.load_format, config.dtype, layout.dtype, layout.block_size)
     cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity, tier)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
-
-
-def text_decoder(folder: Path) -> Decode:
-    """Makes texts of a model's tokens; the tokenizer is loaded at first use."""
-
-    @functools.cache
-    def tokenizer() -> Tokenizer:
-        return Tokenizer(folder)
-
-    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        known = tokenizer()
-        return known.decode(token_ids, skip_special_tokens) if known.available else ""
-
-    return decode
