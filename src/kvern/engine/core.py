@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """How long an engine without other work waits for a grammar before it looks for messages."""
+LOADING_SECONDS = 0.001
+"""How long an engine rests whose requests all wait for blocks that are being loaded, before it looks again."""
 
 
 class EngineCore:
@@ -120,7 +122,10 @@ class EngineCore:
         self._forget_unused()
 
     def _forget_unused(self) -> None:
-        for key in [key for key in self._unloading if not self.scheduler.uses_adapter(key)]:
+        if not self._unloading:
+            return
+        held = {request.adapter for request, _ in self._held.values()}
+        for key in [key for key in self._unloading if key not in held and not self.scheduler.uses_adapter(key)]:
             self._unloading.remove(key)
             self.scheduler.adapters.forget(key)
             self._digests.pop(key, None)
@@ -131,7 +136,9 @@ class EngineCore:
     ) -> None:
         """End requests from outside: a client has gone, or a stop string was seen. Ended ones are ignored."""
         for request_id in request_ids:
-            self._held.pop(request_id, None)
+            if request_id in self._held:
+                held, _ = self._held.pop(request_id)
+                held.state, held.finish_reason, held.stop_reason = State.FINISHED, reason, stop_reason
             request = self.scheduler.get(request_id)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
@@ -176,6 +183,8 @@ class EngineCore:
             if self._trial.units is not None:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
+            elif self.scheduler.has_work:
+                time.sleep(LOADING_SECONDS)
             return []
         output, requests, future = self._in_flight.popleft()
         try:
