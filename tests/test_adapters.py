@@ -15,7 +15,7 @@ from kvern.adapters.bank import AdapterBank
 from kvern.adapters.check import check_files
 from kvern.adapters.names import MOST_LOADING, AdapterNames
 from kvern.adapters.peft import read_adapter
-from kvern.adapters.slots import AdapterSlots
+from kvern.adapters.places import AdapterPlaces
 from kvern.errors import ConfigError, InvalidAdapter, InvalidRequest
 from kvern.models.loader import load_model
 from kvern.structured_output import StructuredOutput
@@ -90,7 +90,7 @@ def test_logits_agree_with_peft(family: str, modules: Any, tmp_path: Path) -> No
     adapter = make_adapter(model, tmp_path / "adapter", 3, r=5, target_modules=modules)
     decoder = load_model(model)
     plain = logits(decoder, PROMPT)
-    bank = AdapterBank(decoder, slots=2, rank=8, kernels=False)
+    bank = AdapterBank(decoder, places=2, rank=8, kernels=False)
     bank.load(1, read_adapter(adapter, decoder.spec, bank.targets, 8, torch.float32))
     merged = merge(model, adapter, tmp_path / "merged")
     changed = logits(decoder, PROMPT, bank.select([1], [len(PROMPT)], None))
@@ -162,10 +162,10 @@ def test_beside_everything_else_that_a_request_may_ask(
 
 def test_more_adapters_than_places_take_turns(make: Callable[..., LLM]) -> None:
     with make(max_adapters=2) as llm:
-        slots = llm._engine.core.scheduler.adapters
+        places = llm._engine.core.scheduler.adapters
         for name, loads in (("small", 1), ("all", 2), ("small", 2), ("pattern", 3), ("small", 3), ("all", 4)):
             llm.generate(PROMPTS[0], GREEDY, adapter=name)
-            assert slots.load_count == loads, name
+            assert places.load_count == loads, name
 
 
 def test_who_waits_for_a_place_is_passed_by_requests_without_an_adapter_alone(make: Callable[..., LLM]) -> None:
@@ -183,21 +183,21 @@ def test_who_waits_for_a_place_is_passed_by_requests_without_an_adapter_alone(ma
         assert ended == ["passes", "first", "waits", "behind"]
 
 
-def test_slots_keep_what_runs_and_give_up_what_was_used_longest_ago() -> None:
-    slots = AdapterSlots(2)
-    assert slots.enter(7) == (0, True)
-    assert slots.enter(8) == (1, True)
-    assert not slots.fits(9)
-    slots.leave(8)
-    slots.leave(7)
-    assert slots.enter(8) == (1, False)
-    assert slots.enter(9) == (0, True)
-    assert not slots.fits(7)
-    slots.check_integrity([8, 9])
-    slots.leave(9)
-    slots.forget(9)
-    slots.check_integrity([8])
-    assert slots.enter(7) == (0, True)
+def test_places_keep_what_runs_and_give_up_what_was_used_longest_ago() -> None:
+    places = AdapterPlaces(2)
+    assert places.enter(7) == (0, True)
+    assert places.enter(8) == (1, True)
+    assert not places.fits(9)
+    places.leave(8)
+    places.leave(7)
+    assert places.enter(8) == (1, False)
+    assert places.enter(9) == (0, True)
+    assert not places.fits(7)
+    places.check_integrity([8, 9])
+    places.leave(9)
+    places.forget(9)
+    places.check_integrity([8])
+    assert places.enter(7) == (0, True)
 
 
 def test_loaded_under_an_old_name_other_weights_find_nothing_cached(

@@ -113,7 +113,7 @@ def test_adapters_add_to_any_format(tmp_path: Path) -> None:
     found = []
     for folder in made:
         decoder = load_model(folder)
-        bank = AdapterBank(decoder, slots=1, rank=8, kernels=False)
+        bank = AdapterBank(decoder, places=1, rank=8, kernels=False)
         bank.load(0, read_adapter(adapter, decoder.spec, bank.targets, 8, torch.float32))
         plain = logits(decoder, PROMPT)
         found.append(logits(decoder, PROMPT, bank.select([0], [len(PROMPT)], None)))

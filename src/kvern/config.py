@@ -118,7 +118,7 @@ class EngineConfig:
         return self.served_model_name or (self.model or DEFAULT_MODEL,)
 
     @property
-    def adapter_slots(self) -> int:
+    def adapter_places(self) -> int:
         """Adapters on the device at the same time; 0: there can be none."""
         if self.max_adapters is not None:
             return self.max_adapters

@@ -50,7 +50,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout) -> Schedu
     )
     identity = model_identity(folder, config.load_format, config.dtype, layout.dtype, layout.block_size)
     cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity)
-    return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_slots)
+    return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 
 def text_decoder(folder: Path) -> Decode:

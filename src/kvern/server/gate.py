@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Sequence
 
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
 from kvern.api.errors import HttpError, error_body
 from kvern.server.bodies import Lane
@@ -55,7 +56,7 @@ class Gate:
         status = 0
         held = contextlib.ExitStack()
 
-        async def answer(message: Message) -> None:
+        async def answer(message: ASGIMessage) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
