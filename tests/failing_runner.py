@@ -21,7 +21,7 @@ class FailingRunner:
         core: Any = llm._engine.core
         worker = core.executor._worker
         self._runner, worker.runner = worker.runner, self
-        core.executor = InProcessExecutor(worker)
+        core.executor = InProcessExecutor(worker, core.executor.tier)
         self._where = where
         self._limits: dict[int, int] = {}
         self.failures = 0

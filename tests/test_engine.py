@@ -358,15 +358,15 @@ def test_a_failed_step_leaves_no_half_written_cache(tiny_model: Path, monkeypatc
         prompt = list(range(20, 90))
         expected = llm.generate(prompt, GREEDY)[0].outputs
         llm._engine.core.scheduler.cache.tree.clear()
-        steps = llm._engine.core.executor._steps  # type: ignore[attr-defined]
-        calls, execute = itertools.count(), steps._execute
+        executor = llm._engine.core.executor
+        calls, execute = itertools.count(), executor._execute  # type: ignore[attr-defined]
 
         def interrupted(output: Any) -> Any:
             if next(calls) == 3:
                 raise KeyboardInterrupt
             return execute(output)
 
-        monkeypatch.setattr(steps, "_execute", interrupted)
+        monkeypatch.setattr(executor, "_execute", interrupted)
         other = llm.stream([7, 8, 9], LONG)
         next(other)
         with pytest.raises(KeyboardInterrupt):

@@ -49,7 +49,6 @@ class Engine:
         with self.startup.stage("adapters"):
             for name, path in config.adapters.items():
                 self.load_adapter(name, path)
-        self.load_seconds = self.startup.seconds
         logger.info("ready after %s", self.startup)
 
     @property

@@ -11,12 +11,11 @@ from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.linear import Linear
 from kvern.layers.module import Module
-from kvern.layers.unquantized import multiply_on_cpu
+from kvern.layers.unquantized import multiply_on
 
 Rows = TypeVar("Rows")
 
@@ -81,7 +80,7 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__(linear)
-        self._multiply = multiply_on_cpu if linear.device.type == "cpu" else F.linear
+        self._multiply = multiply_on(linear.device)
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
         self._stack()
 

@@ -17,13 +17,12 @@ from kvern.api.errors import HttpError, error_body
 from kvern.server.bodies import Lane
 from kvern.server.config import ServerConfig
 from kvern.server.http import error_response, json_response, path_of
-from kvern.server.keys import ANYONE, ApiKey, find_key
+from kvern.server.keys import ApiKey, find_key
 from kvern.server.origins import Origins, is_preflight
 
 logger = logging.getLogger("kvern.requests")
 
 OPEN_ROUTES = ("/health",)
-NOBODY = ApiKey(ANYONE, b"")
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 
 
