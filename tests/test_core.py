@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvern.engine.core import EngineCore
-from kvern.request import PromptInput, Request, RequestSpec, State, requests_of
+from kvern.request import PromptInput, Request, RequestSpec, State
 from kvern.sampling_params import SamplingParams
 from tests.simulated_device import Setup
 from tests.simulated_engine import SimulatedEngine
@@ -30,10 +30,10 @@ class PreparingEngine(SimulatedEngine):
 
     def ask(self, n: int = 1, **options: Any) -> list[Request]:
         params = SamplingParams(n=n).resolved()
-        requests = requests_of(RequestSpec("0", PromptInput([0, 1]), params, 3, grammar="form", **options))
-        for request in requests:
-            self.requests[request.request_id] = request
-            self.core.add(request)
+        spec = RequestSpec("0", PromptInput([0, 1]), params, 3, grammar="form", **options)
+        self.core.add(spec)
+        requests = [self.core._held[name][0] for name in spec.answer_ids]
+        self.requests |= {request.request_id: request for request in requests}
         return requests
 
     def work(self) -> None:
