@@ -36,7 +36,7 @@ class Load:
         free_rows = 8 if case in ("no blocks", "mixed") else 0
         limits = SchedulerLimits(ROWS * 64, ROWS + free_rows, aging_steps=200)
         self.cache = KVCacheManager(ROWS * 128, BLOCK_SIZE)
-        self.scheduler = Scheduler(limits, self.cache, POLICIES[policy], adapter_slots=1)
+        self.scheduler = Scheduler(limits, self.cache, POLICIES[policy], adapter_places=1)
         self.count = 0
         for index in range(ROWS):
             self.add(adapter=1 if case == "mixed" and index == 0 else None)

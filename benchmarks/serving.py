@@ -41,7 +41,7 @@ import tyro
 
 import kvern
 from kvern.bench.http_load import HttpClient, Reply, StreamReply
-from kvern.bench.serving import Run, Sample, Sender, arrival_times, fetch, run_loop
+from kvern.bench.serving import LoadRun, Sample, Sender, arrival_times, fetch, run_loop
 from kvern.bench.serving_data import Prompts, random_samples
 from kvern.bench.serving_figures import summarize
 from kvern.bench.serving_workloads import WORKLOADS, Setting
@@ -283,7 +283,7 @@ async def connect(client: HttpClient) -> tuple[Sender, Figures]:
     return Sender(client, "/v1/completions", entry["id"], BODY), entry
 
 
-def checked(run: Run) -> Figures:
+def checked(run: LoadRun) -> Figures:
     """The figures of a run in which no request failed."""
     found = summarize(run)
     if found["failed"]:

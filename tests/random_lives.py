@@ -32,7 +32,7 @@ def setups(draw: st.DrawFn) -> Setup:
         slots=draw(st.integers(1, 5)),
         spare_budget=draw(st.integers(0, 8)),
         aging_steps=draw(st.integers(1, 12)),
-        adapter_slots=draw(st.integers(1, 3)),
+        adapter_places=draw(st.integers(1, 3)),
         tier_blocks=draw(st.sampled_from((0, 3, 30))),
         tier_delay=draw(st.integers(0, 3)),
         tier_faults=draw(st.integers(0, 3)),

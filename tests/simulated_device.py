@@ -46,7 +46,7 @@ class Setup:
     slots: int = 4
     spare_budget: int = 3
     aging_steps: int = 30
-    adapter_slots: int = 2
+    adapter_places: int = 2
     tier_blocks: int = 0
     """Blocks that are kept beside the cache."""
     tier_delay: int = 0
@@ -243,7 +243,7 @@ class SimulatedDevice:
         for item, name in zip(output.scheduled, output.request_ids, strict=True):
             row, key, prefix = self.rows[item.slot], self.rows[item.slot].namespace, []
             wanted = self.requests[name.split("/")[0]].adapter
-            assert wanted == self.adapters.get(row.request.adapter_slot), "another adapter is in the slot"
+            assert wanted == self.adapters.get(row.request.adapter_index), "another adapter is in its place"
             positions = self._positions(item)
             for token in row.tokens[: positions.stop]:
                 key = extend_key(key, token)
@@ -301,9 +301,9 @@ class SimulatedDevice:
         """What comes before all else: blocks are saved, adapters loaded, blocks copied."""
         for save in output.saves:
             self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
-        for slot, adapter in output.adapters:
-            assert slot < self.setup.adapter_slots
-            self.adapters[slot] = adapter
+        for adapter_index, adapter in output.adapters:
+            assert adapter_index < self.setup.adapter_places
+            self.adapters[adapter_index] = adapter
         targets = set()
         for copy in output.copies:
             assert copy.source not in targets, "a copy of what the same step copies"

@@ -60,7 +60,7 @@ class SimulatedEngine:
         self.heard: dict[str, Heard] = {}
         self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
         self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache, tier=self.tier)
-        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_slots)
+        self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_places)
         self.device = SimulatedDevice(setup, self.requests)
         self.core = EngineCore(self.scheduler, self, setup.depth, proposer=self if setup.drafts else None)
         self._waiting_before: dict[Request, bool] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvern.bench.http_load import HttpClient, StreamReply
-from kvern.bench.serving import Outcome, Run, Sample, Sender, arrival_times, run_loop
+from kvern.bench.serving import LoadRun, Outcome, Sample, Sender, arrival_times, run_loop
 from kvern.bench.serving_data import Prompts, custom_samples, random_samples, repeated_prefixes
 from kvern.bench.serving_figures import is_good, read_goodput, summarize
 from kvern.bench.serving_workloads import WORKLOADS
@@ -72,7 +72,7 @@ def test_figures_of_a_run() -> None:
         Outcome("", 0.0, error_kind="HTTP 500", error="second"),
     ]
     limits = read_goodput(["ttft:250", "tpot:150", "e2el:2000"])
-    found = summarize(Run(outcomes, 2.0, 0.1), (50, 99), limits)
+    found = summarize(LoadRun(outcomes, 2.0, 0.1), (50, 99), limits)
     assert (found["completed"], found["failed"]) == (3, 2)
     assert found["errors"] == {"HTTP 500": {"count": 2, "first": "first"}}
     assert (found["total_input_tokens"], found["cached_input_tokens"], found["total_output_tokens"]) == (30, 4, 9)
@@ -84,7 +84,7 @@ def test_figures_of_a_run() -> None:
     assert found["p99_e2e_ms"] == pytest.approx(700)
     assert found["request_goodput"] == 1.0
     assert [is_good(outcome, limits) for outcome in outcomes] == [True, False, True, False, False]
-    nothing = summarize(Run([], 0.0, 0.0))
+    nothing = summarize(LoadRun([], 0.0, 0.0))
     assert (nothing["completed"], nothing["p99_ttft_ms"]) == (0, 0.0)
 
 
@@ -118,7 +118,7 @@ def test_streams_may_be_cut_anywhere(size: int) -> None:
 
 
 def test_every_token_is_counted_and_timed(server: Served) -> None:
-    async def load() -> tuple[Run, int]:
+    async def load() -> tuple[LoadRun, int]:
         prompts = Prompts(4096, random.Random(0))
         samples = [prompts.sample(prompts.tokens(9 + number), 5 + number) for number in range(12)]
         async with HttpClient(server.url, {"Authorization": f"Bearer {KEY}"}) as client:
@@ -261,7 +261,7 @@ def test_a_server_that_dies_midway_is_counted() -> None:
     def progress(total: int) -> Iterator[Callable[[int, int], None]]:
         yield stop_after_one
 
-    async def load() -> Run:
+    async def load() -> LoadRun:
         samples = [Sample([300 + number] * 4, 2 if number == 0 else 250) for number in range(6)]
         async with HttpClient(served.url) as client:
             sender = Sender(client, "/v1/completions", "kvern-1m", {"ignore_eos": True}, progress=progress)

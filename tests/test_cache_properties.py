@@ -149,8 +149,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.memory[request.block_ids[block]][offset] = self.key(request, position)
             if self.states:
                 before = self.key(request, position - 1) if position else ()
-                assert self.states[request.state_slot] == before, "the state is not that of all tokens before"
-                self.states[request.state_slot] = self.key(request, position)
+                assert self.states[request.state_index] == before, "the state is not that of all tokens before"
+                self.states[request.state_index] = self.key(request, position)
             request.num_computed_tokens = position + 1
         self.read(request)
         self.cache.publish(request, self.steps)
@@ -185,10 +185,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         child = copy(parent)
         child.token_ids = [*known, next_token]
-        child.block_ids, child.nodes, child.num_computed_tokens, child.state_slot = [], [], 0, NO_STATE
+        child.block_ids, child.nodes, child.num_computed_tokens, child.state_index = [], [], 0, NO_STATE
         copies = self.cache.fork(parent, child)
         if copies is None:
-            assert not child.block_ids and child.state_slot == NO_STATE
+            assert not child.block_ids and child.state_index == NO_STATE
             return
         self.move()
         for head in copies:
@@ -354,9 +354,9 @@ def states_of_removed_nodes_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def states_kept_at_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = StatePool.keep
 
-    def keep_before(self: StatePool, node: Node, slot: int, step: int) -> None:
+    def keep_before(self: StatePool, node: Node, state_index: int, step: int) -> None:
         assert node.parent is not None
-        keep(self, node.parent if node.parent.parent is not None else node, slot, step)
+        keep(self, node.parent if node.parent.parent is not None else node, state_index, step)
 
     monkeypatch.setattr(StatePool, "keep", keep_before)
 

@@ -19,7 +19,7 @@ import yaml
 
 from kvern.cli.main import commands
 from kvern.cli.options import read_defaults
-from kvern.cli.serve import Serve
+from kvern.cli.serve import ServeCommand
 from kvern.config import EngineConfig
 from kvern.observe.metrics import GPU_FIGURES, Metrics
 from kvern.server.config import ServerConfig
@@ -173,7 +173,7 @@ def command_lines() -> dict[str, list[str]]:
 def test_kvern_takes_the_arguments(name: str) -> None:
     arguments = command_lines()[name]
     command = tyro.cli(commands(read_defaults([], {})), args=arguments, config=(tyro.conf.OmitArgPrefixes,))
-    assert isinstance(command, Serve)
+    assert isinstance(command, ServeCommand)
     assert command.server.host == ("127.0.0.1" if name == "systemd" else "0.0.0.0")
     assert command.server.port == 8000
 

@@ -10,7 +10,8 @@ import torch
 
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.layers.build import Build
-from kvern.layers.unquantized import Unquantized, multiply_on_cpu
+from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, load_weights, read_config
@@ -227,9 +228,14 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     assert 1e-4 < (rough - expected).std() < 0.05 * expected.std()
 
 
+class Plain(Unquantized):
+    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
+        return UnquantizedMethod(shape)
+
+
 def test_packed_weights_give_the_products_of_plain_ones(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2", tmp_path)
-    plain = load_model(folder, dtype="bf16", unquantized=Unquantized(multiply_on_cpu))
+    plain = load_model(folder, dtype="bf16", unquantized=Plain())
     packed = load_model(folder, dtype="bf16")
     assert "PackedMethod" in repr(packed) and "PackedMethod" not in repr(plain)
     torch.testing.assert_close(logits(packed, PROMPT), logits(plain, PROMPT), rtol=0.05, atol=0.1)

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvern.engine.core
-from kvern.adapters.slots import AdapterSlots
+from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.cache.tier import TierTraffic
@@ -85,16 +85,16 @@ def adapters_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def adapter_replaced_while_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter, leave = AdapterSlots.enter, AdapterSlots.leave
+    enter, leave = AdapterPlaces.enter, AdapterPlaces.leave
 
-    def enter_and_leave(self: AdapterSlots, key: int) -> tuple[int, bool]:
+    def enter_and_leave(self: AdapterPlaces, key: int) -> tuple[int, bool]:
         entered = enter(self, key)
         leave(self, key)
         return entered
 
-    monkeypatch.setattr(AdapterSlots, "enter", enter_and_leave)
-    monkeypatch.setattr(AdapterSlots, "leave", lambda self, key: None)
-    monkeypatch.setattr(AdapterSlots, "check_integrity", lambda self, running: None)
+    monkeypatch.setattr(AdapterPlaces, "enter", enter_and_leave)
+    monkeypatch.setattr(AdapterPlaces, "leave", lambda self, key: None)
+    monkeypatch.setattr(AdapterPlaces, "check_integrity", lambda self, running: None)
 
 
 def aging_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def loading_blocks_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdapterSlots, "clear", lambda self: None)
+    monkeypatch.setattr(AdapterPlaces, "clear", lambda self: None)
 
 
 def lost_tokens_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

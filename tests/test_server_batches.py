@@ -101,6 +101,7 @@ def test_a_batch_answers_what_the_route_answers(server: Served) -> None:
     [(name, refused)] = answers(client, batch.error_file_id).items()
     assert (name, refused["status_code"]) == ("bad", 400)
     assert "messages" in refused["body"]["error"]["message"]
+    assert refused["body"]["error"]["param"] == "messages"
     listed = client.batches.list(limit=1)
     assert [item.id for item in listed.data] == [batch.id]
     assert {item.id for item in client.files.list(purpose="batch")} == {batch.input_file_id}

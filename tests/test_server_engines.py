@@ -15,6 +15,7 @@ from kvern.engine.client import EngineClient
 from kvern.errors import ConfigError
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
+from kvern.server.keys import ApiKey
 from tests.peft_adapters import make_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -32,16 +33,21 @@ def expected(model: str, adapters: dict[str, str], **asked: Any) -> str:
 
 
 @asynccontextmanager
-async def two_engines(tiny_model: Path, adapters: dict[str, str]) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of a server with `tiny`, also called `other`, and `small`, in an engine process each."""
+async def two_engines(tiny_model: Path, adapters: dict[str, str], folder: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of a server with `tiny`, also called `other`, and `small`, in an engine process each.
+
+    It may load adapters that are in the folder.
+    """
     tiny = EngineConfig(
         str(tiny_model), max_model_len=SIZES["tiny"], served_model_name=("tiny", "other"), adapters=adapters, **OPTIONS
     )
     small = EngineConfig("kvern-1m", max_model_len=SIZES["small"], served_model_name=("small",), **OPTIONS)
     async with EngineClient(tiny) as one, EngineClient(small) as two:
-        server = Server([one, two], ServerConfig())
-        transport = httpx2.ASGITransport(server.app())
-        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
+        server = Server([one, two], ServerConfig(adapter_folder=folder), [ApiKey("admin", b"secret", admin=True)])
+        transport, key = httpx2.ASGITransport(server.app()), {"authorization": "Bearer secret"}
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", headers=key, timeout=60
+        ) as http:
             yield http
         with pytest.raises(ConfigError, match="tiny names two models"):
             Server([one, one], ServerConfig())
@@ -58,7 +64,7 @@ def test_each_model_has_an_engine(tiny_model: Path, tmp_path: Path) -> None:
     adapters = {"adapter": str(tmp_path / "adapter")}
 
     async def ask() -> None:
-        async with two_engines(tiny_model, adapters) as http:
+        async with two_engines(tiny_model, adapters, tmp_path) as http:
             texts = await asyncio.gather(*(said(http, name) for name in (None, "tiny", "other", "small", "adapter")))
             plain = expected(str(tiny_model), {})
             assert texts[:3] == [plain] * 3
@@ -66,6 +72,7 @@ def test_each_model_has_an_engine(tiny_model: Path, tmp_path: Path) -> None:
             assert texts[4] == expected(str(tiny_model), adapters, adapter="adapter")
             assert len({*texts}) == 3
             await what_is_told_of_both(http)
+            await a_name_is_for_one_adapter(http)
 
     asyncio.run(ask())
 
@@ -91,3 +98,14 @@ async def what_is_told_of_both(http: httpx2.AsyncClient) -> None:
     [answered] = [family for family in families if family.name == "kvern:request_success"]
     totals = {sample.labels["model_name"]: sample.value for sample in answered.samples if sample.name.endswith("total")}
     assert totals == {"tiny": 4, "small": 1}
+
+
+async def a_name_is_for_one_adapter(http: httpx2.AsyncClient) -> None:
+    async def load(name: str, model: str) -> str:
+        body = {"lora_name": name, "lora_path": "adapter", "model": model}
+        return (await http.post("/v1/load_lora_adapter", json=body)).text
+
+    for name in ("small", "adapter"):
+        assert "is another model's" in await load(name, "tiny" if name == "small" else "small")
+    answers = await asyncio.gather(load("late", "tiny"), load("late", "small"))
+    assert sum("late is being loaded" in answer for answer in answers) == 1

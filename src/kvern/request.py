@@ -162,7 +162,7 @@ class Request:
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     nodes: "list[Node]" = field(default_factory=list)
-    state_slot: int = -1
+    state_index: int = -1
     """Where its state is, if the model has recurrent layers."""
     num_computed_tokens: int = 0
     cached_tokens: int = 0

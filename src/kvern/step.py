@@ -36,17 +36,17 @@ class NewRequest:
     seed: int
     token_ids: list[int]
     block_ids: list[int]
-    adapter_slot: int = -1
-    """Where the adapter that it uses is on the device; -1: it uses none."""
-    state_slot: int = -1
+    adapter_index: int = -1
+    """The place on the device of the adapter that it uses; -1: it uses none."""
+    state_index: int = -1
     """Where its state is, if the model has recurrent layers."""
 
     @classmethod
-    def of(cls, request: "Request", adapter_slot: int) -> "NewRequest":
+    def of(cls, request: "Request", adapter_index: int) -> "NewRequest":
         """A request that has a slot and blocks."""
         token_ids, block_ids = list(request.token_ids), list(request.block_ids)
-        spec, params, seed, state = request.spec, request.params, request.seed, request.state_slot
-        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_slot, state)
+        spec, params, seed, state = request.spec, request.params, request.seed, request.state_index
+        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_index, state)
 
     def shareable_blocks(self, block_size: int) -> list[int]:
         """Those that all rows forked from this one have, too."""
@@ -78,7 +78,7 @@ class Fork:
     source: int
     length: int
     token_id: int
-    state_slot: int = -1
+    state_index: int = -1
     """Where the row's state is, if the model has recurrent layers."""
 
 
@@ -118,12 +118,12 @@ class SchedulerOutput:
 
     step: int
     adapters: list[tuple[int, int]] = field(default_factory=list)
-    """(slot, key) of adapters to be loaded into a slot before anything is computed."""
+    """(index, key) of adapters to be loaded into their places before anything is computed."""
     saves: list[BlockSave] = field(default_factory=list)
     """Blocks to be kept elsewhere before anything overwrites them."""
     copies: list[BlockCopy] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, target) of state slots, in this order; a source of -1 means zeros."""
+    """(source, target) of states, by their indices, in this order; a source of -1 means zeros."""
     forked: list[Fork] = field(default_factory=list)
     """All sources are meant as they were before the step."""
     joined: list[NewRequest] = field(default_factory=list)

@@ -36,7 +36,7 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch(1024, 4096, (14336, 14336), deterministic=True),
 ]
 
-SLOTS = 4
+PLACES = 4
 
 
 def reference(
@@ -49,12 +49,12 @@ def reference(
     ends: tuple[int, ...],
 ) -> torch.Tensor:
     result = out.double()
-    for row, slot in enumerate(adapters):
+    for row, adapter_index in enumerate(adapters):
         begin = 0
         for part, end in enumerate(ends):
-            if slot >= 0:
-                low = down[slot, part, : ranks[slot]].double() @ x[row].double()
-                result[row, begin:end] += low @ up[slot, : ranks[slot], begin:end].double()
+            if adapter_index >= 0:
+                low = down[adapter_index, part, : ranks[adapter_index]].double() @ x[row].double()
+                result[row, begin:end] += low @ up[adapter_index, : ranks[adapter_index], begin:end].double()
             begin = end
     return result
 
@@ -70,10 +70,10 @@ def test_rows_get_what_their_adapter_adds(
     outputs, ends = sum(sizes), tuple(accumulate(sizes))
     x = torch.randn(len(adapters), inputs + 8, generator=generator).to(device)[:, :inputs]
     out = torch.randn(len(adapters), outputs, generator=generator).to(device)
-    down = torch.randn(SLOTS, len(sizes), most, inputs, generator=generator).to(device) / inputs**0.5
-    up = torch.randn(SLOTS, most, outputs, generator=generator).to(device)
+    down = torch.randn(PLACES, len(sizes), most, inputs, generator=generator).to(device) / inputs**0.5
+    up = torch.randn(PLACES, most, outputs, generator=generator).to(device)
     expected = reference(out, x, adapters, down, up, ranks, ends)
-    untouched = [row for row, slot in enumerate(adapters) if slot in (-1, 3)]
+    untouched = [row for row, adapter_index in enumerate(adapters) if adapter_index in (-1, 3)]
     before = out[untouched].clone()
     rows = torch.tensor(adapters, device=device)
     add_adapters(out, x, rows, down, up, torch.tensor(ranks, dtype=torch.int32, device=device), ends, deterministic)

@@ -159,10 +159,10 @@ def experts_reference(
 ) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, experts in enumerate(chosen.tolist()):
-        for slot, expert in enumerate(experts):
+        for choice, expert in enumerate(experts):
             gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
             part = down[expert].double() @ (REFERENCES[activation](gate) * up)
-            out[token] += weights[token, slot].double() * part
+            out[token] += weights[token, choice].double() * part
     return out
 
 

@@ -1,4 +1,4 @@
-"""The adapters on the device: their weights in slots of every linear layer, and the rows that use them."""
+"""The adapters on the device: their weights in places of every linear layer, and the rows that use them."""
 
 from collections.abc import Sequence
 from itertools import chain, repeat
@@ -15,66 +15,68 @@ from kvern.models.decoder import Decoder
 
 
 class AdapterBank:
-    """Replaces the linear layers of a decoder's blocks by adapted ones, whose slots `load` fills.
+    """Replaces the linear layers of a decoder's blocks by adapted ones, whose places `load` fills.
 
-    `slots` adapters of at most `rank` fit. Without `kernels` PyTorch adds them, which no CUDA graph can hold. Raises
+    `places` adapters of at most `rank` fit. Without `kernels` PyTorch adds them, which no CUDA graph can hold. Raises
     ConfigError if the device's memory does not hold them.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, rank: int, kernels: bool) -> None:
+    def __init__(self, decoder: Decoder, places: int, rank: int, kernels: bool) -> None:
         self.targets = targets_of(decoder)
         self.captures = kernels
         self.device = decoder.build.device
         self._layers: dict[str, AdaptedLinear[object]] = {}
         layers = list(linear_layers(decoder))
         if kernels:
-            self._check_memory(decoder, slots, rank)
+            self._check_memory(decoder, places, rank)
         for path, linear in layers:
             parent, _, name = path.rpartition(".")
             adapted: AdaptedLinear[object]
             if kernels:
                 from kvern.layers.fused_adapters import FusedAdaptedLinear
 
-                adapted = FusedAdaptedLinear(linear, slots, rank, decoder.build.deterministic)  # type: ignore[assignment]
+                adapted = FusedAdaptedLinear(linear, places, rank, decoder.build.deterministic)  # type: ignore[assignment]
             else:
                 adapted = StackedLinear(linear)  # type: ignore[assignment]
             self._layers[path] = adapted
             setattr(decoder.get_submodule(parent), name, adapted)
 
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot, behind the steps that were started."""
+    def load(self, adapter_index: int, adapter: Adapter) -> None:
+        """Put an adapter into a place, behind the steps that were started."""
         parts: dict[str, dict[str, Matrices]] = {path: {} for path in self._layers}
         for key, low_rank in adapter.parts.items():
             path, _, part = key.partition("/")
             parts[path][part] = (low_rank.down, low_rank.up)
         for path, layer in self._layers.items():
-            layer.load(slot, parts[path])
+            layer.load(adapter_index, parts[path])
 
-    def select(self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] | None) -> StepAdapters:
-        """The adapters of a step's rows: `counts` tokens of each request, which uses that in `slots`, -1 for none.
+    def select(
+        self, adapter_indices: Sequence[int], counts: Sequence[int], sampled: Sequence[int] | None
+    ) -> StepAdapters:
+        """The adapters of a step's rows: `counts` tokens of each request, whose adapter's index is given, -1 for none.
 
-        `sampled`: the slots of the requests that sample, if a last layer computes theirs alone.
+        `sampled`: the indices for the requests that sample, if a last layer computes theirs alone.
         """
-        rows = self._rows(list(chain.from_iterable(map(repeat, slots, counts))))
+        rows = self._rows(list(chain.from_iterable(map(repeat, adapter_indices, counts))))
         if rows is None:
             return NO_ADAPTERS
         return StepAdapters(rows, rows if sampled is None else self._rows(list(sampled)))
 
-    def _rows(self, slots: list[int]) -> object:
-        if max(slots, default=-1) < 0:
+    def _rows(self, adapter_indices: list[int]) -> object:
+        if max(adapter_indices, default=-1) < 0:
             return None
         if not self.captures:
-            return AdaptedRows.of(slots, self.device)
-        return upload(slots, torch.int32, self.device)
+            return AdaptedRows.of(adapter_indices, self.device)
+        return upload(adapter_indices, torch.int32, self.device)
 
-    def _check_memory(self, decoder: Decoder, slots: int, rank: int) -> None:
+    def _check_memory(self, decoder: Decoder, places: int, rank: int) -> None:
         layers = [linear for _, linear in linear_layers(decoder)]
         numbers = sum(rank * (len(layer.outputs) * layer.inputs + sum(layer.outputs.values())) for layer in layers)
-        needed = slots * numbers * decoder.build.dtype.itemsize
+        needed = places * numbers * decoder.build.dtype.itemsize
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             if needed > free:
                 raise ConfigError(
-                    f"{slots} adapters of rank {rank} take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: "
+                    f"{places} adapters of rank {rank} take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: "
                     "lower max_adapters or max_adapter_rank"
                 )

@@ -43,7 +43,7 @@ class Matrix(msgspec.Struct, frozen=True):
     begin: int
 
 
-class Module(msgspec.Struct, frozen=True):
+class AdaptedModule(msgspec.Struct, frozen=True):
     """What the files say of one adapted module: its matrices by side, "A" and "B", their product times `scale`."""
 
     rank: int
@@ -58,7 +58,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
     `names` are the ends of the names that must be there (None: a regular expression says), in `layers` (None: in all).
     """
 
-    modules: dict[str, Module]
+    modules: dict[str, AdaptedModule]
     names: list[str] | None
     layers: list[int] | None
 
@@ -128,8 +128,8 @@ def _matrix(entry: Entry, data_begin: int) -> Matrix:
     return Matrix(entry.dtype, (rows, columns), data_begin + entry.data_offsets[0])
 
 
-def _module(config: PeftConfig, name: str, matrices: dict[str, Matrix]) -> Module:
-    return Module(config.rank(name), config.scale(name), config.targets(name), matrices)
+def _module(config: PeftConfig, name: str, matrices: dict[str, Matrix]) -> AdaptedModule:
+    return AdaptedModule(config.rank(name), config.scale(name), config.targets(name), matrices)
 
 
 def main(config: int, weights: int) -> None:

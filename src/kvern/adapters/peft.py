@@ -19,7 +19,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvern.adapters.check import MOST_CONFIG_BYTES, WEIGHTS_NAME, Checked, Matrix, Module, check_files
+from kvern.adapters.check import MOST_CONFIG_BYTES, WEIGHTS_NAME, AdaptedModule, Checked, Matrix, check_files
 from kvern.adapters.peft_config import CONFIG_NAME, ends_with_any
 from kvern.adapters.targets import Target
 from kvern.errors import InvalidAdapter
@@ -64,7 +64,7 @@ class _Place:
     """A module of the files, and the parts of the decoder that it stands for."""
 
     name: str
-    module: Module
+    module: AdaptedModule
     parts: tuple[Target, ...]
     rename: Rename | None
 
@@ -119,7 +119,12 @@ def _state(file: BinaryIO) -> tuple[int, int]:
 
 
 def _place(
-    file: Path, name: str, module: Module, spec: ModelSpec, targets: Mapping[str, tuple[Target, ...]], max_rank: int
+    file: Path,
+    name: str,
+    module: AdaptedModule,
+    spec: ModelSpec,
+    targets: Mapping[str, tuple[Target, ...]],
+    max_rank: int,
 ) -> _Place:
     """Where a module goes, its matrices checked to have the shapes for it."""
     missing = {"A", "B"} - module.matrices.keys()

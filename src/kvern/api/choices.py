@@ -57,7 +57,7 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-class Part:
+class StreamedChoice:
     """One answer; `reader` takes the answer to a conversation apart, `echo` is sent before a text."""
 
     def __init__(

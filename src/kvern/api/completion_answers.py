@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
-from kvern.api.choices import Part, choice_of, text_logprobs
+from kvern.api.choices import StreamedChoice, choice_of, text_logprobs
 from kvern.api.completions import AnswerOptions
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class CompletionWriter:
         """What is new at each of the news, once there are `interval` tokens; then the usage if it was asked for."""
         options = self._options
         parts = [
-            Part(
+            StreamedChoice(
                 item,
                 number * options.answers + item.index,
                 None if self._chat is None else self._chat.reader(),

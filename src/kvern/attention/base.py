@@ -20,6 +20,9 @@ Batch = TypeVar("Batch", bound=InputBatch, contravariant=True)
 class AttentionBackend(Protocol[Batch]):
     """Keeps keys and values in blocks, layout [2, blocks, block_size, kv_heads, head_dim] per layer."""
 
+    caches: list[torch.Tensor]
+    """Of each layer."""
+
     captures: bool
     """A planned step of decodes may be captured in a CUDA graph: it reads what it needs from the batch's tensors."""
 
@@ -38,7 +41,7 @@ class AttentionBackend(Protocol[Batch]):
         ...
 
 
-Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+PlannedAttention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Attention of one layer: its index, queries [T, heads, head_dim] (rows may have gaps), its cache, and where the result
 goes, [T, heads, head_dim]. T are the tokens of the `Queries` it was planned for."""
 
@@ -50,11 +53,11 @@ class AttentionKernels(Protocol):
     captures: bool
     """What `decode` plans may be captured in a CUDA graph."""
 
-    def decode(self, queries: "Queries") -> Run:
+    def decode(self, queries: "Queries") -> PlannedAttention:
         """Plan for requests of one token each."""
         ...
 
-    def prefill(self, queries: "Queries") -> Run:
+    def prefill(self, queries: "Queries") -> PlannedAttention:
         """Plan for requests of any number of tokens each."""
         ...
 

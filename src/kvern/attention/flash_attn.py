@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import torch
 
-from kvern.attention.base import Run
+from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
 from kvern.model_spec import AttentionSpec
@@ -23,10 +23,10 @@ class FlashAttnKernels:
         self._layers = list(layers)
         self._attend = flash_attn_varlen_func
 
-    def decode(self, queries: Queries) -> Run:
+    def decode(self, queries: Queries) -> PlannedAttention:
         return self.prefill(queries)
 
-    def prefill(self, queries: Queries) -> Run:
+    def prefill(self, queries: Queries) -> PlannedAttention:
         device = queries.block_table.device
         bounds = list(accumulate(queries.counts, initial=0))
         keys = [start + count for start, count in zip(queries.starts, queries.counts, strict=True)]

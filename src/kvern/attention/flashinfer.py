@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvern.attention.base import Run
+from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.device.transfer import upload
 from kvern.model_spec import AttentionSpec
@@ -44,7 +44,7 @@ class FlashInferKernels:
             for layer in set(layers)
         }
 
-    def decode(self, queries: Queries) -> Run:
+    def decode(self, queries: Queries) -> PlannedAttention:
         indptr, indices, last_page = self._pages(queries)
 
         def plan(layer: AttentionSpec) -> None:
@@ -61,7 +61,7 @@ class FlashInferKernels:
 
         return self._plan(self._decodes, plan)
 
-    def prefill(self, queries: Queries) -> Run:
+    def prefill(self, queries: Queries) -> PlannedAttention:
         indptr, indices, last_page = self._pages(queries)
         firsts = torch.tensor(list(accumulate(queries.counts, initial=0)), dtype=torch.int32)
 
@@ -90,7 +90,7 @@ class FlashInferKernels:
             "kv_data_type": self._dtype,
         }
 
-    def _plan(self, wrappers: dict[AttentionSpec, Any], plan: Any) -> Run:
+    def _plan(self, wrappers: dict[AttentionSpec, Any], plan: Any) -> PlannedAttention:
         """Plan for each kind of layer. A plan is copied to the device from one buffer: the copy before must be done."""
         if self._planned is not None:
             self._planned.synchronize()

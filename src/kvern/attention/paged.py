@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvern.attention.base import AttentionKernels, Run, copy_cache_blocks
+from kvern.attention.base import AttentionKernels, PlannedAttention, copy_cache_blocks
 from kvern.attention.triton import LONG_CONTEXT, TritonKernels
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.model_spec import AttentionSpec
@@ -75,7 +75,7 @@ class PagedStep:
             phases = Phases.all(backend.triton)
         decodes = 0 if backend.deterministic else batch.decodes
         self._decodes = decodes
-        self._runs: list[tuple[slice, Run]] = []
+        self._runs: list[tuple[slice, PlannedAttention]] = []
         if decodes:
             self._runs.append((slice(0, decodes), phases.decode.decode(batch.queries(0, decodes))))
         if decodes < requests:

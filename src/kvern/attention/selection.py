@@ -52,7 +52,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AttentionChoice:
     """By phase the name of who attends, of `libraries`, which all work here; and what was measured now, in lines."""
 
     phases: dict[str, str]
@@ -61,12 +61,12 @@ class Choice:
     table: Sequence[str] = ()
 
 
-def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> Choice:
+def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> AttentionChoice:
     """Who attends: the library `asked` for, or by "auto" the fastest. Raises ConfigError if it cannot be used."""
     triton = TritonKernels(shapes.layers, shapes.device, shapes.max_requests, config.deterministic)
     if asked in PACKAGES:
-        return Choice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
-    only = Choice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
+        return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
+    only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
     if asked == "triton" or config.deterministic or shapes.device.type != "cuda":
         return only
     installed = {name: _version(name) for name in PACKAGES if _installed(name)}
@@ -82,12 +82,12 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
             except ConfigError as error:
                 logger.warning("%s", error)
     if known is not None and set(known.values()) <= set(candidates):
-        return Choice(known, candidates, triton)
+        return AttentionChoice(known, candidates, triton)
     seconds = {name: _time(kernels, shapes) for name, kernels in candidates.items()}
     chosen = _fastest(seconds, [name for name, item in candidates.items() if item.captures or not config.cuda_graphs])
     if set(candidates) == {"triton", *installed}:
         measurements.remember("attention", {key: chosen})
-    return Choice(chosen, candidates, triton, _table(seconds, chosen))
+    return AttentionChoice(chosen, candidates, triton, _table(seconds, chosen))
 
 
 def _phases() -> list[str]:

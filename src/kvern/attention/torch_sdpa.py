@@ -39,7 +39,7 @@ class Gather:
 
     tokens  index of their tokens in the batch: a slice, or [B * queries] int64
     blocks  [B * blocks per request] int64
-    run     the first key's slot where one request's blocks follow each other: they are read in place
+    run     the first key's place in the cache where one request's blocks follow each other: they are read in place
     shared  [S] int64, blocks before those that all B requests have in common; None: none
     mask    [B, 1, queries, keys] float, added to the scores; None: nothing is hidden, or `causal` says it all
     """
@@ -56,24 +56,24 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Store:
+class LayerStore:
     """The keys, or the values, of one layer: one tensor, seen in four ways.
 
     cache   [blocks, block_size, kv_heads, dim]
     rows    [blocks, block_size * kv_heads * dim]       to gather: PyTorch copies whole rows fastest
-    slots   [blocks * block_size, kv_heads, dim]        to write
+    tokens  [blocks * block_size, kv_heads, dim]        to write
     heads   [1, kv_heads, blocks * block_size, dim]     to read in place
     """
 
     cache: torch.Tensor
     rows: torch.Tensor
-    slots: torch.Tensor
+    tokens: torch.Tensor
     heads: torch.Tensor
 
     @classmethod
-    def of(cls, cache: torch.Tensor) -> "Store":
-        slots = cache.flatten(0, 1)
-        return cls(cache, cache.flatten(1), slots, slots.transpose(0, 1)[None])
+    def of(cls, cache: torch.Tensor) -> "LayerStore":
+        tokens = cache.flatten(0, 1)
+        return cls(cache, cache.flatten(1), tokens, tokens.transpose(0, 1)[None])
 
 
 class TorchAttention:
@@ -100,13 +100,13 @@ class TorchAttention:
         token_bytes = max(2 * layer.kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
-        self._caches = [
+        self.caches = [
             _zeros((2, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device) for layer in self._layers
         ]
-        self._stores = [(Store.of(cache[0]), Store.of(cache[1])) for cache in self._caches]
+        self._stores = [(LayerStore.of(cache[0]), LayerStore.of(cache[1])) for cache in self.caches]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self._caches, copies)
+        copy_cache_blocks(self.caches, copies)
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
         windows = {layer.window for layer in self._layers}
@@ -213,11 +213,11 @@ class TorchAttend:
         self.slot_mapping = slot_mapping
 
     def cache(self, layer: int) -> torch.Tensor:
-        return self._backend._caches[layer]
+        return self._backend.caches[layer]
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         for store, new in zip(self._backend._stores[layer], (key, value), strict=True):
-            store.slots.index_copy_(0, self.slot_mapping, new.to(self._backend._dtype))
+            store.tokens.index_copy_(0, self.slot_mapping, new.to(self._backend._dtype))
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -239,7 +239,9 @@ class TorchAttend:
         return output
 
 
-def _attend(query: torch.Tensor, stores: tuple[Store, Store], part: Gather, spec: AttentionSpec) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, stores: tuple[LayerStore, LayerStore], part: Gather, spec: AttentionSpec
+) -> torch.Tensor:
     """[B * queries, heads, dim] over the part's keys -> the same shape."""
     key, value = (_read(store, spec, part) for store in stores)
     if part.queries == 1:  # the heads of a group stand where query tokens do: no key is repeated
@@ -255,7 +257,7 @@ def _attend(query: torch.Tensor, stores: tuple[Store, Store], part: Gather, spec
     return output.transpose(1, 2).reshape(part.requests * part.queries, spec.heads, spec.head_dim)
 
 
-def _read(store: Store, spec: AttentionSpec, part: Gather) -> torch.Tensor:
+def _read(store: LayerStore, spec: AttentionSpec, part: Gather) -> torch.Tensor:
     """The keys or values of a part, [B, kv_heads, keys, dim]."""
     if part.run is not None:
         return store.heads.narrow(2, part.run, part.keys)
@@ -300,7 +302,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _run(blocks: list[int], block_size: int) -> int | None:
-    """The first slot of blocks that follow each other."""
+    """The place of the first key of blocks that follow each other."""
     first = blocks[0]
     return first * block_size if blocks == list(range(first, first + len(blocks))) else None
 

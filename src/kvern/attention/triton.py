@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvern.attention.base import Run
+from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_decode import decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
@@ -34,7 +34,7 @@ class TritonKernels:
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         )
 
-    def decode(self, queries: Queries) -> Run:
+    def decode(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)
 
         def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class TritonKernels:
 
         return run
 
-    def prefill(self, queries: Queries) -> Run:
+    def prefill(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic

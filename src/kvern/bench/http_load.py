@@ -1,8 +1,8 @@
 """An HTTP/1.1 client that is cheap enough to measure with: many connections, each event of a stream timed on arrival.
 
-HttpClient ----- idle Connections, used again, the last one first
+HttpClient ----- idle LoadConnections, used again, the last one first
    `-- send(method, path, body, reply)
-          Connection   sends one request at a time, parses what comes back
+          LoadConnection   sends one request at a time, parses what comes back
              `-- Reply              collects a body
                   `-- StreamReply   reads completion chunks and notes their times
 """
@@ -151,7 +151,7 @@ def message_of(content: Any) -> str:
     return str(found)
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One connection to the server; takes one request at a time."""
 
     def __init__(self, client: "HttpClient") -> None:
@@ -244,8 +244,8 @@ class HttpClient:
         if parts.scheme != "http" or not parts.hostname or "@" in parts.netloc:
             raise ConfigError("base_url must look like http://host:port or http://host:port/prefix: no TLS, no user")
         self.url = url
-        self.connections: set[Connection] = set()
-        self.idle: list[Connection] = []
+        self.connections: set[LoadConnection] = set()
+        self.idle: list[LoadConnection] = []
         self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
         lines = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **(headers or {})}
         for name, value in lines.items():
@@ -272,16 +272,16 @@ class HttpClient:
             else:
                 return
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: Connection(self), self._host, self._port)
+        _, connection = await loop.create_connection(lambda: LoadConnection(self), self._host, self._port)
         if connection.is_open:  # else it has been forgotten already
             self.connections.add(connection)
         await connection.send(request, reply)
 
-    def keep(self, connection: Connection) -> None:
+    def keep(self, connection: LoadConnection) -> None:
         """Use it again."""
         self.idle.append(connection)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: LoadConnection) -> None:
         """It has ended."""
         self.connections.discard(connection)
         if connection in self.idle:

@@ -22,7 +22,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
-class Run:
+class OfflineRun:
     """One run of a workload: seconds in all, and of each request to its first token and between its tokens."""
 
     seconds: float
@@ -36,7 +36,7 @@ class Result:
     """All runs of one workload; figures are medians over the runs."""
 
     workload: Workload
-    runs: list[Run]
+    runs: list[OfflineRun]
 
     @property
     def seconds(self) -> float:
@@ -95,7 +95,7 @@ def check(workload: Workload, engine: Engine) -> None:
         )
 
 
-def run_once(engine: Engine, workload: Workload, temperature: float) -> Run:
+def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineRun:
     """Run all requests at once, with a prefix cache that is empty at the start."""
     core = engine.core
     core.scheduler.cache.tree.clear()
@@ -128,7 +128,7 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> Run:
     after = core.statistics()
     queried = after.queried_tokens - before.queried_tokens
     hits = (after.cached_tokens - before.cached_tokens) / queried if queried else 0.0
-    return Run(seconds, first_token, between_tokens, hits)
+    return OfflineRun(seconds, first_token, between_tokens, hits)
 
 
 def describe(engine: Engine) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Load on a completion server over HTTP, and what its clients saw.
 
 Sample (prompt, lengths) --Sender--> LoadRequest (bytes) --arrives at its time--> Outcome
-                                                                   all of a Run --> summary, as JSON
+                                                                   all of a LoadRun --> summary, as JSON
 """
 
 import asyncio
@@ -57,16 +57,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadRun:
     """All outcomes of a load, the seconds it took, and the processor seconds that the clients took of them."""
 
     outcomes: list[Outcome]
     seconds: float
     client_seconds: float
 
-    def of(self, kind: str) -> "Run":
+    def of(self, kind: str) -> "LoadRun":
         """The outcomes of one kind of request."""
-        return Run([outcome for outcome in self.outcomes if outcome.kind == kind], self.seconds, self.client_seconds)
+        return LoadRun(
+            [outcome for outcome in self.outcomes if outcome.kind == kind], self.seconds, self.client_seconds
+        )
 
 
 class Sender:
@@ -93,7 +95,7 @@ class Sender:
 
     async def run(
         self, samples: Sequence[Sample], arrivals: Sequence[float] | None = None, concurrency: int | None = None
-    ) -> Run:
+    ) -> LoadRun:
         """Send each sample at its time in seconds from now (None: all now), at most `concurrency` at once."""
         bodies = [self._encode(sample) for sample in samples]
         gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
@@ -118,7 +120,7 @@ class Sender:
                         await asyncio.sleep(wait)
                     tasks.append(group.create_task(one(sample, body)))
             seconds, busy = time.perf_counter() - began, time.process_time() - busy
-        return Run([task.result() for task in tasks], seconds, busy)
+        return LoadRun([task.result() for task in tasks], seconds, busy)
 
     def _encode(self, sample: Sample) -> bytes:
         body: dict[str, Any] = dict(self._own)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvern.bench.percentile import percentile
-from kvern.bench.serving import Outcome, Run
+from kvern.bench.serving import LoadRun, Outcome
 from kvern.errors import ConfigError
 
 METRICS = {
@@ -46,7 +46,7 @@ def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
 
 
 def summarize(
-    run: Run,
+    run: LoadRun,
     percents: Sequence[float] = (50, 90, 99),
     limits: Mapping[str, float] | None = None,
     metrics: Iterable[str] = tuple(METRICS),

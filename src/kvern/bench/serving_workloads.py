@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvern.bench.serving import Run, Sample, Sender, arrival_times
+from kvern.bench.serving import LoadRun, Sample, Sender, arrival_times
 from kvern.bench.serving_data import Prompts, random_samples
 
 LONGEST = 16384
@@ -37,10 +37,10 @@ class Setting:
         return arrival_times(count, self.rate or rate, self.burstiness, self.prompts.rng)
 
 
-Parts = dict[str, Run]
+Loads = dict[str, LoadRun]
 
 
-async def baseline(setting: Setting) -> Parts:
+async def baseline(setting: Setting) -> Loads:
     """One request at a time, short in and out: what an answer takes when nothing competes with it."""
     samples = random_samples(
         setting.prompts, setting.requests or 16, setting.tokens(1 / 16, 128), setting.tokens(1 / 32, 64)
@@ -48,7 +48,7 @@ async def baseline(setting: Setting) -> Parts:
     return {"one at a time": await setting.sender.run(samples, concurrency=1)}
 
 
-async def continuous_batching(setting: Setting) -> Parts:
+async def continuous_batching(setting: Setting) -> Loads:
     """Requests of very different output lengths, arriving at random: none should wait for the longest."""
     draw, count = setting.prompts, setting.requests or 64
     longest = setting.tokens(1 / 4, 512)
@@ -62,7 +62,7 @@ async def continuous_batching(setting: Setting) -> Parts:
     return {"arriving": await setting.sender.run(samples, setting.arrivals(count, 8.0))}
 
 
-async def paged_attention(setting: Setting) -> Parts:
+async def paged_attention(setting: Setting) -> Loads:
     """Long contexts of different lengths, all at once: as many run together as the cache's memory holds."""
     draw = setting.prompts
     low, high, written = setting.tokens(1 / 4), setting.tokens(3 / 4), setting.tokens(1 / 8, 256)
@@ -70,7 +70,7 @@ async def paged_attention(setting: Setting) -> Parts:
     return {"all at once": await setting.sender.run(samples)}
 
 
-async def chunked_prefill(setting: Setting) -> Parts:
+async def chunked_prefill(setting: Setting) -> Loads:
     """Long prompts that arrive amid running decodes: what the decodes' time between tokens suffers."""
     draw, count = setting.prompts, setting.requests or 8
 
@@ -90,7 +90,7 @@ async def chunked_prefill(setting: Setting) -> Parts:
     return {"decodes alone": alone, "decodes": both.of("decode"), "long prompts": both.of("prompt")}
 
 
-async def prefix_caching(setting: Setting) -> Parts:
+async def prefix_caching(setting: Setting) -> Loads:
     """Requests behind a long prefix: each behind one of its own, then all behind the same that is already cached."""
     draw, count = setting.prompts, setting.requests or 16
     long, short, written = setting.tokens(1 / 2, 4096), setting.tokens(1 / 64, 32), setting.tokens(1 / 64, 16)
@@ -100,7 +100,7 @@ async def prefix_caching(setting: Setting) -> Parts:
     return {"cold": cold, "warm": await setting.sender.run(others)}
 
 
-WORKLOADS: dict[str, Callable[[Setting], Awaitable[Parts]]] = {
+WORKLOADS: dict[str, Callable[[Setting], Awaitable[Loads]]] = {
     workload.__name__: workload
     for workload in (baseline, continuous_batching, paged_attention, chunked_prefill, prefix_caching)
 }

@@ -49,7 +49,7 @@ class KVCacheManager:
     ) -> None:
         """`identity` says which model's keys and values these are, for a tier, which knows blocks by content keys.
 
-        `states`: slots for the states of sequences, for models that have them; at least one for each row.
+        `states`: how many states of sequences there are, for models that have them; at least one for each row.
         """
         if tier is not None and states:
             raise ValueError("a tier keeps blocks and no states: models with recurrent layers run without one")
@@ -161,10 +161,10 @@ class KVCacheManager:
         if tail and not self.available_count:
             return None
         if self.states is not None:
-            state = self.states.fork(parent.state_slot)
+            state = self.states.fork(parent.state_index)
             if state is None:
                 return None
-            child.state_slot = state
+            child.state_index = state
         own = self._allocate(1) if tail else []
         shared = parent.block_ids[:full]
         self.pool.share(shared)
@@ -203,10 +203,10 @@ class KVCacheManager:
             end = self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
         elif request.nodes and start == known:
             end = request.nodes[-1]
-        has_state = request.state_slot != NO_STATE  # of its last token, unless it was retracted
+        has_state = request.state_index != NO_STATE  # of its last token, unless it was retracted
         if self.states is not None and has_state and end is not None and known == request.num_computed_tokens:
-            self.states.keep(end, request.state_slot, step)
-            request.state_slot = NO_STATE
+            self.states.keep(end, request.state_index, step)
+            request.state_index = NO_STATE
         self.drop(request)
 
     def drop(self, request: Request) -> None:
@@ -214,16 +214,16 @@ class KVCacheManager:
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
         request.block_ids, request.nodes, request.num_computed_tokens = [], [], 0
-        if self.states is not None and request.state_slot != NO_STATE:
-            self.states.release(request.state_slot)
-            request.state_slot = NO_STATE
+        if self.states is not None and request.state_index != NO_STATE:
+            self.states.release(request.state_index)
+            request.state_index = NO_STATE
 
     def retract(self, request: Request) -> None:
         """The request was forked, and neither the head of its last block nor its state were copied yet."""
         request.num_computed_tokens -= request.num_computed_tokens % self.block_size
         if self.states is not None:
-            self.states.release(request.state_slot)
-            request.state_slot = NO_STATE
+            self.states.release(request.state_index)
+            request.state_index = NO_STATE
 
     def snapshot(self, request: Request, step: int) -> bool:
         """Keep a copy of a request's state as it is after `step`, the last one planned, if that ends a block.
@@ -233,7 +233,7 @@ class KVCacheManager:
         full, tail = divmod(request.num_computed_tokens, self.block_size)
         if self.states is None or tail or not full or len(request.nodes) != full:
             return False
-        return self.states.snapshot(request.nodes[-1], request.state_slot, step)
+        return self.states.snapshot(request.nodes[-1], request.state_index, step)
 
     def completed(self, step: int) -> None:
         """All steps up to this one have come back or were undone: what they computed is written."""
@@ -267,7 +267,7 @@ class KVCacheManager:
         And unless those of `loading` wait for blocks.
         """
         if self.states is not None:
-            self.states.check_integrity([request.state_slot for request in running if request.state_slot != NO_STATE])
+            self.states.check_integrity([request.state_index for request in running if request.state_index != NO_STATE])
         self.pool.check_integrity()
         self.tree.check_integrity()
         owners = self.tree.size + sum(len(request.block_ids) for request in running)
@@ -297,9 +297,9 @@ class KVCacheManager:
         """Give a request that resumes behind a node the state there, if the model has states."""
         if self.states is None:
             return True
-        slot = self.states.begin(resumed)
-        request.state_slot = NO_STATE if slot is None else slot
-        return slot is not None
+        state_index = self.states.begin(resumed)
+        request.state_index = NO_STATE if state_index is None else state_index
+        return state_index is not None
 
     def _allocate(self, count: int) -> list[int]:
         self.tree.evict(count - self.pool.free_count)

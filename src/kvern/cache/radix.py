@@ -23,7 +23,7 @@ from kvern.cache.keys import block_key, root_key
 
 Tokens = tuple[int, ...]
 NO_STATE = -1
-"""Of a node without a state slot."""
+"""Of a node without a state."""
 
 
 class Node:
@@ -50,7 +50,7 @@ class RadixCache:
     """Finds, keeps and evicts the blocks of known prefixes.
 
     `identity` says whose keys and values these are; see `cache/keys.py`. `evicting` hears of each node that is about to
-    be evicted, `losing_state` of each that is removed and has a state slot (`cache/states.py`).
+    be evicted, `losing_state` of each that is removed and has a state (`cache/states.py`).
     """
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:

@@ -1,12 +1,12 @@
-"""State slots: device memory of a fixed size for each sequence, beside its blocks, as recurrent layers have it.
+"""States: device memory of a fixed size for each sequence, beside its blocks, as recurrent layers have it.
 
-    admit --acquire--> a slot of the request's own: zeroed, or a copy of the state kept at the node where it resumes
+    admit --acquire--> a state of the request's own: zeroed, or a copy of the state kept at the node where it resumes
     fork  --acquire--> a copy of the parent's
-    free  --keep-----> the slot goes to the node of the request's last token, without a copy; or --release-->
+    free  --keep-----> the state goes to the node of the request's last token, without a copy; or --release-->
 
 What a node holds is the state after the last of its tokens and never changes. A request resumes only where there is
-one. The slots of running requests are never taken; those of nodes are, least recently used first, and the node keeps
-its block. A full pool means that nothing is kept, not that nobody runs, as long as it has a slot for each row.
+one. The states of running requests are never taken; those of nodes are, least recently used first, and the node keeps
+its block. A full pool means that nothing is kept, not that nobody runs, as long as it has a state for each row.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ from kvern.cache.radix import NO_STATE, Node
 
 
 class StatePool:
-    """Hands out slots 0..capacity-1, and says which are copied or zeroed before the next step."""
+    """Hands out states 0..capacity-1, and says which are copied or zeroed before the next step."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -25,7 +25,7 @@ class StatePool:
         self._kept: OrderedDict[Node, int] = OrderedDict()  # to the step after which the state was what it is
 
     def acquire(self) -> int | None:
-        """A slot for a request, if need be that of the node used longest ago; None: running requests have them all.
+        """A state for a request, if need be that of the node used longest ago; None: running requests have them all.
 
         It still holds what it held.
         """
@@ -34,27 +34,27 @@ class StatePool:
         return self._free.pop() if self._free else None
 
     def begin(self, source: Node | None) -> int | None:
-        """A slot for a request that resumes at a node, or begins; None: running requests have them all."""
-        state = NO_STATE
+        """A state for a request that resumes at a node, or begins; None: running requests have them all."""
+        kept = NO_STATE
         if source is not None:
-            state = source.state
+            kept = source.state
             self._kept.move_to_end(source)
-        slot = self.acquire()
-        if slot is not None and slot != state:  # it is the same when no other was to be had
-            self._copies.append((state, slot))
-        return slot
+        state_index = self.acquire()
+        if state_index is not None and state_index != kept:  # it is the same when no other was to be had
+            self._copies.append((kept, state_index))
+        return state_index
 
-    def fork(self, slot: int) -> int | None:
-        """A slot with what another has before the next step; None: running requests have them all."""
+    def fork(self, state_index: int) -> int | None:
+        """A state with what another has before the next step; None: running requests have them all."""
         own = self.acquire()
         if own is not None:
-            self._copies.append((slot, own))
+            self._copies.append((state_index, own))
         return own
 
-    def snapshot(self, node: Node, slot: int, step: int) -> bool:
+    def snapshot(self, node: Node, state_index: int, step: int) -> bool:
         """Keep a copy of a request's state at the node of its last token, if there is room; whether there is one."""
         if node.state == NO_STATE:
-            copy = self.fork(slot)
+            copy = self.fork(state_index)
             if copy is None:
                 return False
             self.keep(node, copy, step)
@@ -69,17 +69,17 @@ class StatePool:
         copies, self._copies, self._copied = self._copies, [], []
         return copies
 
-    def release(self, slot: int) -> None:
-        """A request's slot is free."""
-        self._free.append(slot)
+    def release(self, state_index: int) -> None:
+        """A request's state is free."""
+        self._free.append(state_index)
 
-    def keep(self, node: Node, slot: int, step: int) -> None:
-        """Let a node have a request's slot, with the state as it is after `step`; free it if the node has one."""
+    def keep(self, node: Node, state_index: int, step: int) -> None:
+        """Let a node have a request's state, as it is after `step`; free it if the node has one."""
         if node.state != NO_STATE:
             self._kept.move_to_end(node)
-            self.release(slot)
+            self.release(state_index)
         else:
-            node.state = slot
+            node.state = state_index
             self._kept[node] = step
 
     def drop(self, node: Node) -> None:
@@ -89,7 +89,7 @@ class StatePool:
         node.state = NO_STATE
 
     def forget_since(self, step: int) -> None:
-        """Forget the states that steps from `step` on were to compute or to copy. No request has a slot."""
+        """Forget the states that steps from `step` on were to compute or to copy. No request has a state."""
         for node in self._copied:
             if node in self._kept:
                 self.drop(node)
@@ -98,6 +98,6 @@ class StatePool:
             self.drop(node)
 
     def check_integrity(self, owned: list[int]) -> None:
-        """Raise AssertionError unless each slot is free, kept at one node, or one of `owned`."""
-        slots = [*self._free, *(node.state for node in self._kept), *owned]
-        assert sorted(slots) == list(range(self.capacity)), "state slots do not add up"
+        """Raise AssertionError unless each state is free, kept at one node, or one of `owned`."""
+        states = [*self._free, *(node.state for node in self._kept), *owned]
+        assert sorted(states) == list(range(self.capacity)), "states do not add up"

@@ -124,7 +124,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileCommand:
     """Show where the time of a workload's steps goes: a table by part of the model, and a Chrome trace.
 
     Open the trace in ui.perfetto.dev or chrome://tracing.

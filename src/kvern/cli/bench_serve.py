@@ -14,7 +14,7 @@ from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvern.bench.http_load import HttpClient
-    from kvern.bench.serving import Run, Sample, Sender
+    from kvern.bench.serving import LoadRun, Sample, Sender
     from kvern.bench.serving_data import Prompts
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -216,7 +216,7 @@ class ServeBench:
             raise ConfigError(f"extra_body is {self.extra_body!r:.60}: it must be a JSON object")
         return {**body, **extra}
 
-    async def _run(self, sender: Sender, entry: dict[str, Any], seed: int) -> dict[str, Run]:
+    async def _run(self, sender: Sender, entry: dict[str, Any], seed: int) -> dict[str, LoadRun]:
         from kvern.bench.serving import arrival_times
         from kvern.bench.serving_data import Prompts
         from kvern.bench.serving_workloads import WORKLOADS, Setting

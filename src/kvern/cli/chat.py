@@ -36,7 +36,7 @@ CONTROL_CHARACTERS = {code: None for code in (*range(32), 127, *range(128, 160))
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatCommand:
     """Talk to a model. /help lists what can be typed besides messages; Ctrl-C stops an answer, Ctrl-D leaves."""
 
     name: tyro.conf.Positional[str | None] = None

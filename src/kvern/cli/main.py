@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import tyro
 
 import kvern
-from kvern.cli.bench import Kernels, Offline, Profile
+from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
-from kvern.cli.chat import Chat
+from kvern.cli.chat import ChatCommand
 from kvern.cli.help import help_word, print_help_about
-from kvern.cli.models import Models
+from kvern.cli.models import ModelsCommand
 from kvern.cli.options import Defaults, adapters_of, joined_adapters, read_defaults
-from kvern.cli.run import INTERRUPTED, Run
-from kvern.cli.serve import Serve
+from kvern.cli.run import INTERRUPTED, RunCommand
+from kvern.cli.serve import ServeCommand
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
@@ -75,21 +75,24 @@ def adapters_from_text(
 def commands(defaults: Defaults) -> Any:
     """Return the union of the commands, with the values of environment and configuration file as defaults."""
     missing: Any = tyro.MISSING
-    run = Run(missing, missing, sampling=defaults.sampling, engine=defaults.engine)
-    chat = Chat(sampling=defaults.sampling, engine=defaults.engine)
+    run = RunCommand(missing, missing, sampling=defaults.sampling, engine=defaults.engine)
+    chat = ChatCommand(sampling=defaults.sampling, engine=defaults.engine)
     benches = (
         Annotated[Offline, tyro.conf.subcommand("offline", default=Offline(engine=defaults.engine))]
         | Annotated[ServeBench, tyro.conf.subcommand("serve", default=ServeBench())]
         | Annotated[Kernels, tyro.conf.subcommand("kernels", default=Kernels(engine=defaults.engine))]
     )
-    profile = Profile(engine=defaults.engine)
+    profile = ProfileCommand(engine=defaults.engine)
     return (
-        Annotated[Run, tyro.conf.subcommand("run", default=run)]
-        | Annotated[Chat, tyro.conf.subcommand("chat", default=chat)]
-        | Annotated[Serve, tyro.conf.subcommand("serve", default=Serve(server=defaults.server, engine=defaults.engine))]
-        | Annotated[Models, tyro.conf.subcommand("models", default=Models())]
+        Annotated[RunCommand, tyro.conf.subcommand("run", default=run)]
+        | Annotated[ChatCommand, tyro.conf.subcommand("chat", default=chat)]
+        | Annotated[
+            ServeCommand,
+            tyro.conf.subcommand("serve", default=ServeCommand(server=defaults.server, engine=defaults.engine)),
+        ]
+        | Annotated[ModelsCommand, tyro.conf.subcommand("models", default=ModelsCommand())]
         | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]
-        | Annotated[Profile, tyro.conf.subcommand("profile", default=profile)]
+        | Annotated[ProfileCommand, tyro.conf.subcommand("profile", default=profile)]
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Models:
+class ModelsCommand:
     """List the models on this machine: those inside kvern and those downloaded from the Hugging Face hub."""
 
     families: bool = False

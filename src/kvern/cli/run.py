@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Run:
+class RunCommand:
     """Answer a file of requests: JSONL, CSV or Parquet in and out, told by the endings.
 
     A JSONL row holds a prompt or messages, and any sampling parameter beside it; OpenAI's batch format is understood,

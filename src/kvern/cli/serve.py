@@ -14,7 +14,7 @@ from kvern.server.config import ServerConfig
 
 
 @dataclass(frozen=True)
-class Serve:
+class ServeCommand:
     """Serve a model over HTTP, with the APIs of OpenAI and Anthropic and a page to chat. Ctrl-C ends it.
 
     `kvern serve --help WORD` shows only the options about a word.

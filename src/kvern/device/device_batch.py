@@ -118,7 +118,7 @@ class DeviceBatch(InputBatch):
 
 
 def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> DeviceBatch:
-    """Send the step's description in one piece; its tokens and cache slots are read on the device."""
+    """Send the step's description in one piece; its tokens and slot mapping are read on the device."""
     slots = [item.slot for item in scheduled]
     starts = [item.start for item in scheduled]
     counts = [item.count for item in scheduled]

@@ -61,7 +61,7 @@ def sampled_tokens(scheduled: Sequence[ScheduledTokens]) -> SampledTokens:
 
 
 def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> InputBatch:
-    """Read the step's tokens and cache slots from the rows."""
+    """Read the step's tokens and slot mapping from the rows."""
     device = rows.device
     slots = [item.slot for item in scheduled]
     starts = [item.start for item in scheduled]

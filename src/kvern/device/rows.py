@@ -17,7 +17,7 @@ class BatchRows:
     block_table  [slots, max_blocks] int32          the KV blocks of the sequence in order
     seeds        [slots] int64                      key of the request's random numbers
     top_k        [slots] int64                      0: all
-    adapters     [slots] int64                      slot of the adapter; -1: none
+    adapters     [slots] int64                      index of the adapter; -1: none
     num_computed_tokens  [slots] int32              of rows with drafts in flight, whose number the host does not know
     temperature, top_p, min_p, typical_p, repetition, presence, frequency   [slots] float32
 
@@ -72,7 +72,7 @@ class BatchRows:
         for request in joined:
             params = request.params
             self.requests[request.slot] = request
-            values_of_integers = request.seed, params.top_k, request.adapter_slot
+            values_of_integers = request.seed, params.top_k, request.adapter_index
             for column, integer in zip(integers, values_of_integers, strict=True):
                 column.append(integer)
             values = (

@@ -41,7 +41,7 @@ class Branching:
                 requests.append(parent)
         for parent, token_id in first.items():
             if parent.state is State.RUNNING:
-                fork = Fork(parent.slot, parent.slot, len(parent.token_ids), token_id, parent.state_slot)
+                fork = Fork(parent.slot, parent.slot, len(parent.token_ids), token_id, parent.state_index)
                 self._scheduler.forks.add(fork, [])
             self._scheduler.go_on(parent, token_id)
         for member in spare:
@@ -59,7 +59,7 @@ class Branching:
             scheduler.requeue(child)
             return
         scheduler.enter(child)
-        fork = Fork(child.slot, parent.slot, len(parent.token_ids), token_id, child.state_slot)
+        fork = Fork(child.slot, parent.slot, len(parent.token_ids), token_id, child.state_index)
         scheduler.forks.add(fork, copies)
 
     def _sibling(self, parent: Request) -> Request:
@@ -69,7 +69,7 @@ class Branching:
         self._names += 1
         sibling.params = parent.params.replace(prompt_logprobs=None)
         sibling.block_ids, sibling.nodes, sibling.num_computed_tokens = [], [], 0
-        sibling.slot = sibling.state_slot = -1
+        sibling.slot = sibling.state_index = -1
         self._scheduler.register(sibling)
         return sibling
 

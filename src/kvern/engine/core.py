@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
-from kvern.engine.beams import BeamSearch, Decode
+from kvern.engine.beams import BeamSearch
 from kvern.engine.branching import Branching
 from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.engine.proposer import Proposer
     from kvern.step import StepResult
+    from kvern.tokenizer import Tokenizer
     from kvern.worker.executor import Executor
 
 logger = logging.getLogger("kvern")
@@ -43,7 +44,7 @@ LOADING_SECONDS = 0.001
 class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
-    `decode` turns token ids into text, for beams that end at stop strings. With `prepares` a request is held until the
+    The `tokenizer` is called for when beams first end at stop strings. With `prepares` a request is held until the
     executor is prepared for its grammar; without, its first step waits for that. `note` is told the ids of a step's
     requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does.
     """
@@ -53,7 +54,7 @@ class EngineCore:
         scheduler: Scheduler,
         executor: "Executor",
         depth: int = 1,
-        decode: Decode | None = None,
+        tokenizer: "Callable[[], Tokenizer] | None" = None,
         prepares: bool = False,
         note: Callable[[list[str]], None] | None = None,
         proposer: "Proposer | None" = None,
@@ -65,7 +66,7 @@ class EngineCore:
         self.proposer = proposer
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._digests: dict[int, bytes] = {}
         """Of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
@@ -88,7 +89,7 @@ class EngineCore:
         if request.adapter in self._digests:
             request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
         if request.params.beam_width is not None:
-            request.beams = BeamSearch(request, self._decode)
+            request.beams = BeamSearch(request, self._tokenizer)
         preparing = None
         if self._prepares and request.spec.grammar is not None:
             preparing = self.executor.prepare(request.spec.grammar)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvern.adapters.slots import AdapterSlots
+from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
@@ -45,10 +45,10 @@ class SchedulerLimits:
 class Scheduler:
     """Owns the waiting and the running requests."""
 
-    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager, policy: Policy, adapter_slots: int = 0) -> None:
+    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager, policy: Policy, adapter_places: int = 0) -> None:
         self.limits = limits
         self.cache = cache
-        self.adapters = AdapterSlots(adapter_slots)
+        self.adapters = AdapterPlaces(adapter_places)
         self.waiting = WaitingQueue(policy, cache, limits.aging_steps)
         self.running = RunningRequests(limits.max_batch_requests, policy, cache)
         self.forks = PendingForks(cache.block_size)
@@ -276,12 +276,12 @@ class Scheduler:
             if copies is None:
                 break
             self.waiting.remove(request)
-            adapter_slot, load = self.enter(request)
+            adapter_index, load = self.enter(request)
             rows -= 1 + future_siblings(request)
             if load and request.adapter is not None:
-                output.adapters.append((adapter_slot, request.adapter))
+                output.adapters.append((adapter_index, request.adapter))
             output.copies += copies
-            output.joined.append(NewRequest.of(request, adapter_slot))
+            output.joined.append(NewRequest.of(request, adapter_index))
             remaining = request.remaining_tokens
             count = self._chunk(remaining, budget)
             self._take(request, count, count == remaining, output)

@@ -4,11 +4,12 @@ A state is the longest end of the text that some stop string begins with; its le
 are made when a text first comes there: what a list costs follows the text, not the length of the list.
 """
 
+import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 
-class State:
+class MatchState:
     """The first `depth` characters of the sorted stop strings `low` to `high` (exclusive)."""
 
     __slots__ = ("children", "depth", "fail", "high", "low", "stop")
@@ -17,9 +18,9 @@ class State:
         self.low, self.high, self.depth = low, high, depth
         self.stop: str | None = None
         """The longest stop string that the text ends with."""
-        self.fail: State | None = None
+        self.fail: MatchState | None = None
         """The next shorter end of the text that a stop string begins with; None: there is nothing shorter."""
-        self.children: dict[str, State | None] = {}
+        self.children: dict[str, MatchState | None] = {}
         """By the character that leads there; None: no text has come there."""
         if low < high and len(texts[low]) == depth:
             self.stop = texts[low]
@@ -37,17 +38,17 @@ class StopStrings:
         self._texts = sorted(set(stop_strings))
         self._order = {text: index for index, text in reversed(list(enumerate(stop_strings)))}
         self.longest = max(map(len, self._texts), default=0)
-        self.root = State(self._texts, 0, len(self._texts), 0)
+        self.root = MatchState(self._texts, 0, len(self._texts), 0)
 
     def order(self, text: str) -> int:
         """Its first place in the list."""
         return self._order[text]
 
-    def next(self, state: State, character: str) -> State:
+    def next(self, state: MatchState, character: str) -> MatchState:
         """The state after another character. The steps of a whole text are about twice its characters at most."""
-        found: State | None = None
-        made: list[State] = []
-        at: State | None = state
+        found: MatchState | None = None
+        made: list[MatchState] = []
+        at: MatchState | None = state
         while at is not None:
             if character in at.children:
                 known = at.children[character]
@@ -65,11 +66,11 @@ class StopStrings:
             child.stop = child.stop or child.fail.stop
         return found or self.root
 
-    def _child(self, state: State, character: str) -> State:
+    def _child(self, state: MatchState, character: str) -> MatchState:
         texts, depth = self._texts, state.depth
         low = state.low + (len(texts[state.low]) == depth)
         low = bisect_left(texts, character, low, state.high, key=lambda text: text[depth])
-        return State(texts, low, _end(texts, low, state.high, depth), depth + 1)
+        return MatchState(texts, low, _end(texts, low, state.high, depth), depth + 1)
 
 
 def _end(texts: Sequence[str], low: int, high: int, depth: int) -> int:
@@ -107,6 +108,10 @@ class StopSearch:
             return None
         place, _, stop = min(found)
         return place, stop
+
+    def fork(self) -> "StopSearch":
+        """One more, in an answer that goes on from here in another way."""
+        return copy.copy(self)
 
     @property
     def held_back(self) -> int:

@@ -16,10 +16,14 @@ Sizes = Iterator[tuple[Any, ...]]
 
 
 def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache, and the block table of requests with so many keys each, whose blocks lie scattered."""
+    """A cache, and the block table of requests with so many keys each, whose blocks lie scattered.
+
+    Its rows are as far apart as those of most engines, at a multiple of 16: Triton compiles for that.
+    """
     blocks = -(-keys // inputs.block_size)
     cache = inputs.numbers(2, requests * blocks, inputs.block_size, spec.kv_heads, spec.head_dim)
-    return cache, inputs.permutation(requests * blocks).view(requests, blocks)
+    table = inputs.zeros(requests, -(-blocks // 16) * 16)[:, :blocks]
+    return cache, table.copy_(inputs.permutation(requests * blocks).view(requests, blocks))
 
 
 def _attended(
@@ -47,7 +51,7 @@ def _decode(
     requests: int,
     keys: int,
     planned: int,
-    slots: torch.dtype = torch.int32,
+    slot_type: torch.dtype = torch.int32,
     shared: int = 0,
 ) -> Call:
     """`planned`: the number of requests that the launch is cut for; `shared`: keys that all have in common."""
@@ -66,8 +70,8 @@ def _decode(
         query,
         cache,
         table,
-        inputs.integers(range(requests), slots),
-        inputs.integers([keys - 1] * requests, slots),
+        inputs.integers(range(requests), slot_type),
+        inputs.integers([keys - 1] * requests, slot_type),
         inputs.zeros(requests * kv_heads),
         out,
         decode_shape(planned, kv_heads, head_dim, inputs.processors),
@@ -101,7 +105,7 @@ def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in _kinds(spec):
         keys, shared = 2 * inputs.block_size + 1, inputs.block_size
         for planned in (1, 256):
-            yield from ((kind, 2, keys, planned, slots) for slots in (torch.int32, torch.int64))
+            yield from ((kind, 2, keys, planned, slot_type) for slot_type in (torch.int32, torch.int64))
         together = min(2, prefix_members(kind.heads // kind.kv_heads))
         if kind.window is None:
             yield kind, together, keys, 256, torch.int32, shared

@@ -31,7 +31,7 @@ def _rows(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, inputs.permutation(SLOTS * blocks).view(SLOTS, blocks)
 
 
-def _places(inputs: Inputs, table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _slot_mapping(inputs: Inputs, table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     blocks = table[slots.long(), positions // inputs.block_size].long()
     return blocks * inputs.block_size + positions % inputs.block_size
 
@@ -44,7 +44,7 @@ def _read_tokens(spec: ModelSpec, inputs: Inputs) -> Call:
     def reference() -> tuple[torch.Tensor, ...]:
         row = inputs.integers([2] * 3 + [0] * 40, torch.int64)
         positions = inputs.integers([*range(5, 8), *range(20, 60)], torch.int64)
-        return tokens[row, positions], positions, _places(inputs, table, row, positions)
+        return tokens[row, positions], positions, _slot_mapping(inputs, table, row, positions)
 
     return Call("43 tokens", launch, reference)
 
@@ -55,7 +55,7 @@ def _read_decodes(spec: ModelSpec, inputs: Inputs) -> Call:
 
     def reference() -> tuple[torch.Tensor, ...]:
         positions = starts.long()
-        return tokens[slots.long(), positions], positions, _places(inputs, table, slots, positions), positions + 1
+        return tokens[slots.long(), positions], positions, _slot_mapping(inputs, table, slots, positions), positions + 1
 
     return Call("2 tokens", partial(batch.read_decodes, tokens, table, slots, starts, inputs.block_size), reference)
 
@@ -125,7 +125,7 @@ def _sample(spec: ModelSpec, inputs: Inputs, count: int, filtered: bool, slot_ty
 
 
 def _sample_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((3, filtered, slots) for filtered in (False, True) for slots in (torch.int32, torch.int64))
+    yield from ((3, filtered, slot_type) for filtered in (False, True) for slot_type in (torch.int32, torch.int64))
 
 
 def _sample_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

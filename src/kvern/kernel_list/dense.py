@@ -223,12 +223,12 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic: bool = False) -> Call:
-    hidden, slots = spec.hidden_size, 2
+    hidden, places = spec.hidden_size, 2
     rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
     x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, parts * hidden)
-    down = inputs.numbers(slots, parts, rank, hidden, deviation=hidden**-0.5)
-    up = inputs.numbers(slots, rank, parts * hidden)
-    using = inputs.integers((row % (slots + 1) - 1 for row in range(rows)), torch.int64)
+    down = inputs.numbers(places, parts, rank, hidden, deviation=hidden**-0.5)
+    up = inputs.numbers(places, rank, parts * hidden)
+    using = inputs.integers((row % (places + 1) - 1 for row in range(rows)), torch.int64)
     ranks = inputs.integers((rank, max(1, rank - 3)))
     ends = tuple(hidden * (part + 1) for part in range(parts))
 
@@ -238,11 +238,11 @@ def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic
 
     def reference() -> torch.Tensor:
         expected = out.double()
-        for slot, most in enumerate(ranks.tolist()):
-            low = torch.einsum("th,prh->tpr", x.double(), down[slot, :, :most].double())
-            each = up[slot, :most].double().view(-1, parts, hidden)
+        for adapter_index, most in enumerate(ranks.tolist()):
+            low = torch.einsum("th,prh->tpr", x.double(), down[adapter_index, :, :most].double())
+            each = up[adapter_index, :most].double().view(-1, parts, hidden)
             added = torch.einsum("tpr,rpo->tpo", low, each).flatten(1)
-            expected = torch.where((using == slot)[:, None], expected + added, expected)
+            expected = torch.where((using == adapter_index)[:, None], expected + added, expected)
         return expected
 
     return Call(f"{rows} x {parts * hidden}, rank {rank}", launch, reference)

@@ -3,12 +3,12 @@
     shrink   low [splits, rows, parts * rank] = x [rows, inputs] @ down[adapter of the row].T, in parts of the inputs
     expand   out [rows, outputs]             += low @ up[adapter of the row].T
 
-A program multiplies its tile of rows with the matrices of several slots side by side, and each row takes what its own
-adapter made: the matrix units do that in less time than it would take to sort rows by their adapters, and the weights
-of each adapter are read once for each tile of rows. Slots that no row of the tile uses are not read. Ranks go in
-chunks, so that a low rank costs little where a high one fits. The adapters' places are slots of stacked weights;
-`adapters [rows]` holds each row's slot, or -1. The parts of a layer (queries, keys and values) have their own
-matrices.
+A program multiplies its tile of rows with the matrices of several adapters side by side, and each row takes what its
+own adapter made: the matrix units do that in less time than it would take to sort rows by their adapters, and the
+weights of each adapter are read once for each tile of rows. Adapters that no row of the tile uses are not read. Ranks
+go in chunks, so that a low rank costs little where a high one fits. The adapters stand in places of stacked weights;
+`adapters [rows]` holds the index of each row's place, or -1. The parts of a layer (queries, keys and values) have their
+own matrices.
 """
 
 import torch
@@ -23,8 +23,8 @@ LARGEST_TILE = 64
 INPUTS = 128
 CHUNK = 16
 """Ranks of one program, or of one step of its sum."""
-SHRINK_SLOTS = 4
-EXPAND_SLOTS = 4
+SHRINK_ADAPTERS = 4
+EXPAND_ADAPTERS = 4
 """Side by side in one product."""
 MOST_SPLITS = 16
 INPUTS_OF_SPLIT = 512
@@ -50,7 +50,7 @@ def _shrink_kernel(
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -60,22 +60,22 @@ def _shrink_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1) % PARTS
     split = tl.program_id(1) // PARTS
-    groups: tl.constexpr = (SLOTS + TOGETHER - 1) // TOGETHER
-    slot = tl.program_id(2) % groups * TOGETHER + tl.arange(0, TOGETHER)
+    groups: tl.constexpr = (PLACES + TOGETHER - 1) // TOGETHER
+    adapter_index = tl.program_id(2) % groups * TOGETHER + tl.arange(0, TOGETHER)
     first = tl.program_id(2) // groups * CHUNK
     using = tl.load(adapters + row, mask=row < rows, other=-1)
-    mine = (using[:, None] == slot[None, :]) & (slot < SLOTS)[None, :]
-    highest = tl.load(ranks + slot, mask=slot < SLOTS, other=0)
+    mine = (using[:, None] == adapter_index[None, :]) & (adapter_index < PLACES)[None, :]
+    highest = tl.load(ranks + adapter_index, mask=adapter_index < PLACES, other=0)
     highest = tl.where(tl.max(mine.to(tl.int32), axis=0) > 0, highest, 0)
     rank = first + tl.arange(0, CHUNK)
     if OVERLAP:
         wait_for_previous()
     if tl.max(highest, axis=0) > first:
         known = tl.reshape(rank[None, :] < highest[:, None], [TOGETHER * CHUNK])
-        place = (slot.to(tl.int64)[:, None] * PARTS + part) * MOST + rank[None, :]
-        place = tl.reshape(place, [TOGETHER * CHUNK])
+        weight_row = (adapter_index.to(tl.int64)[:, None] * PARTS + part) * MOST + rank[None, :]
+        weight_row = tl.reshape(weight_row, [TOGETHER * CHUNK])
         column = tl.arange(0, INPUTS)
-        weight_tile = down + place[None, :] * inputs + column[:, None]
+        weight_tile = down + weight_row[None, :] * inputs + column[:, None]
         x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
         span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
         total = tl.zeros([ROWS, TOGETHER * CHUNK], tl.float32)
@@ -101,19 +101,19 @@ def _matrices(
     outputs,
     inside,
     MOST: tl.constexpr,
-    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
     TOGETHER: tl.constexpr,
     CHUNK: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """One chunk of the ranks of the slots from `group` on, [TOGETHER * CHUNK, OUTPUTS]; zero where no row uses it."""
-    slot = group + tl.arange(0, TOGETHER)
+    """One chunk of the ranks of adapters from `group` on, [TOGETHER * CHUNK, OUTPUTS]; zero where no row uses it."""
+    adapter_index = group + tl.arange(0, TOGETHER)
     rank = first + tl.arange(0, CHUNK)
-    used = (tl.max((using[:, None] == slot[None, :]).to(tl.int32), axis=0) > 0) & (slot < SLOTS)
-    limit = tl.load(ranks + slot, mask=used, other=0)
+    used = (tl.max((using[:, None] == adapter_index[None, :]).to(tl.int32), axis=0) > 0) & (adapter_index < PLACES)
+    limit = tl.load(ranks + adapter_index, mask=used, other=0)
     there = tl.reshape(rank[None, :] < limit[:, None], [TOGETHER * CHUNK])
-    place = tl.reshape(slot.to(tl.int64)[:, None] * MOST + rank[None, :], [TOGETHER * CHUNK])
-    up_tile = up + place[:, None] * outputs + tl.arange(0, OUTPUTS)[None, :]
+    weight_row = tl.reshape(adapter_index.to(tl.int64)[:, None] * MOST + rank[None, :], [TOGETHER * CHUNK])
+    up_tile = up + weight_row[:, None] * outputs + tl.arange(0, OUTPUTS)[None, :]
     return tl.load(up_tile, mask=there[:, None] & inside[None, :], other=0.0)
 
 
@@ -129,7 +129,7 @@ def _sum_of_splits(low, its, first, between, SPLITS: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def _spread(values, using, group, ROWS: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr):
-    """Each row's values where its own slot's ranks are, zero elsewhere: [ROWS, TOGETHER * CHUNK]."""
+    """Each row's values where its own adapter's ranks are, zero elsewhere: [ROWS, TOGETHER * CHUNK]."""
     mine = using[:, None] == (group + tl.arange(0, TOGETHER))[None, :]
     each = tl.where(mine[:, :, None], values[:, None, :], 0.0).to(values.dtype)
     return tl.reshape(each, [ROWS, TOGETHER * CHUNK])
@@ -149,7 +149,7 @@ def _expand_kernel(
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -183,9 +183,9 @@ def _expand_kernel(
         between = rows.to(tl.int64) * (PARTS * MOST)
         for first in tl.range(0, highest, CHUNK):
             values = _sum_of_splits(its_low, its, first, between, SPLITS, CHUNK).to(up.dtype.element_ty)
-            for group in tl.static_range(0, SLOTS, TOGETHER):
+            for group in tl.static_range(0, PLACES, TOGETHER):
                 weights = _matrices(
-                    up + start, using, ranks, group, first, outputs, inside, MOST, SLOTS, TOGETHER, CHUNK, OUTPUTS
+                    up + start, using, ranks, group, first, outputs, inside, MOST, PLACES, TOGETHER, CHUNK, OUTPUTS
                 )
                 update = tl.dot(
                     _spread(values, using, group, ROWS, TOGETHER, CHUNK), weights, update, input_precision="ieee"
@@ -206,15 +206,15 @@ def add_adapters(
 ) -> None:
     """Add to each row of `out [rows, outputs]` what its adapter makes of `x [rows, inputs]`; sums in float32.
 
-    adapters  [rows] int32 or int64   the slot of each row's adapter; -1: none, and the row is not touched
-    down      [slots, parts, most, inputs]   up [slots, most, outputs]   `most` a multiple of 16
-    ranks     [slots] int32           how many of the `most` ranks a slot has; 0: it changes nothing here
+    adapters  [rows] int32 or int64   the index of each row's adapter; -1: none, and the row is not touched
+    down      [places, parts, most, inputs]   up [places, most, outputs]   `most` a multiple of 16
+    ranks     [places] int32          how many of the `most` ranks an adapter has; 0: it changes nothing here
     ends      where each of the parts, three at most, ends among the outputs
 
     With `deterministic` a row's result does not depend on how many rows there are.
     """
     rows, inputs = x.shape
-    slots, parts, most, _ = down.shape
+    places, parts, most, _ = down.shape
     first_end, second_end, outputs = (*ends, ends[-1], ends[-1])[:3] if len(ends) < 3 else ends
     tile = LARGEST_TILE
     splits = max(1, min(MOST_SPLITS, inputs // INPUTS_OF_SPLIT))
@@ -225,8 +225,8 @@ def add_adapters(
     overlap = overlaps(x.device)
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
     row_tiles = triton.cdiv(rows, tile)
-    together = min(SHRINK_SLOTS, triton.next_power_of_2(slots))
-    _shrink_kernel[(row_tiles, parts * splits, triton.cdiv(slots, together) * triton.cdiv(most, CHUNK))](
+    together = min(SHRINK_ADAPTERS, triton.next_power_of_2(places))
+    _shrink_kernel[(row_tiles, parts * splits, triton.cdiv(places, together) * triton.cdiv(most, CHUNK))](
         x,
         adapters,
         down,
@@ -238,7 +238,7 @@ def add_adapters(
         parts,
         most,
         splits,
-        slots,
+        places,
         together,
         tile,
         CHUNK,
@@ -263,8 +263,8 @@ def add_adapters(
         parts,
         most,
         splits,
-        slots,
-        min(EXPAND_SLOTS, triton.next_power_of_2(slots)),
+        places,
+        min(EXPAND_ADAPTERS, triton.next_power_of_2(places)),
         tile,
         CHUNK,
         width,

@@ -49,7 +49,7 @@ def read_tokens(
     longest: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, positions and cache slots of a step, each [total] int64.
+    """Token ids, positions and slot mapping of a step, each [total] int64.
 
     tokens [slots, positions] and block_table [slots, blocks] int32 are the batch; slots, starts, firsts and counts,
     each [R] int32, say which row, from which position, to which index of the step, and how many tokens (`longest` at

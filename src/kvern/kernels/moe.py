@@ -164,8 +164,8 @@ def _sum_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
     total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(top_k):
-        total += tl.load(parts + (token * top_k + slot) * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    for choice in tl.static_range(top_k):
+        total += tl.load(parts + (token * top_k + choice) * hidden + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         total += tl.load(add + token * add_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

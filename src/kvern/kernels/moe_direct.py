@@ -99,7 +99,7 @@ def _direct_down_kernel(
     width: tl.constexpr,
     top_k: tl.constexpr,
     ADD: tl.constexpr,
-    SLOTS: tl.constexpr,
+    CHOICES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -108,9 +108,9 @@ def _direct_down_kernel(
         wait_for_previous()
     EVEN: tl.constexpr = width % INPUTS == 0
     token = tl.program_id(1).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
-    taken = slot < top_k
-    pair = token * top_k + slot
+    choice = tl.arange(0, CHOICES)
+    taken = choice < top_k
+    pair = token * top_k + choice
     expert = tl.load(topk_ids + pair, mask=taken, other=0).to(tl.int64)
     scale = tl.load(weights + pair, mask=taken, other=0.0)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -119,7 +119,7 @@ def _direct_down_kernel(
     inner = (output[:, None] * width + column[None, :])[None, :, :]
     tile = weight + (expert * (hidden * width))[:, None, None] + inner
     rows = taken[:, None, None] & known[None, :, None]
-    total = tl.zeros([SLOTS, OUTPUTS, INPUTS], tl.float32)
+    total = tl.zeros([CHOICES, OUTPUTS, INPUTS], tl.float32)
     for start in tl.range(0, width, INPUTS):
         inside = start + column < width
         values = load_tile(x + pair[:, None] * width + start + column[None, :], taken[:, None], inside[None, :], EVEN)
@@ -170,9 +170,9 @@ def direct_down(
     overlap = overlaps(gated.device)
     (tokens, top_k), (_, hidden, width) = topk_ids.shape, down.shape
     out = torch.empty(tokens, hidden, dtype=gated.dtype, device=gated.device)
-    slots = triton.next_power_of_2(top_k)
+    choices = triton.next_power_of_2(top_k)
     inputs = inputs_of_step(width, DIRECT_DOWN.inputs)
-    outputs = max(1, min(DIRECT_DOWN.size // (slots * inputs), triton.next_power_of_2(hidden)))
+    outputs = max(1, min(DIRECT_DOWN.size // (choices * inputs), triton.next_power_of_2(hidden)))
     _direct_down_kernel[(triton.cdiv(hidden, outputs), tokens)](
         gated,
         down,
@@ -185,7 +185,7 @@ def direct_down(
         width,
         top_k,
         add is not None,
-        slots,
+        choices,
         outputs,
         inputs,
         overlap,

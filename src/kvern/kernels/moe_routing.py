@@ -25,7 +25,7 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
     COUNT: tl.constexpr,
     EXPERTS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    CHOICES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -36,23 +36,23 @@ def _route_kernel(
     scores = tl.load(logits + token * stride + expert, mask=known, other=float("-inf")).to(tl.float32)
     exponents = tl.exp(scores - tl.max(scores, axis=0))
     left = tl.where(known, exponents / tl.sum(exponents, axis=0), -1.0)
-    slot = tl.arange(0, SLOTS)
-    kept = tl.zeros([SLOTS], tl.float32)
-    ids = tl.zeros([SLOTS], tl.int32)
+    choice = tl.arange(0, CHOICES)
+    kept = tl.zeros([CHOICES], tl.float32)
+    ids = tl.zeros([CHOICES], tl.int32)
     for index in tl.static_range(top_k):
         best = tl.max(left, axis=0)
         # Scores that are no numbers equal nothing; the last expert stands in, so that no address is ever wild.
         first = tl.min(tl.where(left == best, expert, experts - 1), axis=0)
-        kept = tl.where(slot == index, best, kept)
-        ids = tl.where(slot == index, first, ids)
+        kept = tl.where(choice == index, best, kept)
+        ids = tl.where(choice == index, first, ids)
         left = tl.where(expert == first, -1.0, left)
     if RENORMALIZE:
         kept = kept / tl.sum(kept, axis=0)
-    taken = slot < top_k
-    tl.store(weights + token * top_k + slot, kept * routed_scale, mask=taken)
-    tl.store(topk_ids + token * top_k + slot, ids, mask=taken)
+    taken = choice < top_k
+    tl.store(weights + token * top_k + choice, kept * routed_scale, mask=taken)
+    tl.store(topk_ids + token * top_k + choice, ids, mask=taken)
     if COUNT:
-        tl.atomic_add(counts + ids, tl.full([SLOTS], 1, tl.int64), mask=taken, sem="relaxed")
+        tl.atomic_add(counts + ids, tl.full([CHOICES], 1, tl.int64), mask=taken, sem="relaxed")
 
 
 def route(

@@ -11,12 +11,11 @@ from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.linear import Linear
 from kvern.layers.module import Module
-from kvern.layers.unquantized import multiply_on_cpu
+from kvern.layers.unquantized import multiply_on
 
 Rows = TypeVar("Rows")
 
@@ -29,23 +28,25 @@ STACKED_ROWS = 128
 
 @dataclass(frozen=True)
 class AdaptedRows:
-    """The slot of each row's adapter, [rows] int64, -1 for none, and the rows of each slot that is used."""
+    """The index of each row's adapter, [rows] int64, -1 for none, and the rows of each that is used."""
 
-    slots: Tensor
+    adapter_indices: Tensor
     segments: list[tuple[int, slice | Tensor]]
 
     @classmethod
-    def of(cls, slots: list[int], device: torch.device) -> "AdaptedRows":
-        """From the slots of all rows."""
-        on_host = torch.tensor(slots)
-        distinct = sorted(set(slots) - {-1})
-        if len(distinct) == 1 and -1 not in slots:
+    def of(cls, adapter_indices: list[int], device: torch.device) -> "AdaptedRows":
+        """From the indices of all rows."""
+        on_host = torch.tensor(adapter_indices)
+        distinct = sorted(set(adapter_indices) - {-1})
+        if len(distinct) == 1 and -1 not in adapter_indices:
             return cls(on_host.to(device), [(distinct[0], slice(None))])
-        return cls(on_host.to(device), [(slot, (on_host == slot).nonzero().flatten().to(device)) for slot in distinct])
+        return cls(
+            on_host.to(device), [(index, (on_host == index).nonzero().flatten().to(device)) for index in distinct]
+        )
 
 
 class AdaptedLinear(Module, Generic[Rows]):
-    """A linear layer and what adapters add to it. Adapters stand in slots; `load` fills one."""
+    """A linear layer and what adapters add to it. Adapters stand in places; `load` fills one."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -62,8 +63,8 @@ class AdaptedLinear(Module, Generic[Rows]):
         return out
 
     @abstractmethod
-    def load(self, slot: int, parts: Mapping[str, Matrices]) -> None:
-        """Put an adapter into a slot; parts of the layer that it does not change are missing."""
+    def load(self, adapter_index: int, parts: Mapping[str, Matrices]) -> None:
+        """Put an adapter into a place; parts of the layer that it does not change are missing."""
 
     @abstractmethod
     def add(self, out: Tensor, x: Tensor, rows: Rows) -> None:
@@ -71,37 +72,37 @@ class AdaptedLinear(Module, Generic[Rows]):
 
 
 class StackedLinear(AdaptedLinear[AdaptedRows]):
-    """Adapters added by PyTorch; the matrices of all slots and parts stand side by side.
+    """Adapters added by PyTorch; the matrices of all places and parts stand side by side.
 
     `down [R, inputs]`, `up [R, outputs]`, which is zero where a rank is of another part, and `owners [R]` int64, the
-    slot of each of the R ranks.
+    index of the adapter of each of the R ranks.
     """
 
     def __init__(self, linear: Linear) -> None:
         super().__init__(linear)
-        self._multiply = multiply_on_cpu if linear.device.type == "cpu" else F.linear
-        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        self._multiply = multiply_on(linear.device)
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
         self._stack()
 
-    def load(self, slot: int, parts: Mapping[str, Matrices]) -> None:
+    def load(self, adapter_index: int, parts: Mapping[str, Matrices]) -> None:
         ranks = [down.shape[0] for down, _ in parts.values()]
         ends = list(accumulate(ranks, initial=0))
         up = self._like(ends[-1], sum(self.outputs.values())).zero_()
         for part, first, last in zip(parts, ends, ends[1:], strict=False):
             up[first:last, self._columns[part]] = parts[part][1].T
         down = torch.cat([self._like(0, self.inputs), *(down.to(up.device) for down, _ in parts.values())])
-        known = self._slots.get(slot)
+        known = self._places.get(adapter_index)
         if known is not None and known[0].shape == down.shape:
             known[0].copy_(down)
             known[1].copy_(up)
         else:
-            self._slots[slot] = (down, up)
+            self._places[adapter_index] = (down, up)
             self._stack()
 
     def add(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
         if len(rows.segments) == 1 or x.shape[0] > STACKED_ROWS:
-            for slot, members in rows.segments:
-                down, up = self._slots[slot]
+            for adapter_index, members in rows.segments:
+                down, up = self._places[adapter_index]
                 if not down.shape[0]:
                     continue
                 low = self._multiply(x[members], down, None)
@@ -111,18 +112,18 @@ class StackedLinear(AdaptedLinear[AdaptedRows]):
                     out.index_add_(0, members, low @ up)
         elif self._owners.shape[0]:
             low = self._multiply(x, self._down, None)
-            out.addmm_(low * (rows.slots[:, None] == self._owners), self._up)
+            out.addmm_(low * (rows.adapter_indices[:, None] == self._owners), self._up)
 
     def _like(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.base.dtype, device=self.base.device)
 
     def _stack(self) -> None:
-        """Put the slots' matrices side by side, and let them be views of that."""
-        sizes = [down.shape[0] for down, _ in self._slots.values()]
-        self._down = torch.cat([self._like(0, self.inputs), *(down for down, _ in self._slots.values())])
+        """Put the places' matrices side by side, and let them be views of that."""
+        sizes = [down.shape[0] for down, _ in self._places.values()]
+        self._down = torch.cat([self._like(0, self.inputs), *(down for down, _ in self._places.values())])
         outputs = sum(self.outputs.values())
-        self._up = torch.cat([self._like(0, outputs), *(up for _, up in self._slots.values())])
-        owners = [slot for slot, size in zip(self._slots, sizes, strict=True) for _ in range(size)]
+        self._up = torch.cat([self._like(0, outputs), *(up for _, up in self._places.values())])
+        owners = [index for index, size in zip(self._places, sizes, strict=True) for _ in range(size)]
         self._owners = torch.tensor(owners, dtype=torch.int64, device=self.base.device)
         views = zip(torch.split(self._down, sizes), torch.split(self._up, sizes), strict=True)
-        self._slots = dict(zip(self._slots, views, strict=True))
+        self._places = dict(zip(self._places, views, strict=True))

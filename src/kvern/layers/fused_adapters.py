@@ -12,23 +12,23 @@ from kvern.layers.linear import Linear
 
 
 class FusedAdaptedLinear(AdaptedLinear[Tensor]):
-    """The matrices of all slots are stacked; a slot's rank may be lower than `rank`, the highest that fits."""
+    """The matrices of all places are stacked; an adapter's rank may be lower than `rank`, the highest that fits."""
 
-    def __init__(self, linear: Linear, slots: int, rank: int, deterministic: bool) -> None:
+    def __init__(self, linear: Linear, places: int, rank: int, deterministic: bool) -> None:
         super().__init__(linear)
         dtype, device, outputs = linear.dtype, linear.device, linear.outputs
         rank = -(-rank // CHUNK) * CHUNK
-        self._down = torch.zeros(slots, len(outputs), rank, linear.inputs, dtype=dtype, device=device)
-        self._up = torch.zeros(slots, rank, sum(outputs.values()), dtype=dtype, device=device)
-        self._ranks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._down = torch.zeros(places, len(outputs), rank, linear.inputs, dtype=dtype, device=device)
+        self._up = torch.zeros(places, rank, sum(outputs.values()), dtype=dtype, device=device)
+        self._ranks = torch.zeros(places, dtype=torch.int32, device=device)
         self._ends = tuple(accumulate(linear.outputs.values()))
         self._deterministic = deterministic
 
-    def load(self, slot: int, parts: Mapping[str, Matrices]) -> None:
+    def load(self, adapter_index: int, parts: Mapping[str, Matrices]) -> None:
         highest = max((down.shape[0] for down, _ in parts.values()), default=0)
-        self._ranks[slot : slot + 1].fill_(highest)
+        self._ranks[adapter_index : adapter_index + 1].fill_(highest)
         for index, (part, columns) in enumerate(self._columns.items()):
-            down, up = self._down[slot, index, :highest], self._up[slot, :highest, columns]
+            down, up = self._down[adapter_index, index, :highest], self._up[adapter_index, :highest, columns]
             rank = 0
             if part in parts:
                 matrices = parts[part]

@@ -118,7 +118,6 @@ class TunedLinear(Unquantized):
     """Plain weights on a GPU. `backend`: by cuBLAS alone, by Triton alone, or by whichever is faster ("auto")."""
 
     def __init__(self, device: torch.device, backend: Literal["auto", "cublas", "triton"]) -> None:
-        super().__init__()
         self._backend = backend
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 

@@ -30,15 +30,20 @@ def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product.t()
 
 
+def multiply_on(device: torch.device) -> Multiply:
+    """PyTorch's product in the way that suits a device."""
+    return multiply_on_cpu if device.type == "cpu" else F.linear
+
+
 class UnquantizedMethod(LinearMethod):
     """`weight [outputs, inputs]` in the dtype of the activations."""
 
     name = "unquantized"
     weight: Tensor
 
-    def __init__(self, shape: LinearShape, multiply: Multiply = F.linear) -> None:
+    def __init__(self, shape: LinearShape) -> None:
         super().__init__(shape)
-        self._multiply = multiply
+        self._multiply = multiply_on(shape.device)
 
     def layouts(self) -> Mapping[str, TensorLayout]:
         return {"weight": TensorLayout(self.shape.dtype, (OUTPUTS, INPUTS))}
@@ -74,20 +79,14 @@ class PackedMethod(UnquantizedMethod):
 
 
 class Unquantized(LinearFormat):
-    """Plain weights, multiplied by `multiply`; without one in the way that suits the device."""
-
-    def __init__(self, multiply: Multiply | None = None) -> None:
-        self.multiply = multiply
+    """Plain weights, multiplied by PyTorch."""
 
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
         on_cpu = shape.device.type == "cpu" and shape.dtype == torch.bfloat16
-        if self.multiply is None and on_cpu and torch._C._has_mkldnn:
-            return PackedMethod(shape)
-        return self.embedding(shape, build)
+        return PackedMethod(shape) if on_cpu and torch._C._has_mkldnn else UnquantizedMethod(shape)
 
     def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        suitable = multiply_on_cpu if shape.device.type == "cpu" else F.linear
-        return UnquantizedMethod(shape, self.multiply or suitable)
+        return UnquantizedMethod(shape)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
         if "moe" in build.kernels and spec.activation in ("silu", "gelu", "gelu_tanh"):

@@ -24,6 +24,8 @@ class AdaptersApi:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._folder = service.config.adapter_folder
+        self._loading: set[str] = set()
+        """Names of adapters, whichever engine reads them."""
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter: `lora_name`, and `lora_path`, a folder relative to the server's or absolute."""
@@ -32,9 +34,16 @@ class AdaptersApi:
         if not path or not path.isprintable() or len(path) > LONGEST_PATH:
             message = f"lora_path is {shown(path)}: it must be a folder, {LONGEST_PATH} printable characters at most"
             raise HttpError(400, message, param="lora_path")
+        if name in self._loading:
+            raise HttpError(400, f"lora_name {name} is being loaded: choose another name", param="lora_name")
         if any(other.answers_for(name) for other in self._service.engines if other is not engine):
             raise HttpError(400, f"lora_name {name} is another model's: choose another name", param="lora_name")
-        await until_gone(engine.client.adapters.load(name, str(self._allowed(path))), request.receive)
+        folder = str(self._allowed(path))
+        self._loading.add(name)
+        try:
+            await until_gone(engine.client.adapters.load(name, folder), request.receive)
+        finally:
+            self._loading.remove(name)
         return json_response({"id": name, "object": "adapter", "loaded": True})
 
     async def unload(self, request: Request) -> Response:

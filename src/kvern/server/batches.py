@@ -24,7 +24,7 @@ import msgspec
 from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
-from kvern.api.errors import HttpError, error_body, status_of
+from kvern.api.errors import HttpError, body_of, error_body, status_of
 from kvern.api.scores import SCORE
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
@@ -188,13 +188,13 @@ class Work:
                 if error.headers is not None and "retry-after" in error.headers:
                     await asyncio.sleep(float(error.headers["retry-after"]))
                     continue
-                return error.status, error_body(error.status, error.message, error.param, error.code)
+                return error.status, body_of(error)
             except EngineClosed as error:
                 raise asyncio.CancelledError from error  # the server ends: the row is another's
             except (EngineUnavailable, ServerBusy) as error:
                 await asyncio.sleep(error.seconds)
             except KvernError as error:
-                return status_of(error), error_body(status_of(error), str(error))
+                return status_of(error), body_of(error)
             except Exception:
                 logger.exception("a row of batch %s failed", self.body["id"])
                 return 500, error_body(500, FAULT)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httptools
-from starlette.types import Message
+from starlette.types import Message as ASGIMessage
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEADER_BYTES = 1 << 16
@@ -144,7 +144,7 @@ class Connection(HttpToolsProtocol):
 
 
 async def send_until_closed(
-    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Message
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: ASGIMessage
 ) -> None:
     """Let an answer without a length end with its connection: HTTP/1.0 knows no chunks."""
     if message["type"] == "http.response.start":

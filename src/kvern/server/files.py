@@ -12,7 +12,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.types import Message
+from starlette.types import Message as ASGIMessage
 
 from kvern.api.errors import HttpError
 from kvern.errors import shown
@@ -150,7 +150,7 @@ def limited(request: Request) -> Any:
     """The request's `receive`, which refuses more bytes than a file may have, or too slow ones. Raises HttpError."""
     size, began, seconds = 0, time.monotonic(), request.state.body_seconds
 
-    async def receive() -> Message:
+    async def receive() -> ASGIMessage:
         nonlocal size
         left = began + seconds + size / SLOWEST_UPLOAD - time.monotonic()
         try:

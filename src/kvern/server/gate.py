@@ -10,19 +10,19 @@ import uuid
 from collections.abc import Sequence
 
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
 from kvern.api.errors import HttpError, error_body
 from kvern.server.bodies import Lane
 from kvern.server.config import ServerConfig
 from kvern.server.http import error_response, json_response, path_of
-from kvern.server.keys import ANYONE, ApiKey, find_key
+from kvern.server.keys import ApiKey, find_key
 from kvern.server.origins import Origins, is_preflight
 
 logger = logging.getLogger("kvern.requests")
 
 OPEN_ROUTES = ("/health",)
-NOBODY = ApiKey(ANYONE, b"")
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 
 
@@ -56,7 +56,7 @@ class Gate:
         status = 0
         held = contextlib.ExitStack()
 
-        async def answer(message: Message) -> None:
+        async def answer(message: ASGIMessage) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]

@@ -57,7 +57,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths = {
         **_own_paths(models),
-        **_model_paths(),
+        **_model_paths(models),
         **_completion_paths(models, vocab_size),
         **_vector_and_score_paths(models, vocab_size),
         **_response_paths(models),
@@ -112,23 +112,22 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
     }
 
 
-def _model_paths() -> dict[str, Schema]:
+def _model_paths(models: list[str]) -> dict[str, Schema]:
     """Models and adapters."""
+    of_model = {"model": common_fields(models)["model"], "lora_name": NAMED}
     return {
         "/v1/models": {"get": get("The names that `model` may have.", LISTING)},
         "/v1/models/{model}": {"get": get("One of them.", IDENTIFIED, 404, path=("model",))},
         "/v1/load_lora_adapter": {
             "post": post(
                 "Load an adapter from a folder of the server, for keys that may.",
-                record({"lora_name": NAMED, "lora_path": NAMED}, "lora_name", "lora_path"),
+                record({**of_model, "lora_path": NAMED}, "lora_name", "lora_path"),
                 IDENTIFIED,
                 guarded=True,
             )
         },
         "/v1/unload_lora_adapter": {
-            "post": post(
-                "Let no new request use one.", record({"lora_name": NAMED}, "lora_name"), IDENTIFIED, guarded=True
-            )
+            "post": post("Let no new request use one.", record(of_model, "lora_name"), IDENTIFIED, guarded=True)
         },
     }
 

@@ -75,7 +75,7 @@ class Service:
         self.engines = [
             ServedEngine(client, Admission(client, config.max_queue, len(self.users), limits)) for client in clients
         ]
-        names = [name for engine in self.engines for name in set(engine.names)]
+        names = [name for engine in self.engines for name in dict.fromkeys(engine.names)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")

@@ -13,7 +13,7 @@ import msgspec
 
 from kvern.errors import InvalidParameter, ServerBusy
 from kvern.structured.grammar import Grammars, NotCompiled
-from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, Verdict
+from kvern.structured.worker import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarVerdict
 
 CHILDREN = 2
 """Owners whose forms are compiled at the same time, each by a child; one that was given up may end beside them."""
@@ -37,11 +37,11 @@ class Child:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def compile(self, form: bytes) -> Verdict:
+    async def compile(self, form: bytes) -> GrammarVerdict:
         """Raises IncompleteReadError or OSError if the process dies."""
         self._writer.write(len(form).to_bytes(LENGTH) + form)
         length = int.from_bytes(await self._reader.readexactly(LENGTH))
-        return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Verdict)
+        return msgspec.msgpack.decode(await self._reader.readexactly(length), type=GrammarVerdict)
 
     def close(self) -> None:
         """Let it end, at once or when its form has had its time."""
@@ -113,7 +113,7 @@ class GrammarProcesses:
         finally:
             self._leave(owner)
 
-    async def _verdict(self, form: bytes) -> Verdict:
+    async def _verdict(self, form: bytes) -> GrammarVerdict:
         while True:
             fresh = not self._idle
             child = await self._fork() if fresh else self._idle.pop()
@@ -125,7 +125,7 @@ class GrammarProcesses:
                 child.close()
                 seconds = time.monotonic() - start
                 if fresh or seconds >= MOST_SECONDS:  # else it may have ended before
-                    return Verdict(error=_reason(seconds))
+                    return GrammarVerdict(error=_reason(seconds))
                 continue
             if verdict.grammar is None:
                 child.close()  # with whatever memory it took

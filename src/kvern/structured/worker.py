@@ -31,7 +31,7 @@ LENGTH = 4
 """Bytes that say how long a message is."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class GrammarVerdict(msgspec.Struct, frozen=True):
     """A grammar as the matcher takes it, or why there is none."""
 
     grammar: str | None = None
@@ -70,9 +70,9 @@ def serve(connection: socket.socket, grammars: Grammars) -> None:
     while (form := receive(connection)) is not None:
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # whose signal ends the process
         try:
-            verdict = Verdict(grammars.compile(msgspec.json.decode(form, type=StructuredOutput)))
+            verdict = GrammarVerdict(grammars.compile(msgspec.json.decode(form, type=StructuredOutput)))
         except InvalidParameter as error:
-            verdict = Verdict(error=str(error))
+            verdict = GrammarVerdict(error=str(error))
         signal.setitimer(signal.ITIMER_PROF, 0)
         message = msgspec.msgpack.encode(verdict)
         connection.sendall(len(message).to_bytes(LENGTH) + message)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
 
 HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,64})(?=\{)")
 LONGEST_HEAD = 256
@@ -43,7 +43,7 @@ class Gemma:
         """The tokens leave no doubt, so that calls of unknown tools are calls, too."""
         return GemmaParser(*self.markers)
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
         """The arguments as JSON, whose schema a grammar can follow."""
         begin, end, _ = self.markers
         one = " | ".join(f"{literal(f'call:{tool.name}')} {tool.arguments}" for tool in tools)

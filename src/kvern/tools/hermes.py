@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.json_call import JsonCall
-from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -27,7 +27,7 @@ class Hermes:
         """The tags leave no doubt, so that calls of unknown tools are calls, too."""
         return HermesParser()
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
         """With or without the line breaks that some templates have inside the tags."""
         heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
         one = " | ".join(f"{literal(head)} {tool.arguments}" for head, tool in zip(heads, tools, strict=True))

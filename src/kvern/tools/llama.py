@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall
-from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
 
 TAG = "<|python_tag|>"
 
@@ -27,7 +27,7 @@ class Llama:
         """JSON can also be an answer: only calls of the request's tools count."""
         return LlamaParser(names)
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
         """One after the other."""
         heads = [f'{{"name": {json.dumps(tool.name)}, "parameters": ' for tool in tools]
         one = " | ".join(f"{literal(head)} {tool.arguments}" for head, tool in zip(heads, tools, strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall, JsonValue
-from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
 
 BEGIN, ARGUMENTS, IDENTITY = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 HEAD = re.compile(r"([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
@@ -41,7 +41,7 @@ class Mistral:
         """Both forms are understood; the marker leaves no doubt, so that calls of unknown tools are calls, too."""
         return MistralParser()
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
         """In the template's form."""
         if self._named:
             one = " | ".join(f"{literal(tool.name + ARGUMENTS)} {tool.arguments}" for tool in tools)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.tool_format import CallableTool, Literal, ToolParser
+from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
 
 HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,63})\(")
 LONGEST_HEAD = 256
@@ -38,7 +38,7 @@ class Pythonic:
         """A list can also be an answer: only calls of the request's tools count."""
         return PythonicParser(names)
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
         """`**` before the arguments as JSON, whose schema a grammar can follow."""
         one = " | ".join(f'{literal(tool.name + "(**")} {tool.arguments} ")"' for tool in tools)
         more = f'(", " ({one}))*' if several else ""

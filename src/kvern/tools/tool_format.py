@@ -21,7 +21,7 @@ class CallableTool:
     schema: Any
 
 
-Literal = Callable[[str], str]
+WriteLiteral = Callable[[str], str]
 """A text as a grammar's expression: special tokens in it become tokens."""
 
 
@@ -73,7 +73,7 @@ class ToolFormat(Protocol):
         """For an answer to a request with these tools."""
         ...
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: Literal) -> str:
+    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
         """A grammar's expression (Lark) for one call of one of the tools, or one or more, after `trigger`."""
         ...
 

@@ -17,15 +17,15 @@ class Adapters:
         self._store = store
 
     def load(self, loads: Sequence[tuple[int, int]]) -> None:
-        """(slot, key) of what the step needs."""
-        for slot, key in loads:
-            self.bank.load(slot, self._store[key])
+        """(index, key) of what the step needs."""
+        for adapter_index, key in loads:
+            self.bank.load(adapter_index, self._store[key])
 
     def select(self, rows: BatchRows, batch: InputBatch, sampled_alone: bool) -> StepAdapters:
         """Which adapter each token of a step uses, and each token that is sampled from."""
-        sampled = self.slots(rows, batch.sample_slots) if sampled_alone else None
-        return self.bank.select(self.slots(rows, batch.slots), batch.counts, sampled)
+        sampled = self.indices(rows, batch.sample_slots) if sampled_alone else None
+        return self.bank.select(self.indices(rows, batch.slots), batch.counts, sampled)
 
-    def slots(self, rows: BatchRows, slots: Sequence[int]) -> list[int]:
+    def indices(self, rows: BatchRows, slots: Sequence[int]) -> list[int]:
         """Of the requests in these rows of the batch; -1 for those without an adapter."""
-        return [rows.request(slot).adapter_slot for slot in slots]
+        return [rows.request(slot).adapter_index for slot in slots]

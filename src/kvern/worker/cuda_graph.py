@@ -231,8 +231,8 @@ class DecodeGraphs:
             tiles=(requests, zeros),
             shared=shared,
         )
-        places = rows.adapters.index_select(0, slots) if adapted else None
-        adapters = NO_ADAPTERS if places is None else StepAdapters(places, places)
+        adapter_indices = rows.adapters.index_select(0, slots) if adapted else None
+        adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters)
         if filtered is None:
             return hidden, next_positions

@@ -1,6 +1,6 @@
 """Runs steps on a GPU without waiting for it: the host sends differences and reads tokens one step late.
 
-differences --> rows on the device --> tokens, positions, cache slots read on the device
+differences --> rows on the device --> tokens, positions, slot mapping read on the device
                                          |
              a step of decodes alone: one CUDA graph, from embedding to sampled token; or to the hidden states, where
              more than filters and a draw is asked for (log-probabilities, penalties, grammars, beams, ...)
@@ -100,6 +100,7 @@ class DeviceRunner:
     ) -> None:
         self._decoder = decoder
         self._attention = attention
+        self.caches = attention.caches
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars
@@ -157,7 +158,7 @@ class DeviceRunner:
             scheduled = self._rows.certain(scheduled)
         wanted = Needs(needs)
         slots = [item.slot for item in scheduled]
-        adapted = self._adapters is not None and max(self._adapters.slots(self._rows, slots)) >= 0
+        adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
         if decodes and self._graphs is not None and (not adapted or self._graphs.captures_adapters):
             starts = [item.start for item in scheduled]
             exact = self._rows.starts(scheduled) if uncertain else None

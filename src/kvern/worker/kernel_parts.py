@@ -6,7 +6,7 @@ import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.attention.paged import PagedAttention, Phases
-from kvern.attention.selection import Choice, Shapes, choose
+from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows
@@ -38,7 +38,7 @@ class KernelParts:
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         self._layers = [layer.attention for layer in spec.layers]
         self.unquantized = TunedLinear(device, plan.linear_backend)
-        self._choice: Choice | None = None
+        self._choice: AttentionChoice | None = None
 
     @property
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:

@@ -27,7 +27,7 @@ LARGEST = 1e30
 
 
 @dataclass
-class Verdict:
+class ProcessorVerdict:
     """By slot, whose processors failed. Of `slots` [N] also those that `unusable` [N] bool marks, once it is known."""
 
     failed: dict[int, str] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class ProcessorRows:
 
     def apply(
         self, logits: torch.Tensor, tokens: torch.Tensor, slots: Sequence[int], positions: Sequence[int]
-    ) -> Verdict | None:
+    ) -> ProcessorVerdict | None:
         """Change `logits` [N, vocabulary] float32 in place where rows have processors; None if none has.
 
         Each works on a copy of its rows, so that one that fails leaves all others, and its own rows, as they were.
@@ -105,7 +105,7 @@ class ProcessorRows:
         logits.index_copy_(0, index, scores.masked_fill_(unusable[:, None], 0.0))
         chosen = [slots[row] for row in members]
         names = ["logits processor " + ", ".join(self._members[slot]) for slot in chosen]
-        return Verdict(failed, chosen, names, fetch(unusable))
+        return ProcessorVerdict(failed, chosen, names, fetch(unusable))
 
     def _run(
         self,

@@ -13,7 +13,7 @@ from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
 from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
-from kvern.worker.processor_rows import Verdict
+from kvern.worker.processor_rows import ProcessorVerdict
 
 PROMPT_LOGITS_ROWS = 256
 """Prompt positions whose logits are held at once: a row can have 256k entries of 4 bytes."""
@@ -70,7 +70,7 @@ class PendingStep:
         embeddings: tuple[Sequence[int], torch.Tensor] | None = None,
         broken: dict[int, str] | None = None,
         candidates: DeviceCandidates | None = None,
-        verdict: Verdict | None = None,
+        verdict: ProcessorVerdict | None = None,
         kept: torch.Tensor | None = None,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
@@ -86,7 +86,7 @@ class PendingStep:
         self._prompt_logprobs = prompt_logprobs
         self._broken = broken or {}
         self._candidates = candidates
-        self._verdict = verdict or Verdict()
+        self._verdict = verdict or ProcessorVerdict()
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self._done: torch.cuda.Event | None = None
         if (sampled is not None and sampled.device.type == "cuda") or (prompt_logprobs and prompt_logprobs.on_gpu):

@@ -18,7 +18,7 @@ from kvern.sampling_params import ResolvedParams
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
-from kvern.worker.processor_rows import ProcessorRows, Verdict
+from kvern.worker.processor_rows import ProcessorRows, ProcessorVerdict
 from kvern.worker.result import PendingStep, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 
 
@@ -37,6 +37,7 @@ class ModelRunner:
     ) -> None:
         self._decoder = decoder
         self._attention = attention
+        self.caches = attention.caches
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars
@@ -95,7 +96,7 @@ class ModelRunner:
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)
 
-    def _constrain(self, batch: InputBatch, logits: torch.Tensor) -> Verdict | None:
+    def _constrain(self, batch: InputBatch, logits: torch.Tensor) -> ProcessorVerdict | None:
         """Change `logits` [S, vocabulary] in place as the requests ask."""
         slots = batch.sample_slots
         positions = batch.sample_positions.tolist()

@@ -127,10 +127,10 @@ class Worker:
 
     def _make_adapters(self, decoder: Decoder, kernels: bool) -> Adapters | None:
         """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""
-        slots, rank = self._config.adapter_slots, self._config.max_adapter_rank
-        if not slots:
+        places, rank = self._config.adapter_places, self._config.max_adapter_rank
+        if not places:
             return None
-        bank = AdapterBank(decoder, slots, rank, kernels)
+        bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self._device.type == "cuda"
         self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned)
         return Adapters(bank, self._store)
@@ -147,7 +147,7 @@ def usable_kernels(
 
     check_head_dim(config, spec)
     keep_builds(cache_folder(config))
-    rank = config.max_adapter_rank if config.adapter_slots else 0
+    rank = config.max_adapter_rank if config.adapter_places else 0
     with startup.stage("kernels"):
         return working_kernels(spec, dtype, config.block_size, device, rank)
 

@@ -1,54 +1,56 @@
 """Which adapters are on the device. No torch: the scheduler decides, and the step's output tells the runner.
 
-host memory --enter--> a free slot, else that of the idle adapter used longest ago --leave--> idle, still there
+host memory --enter--> a free place, else that of the idle adapter used longest ago --leave--> idle, still there
 """
 
 
-class AdapterSlots:
+class AdapterPlaces:
     """`count` places for adapters, which are known by their keys. An adapter with running requests keeps its place."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.load_count = 0
-        self._slots: dict[int, int] = {}  # of resident adapters; idle ones stand in the order of their last use
+        self._indices: dict[int, int] = {}  # of resident adapters; idle ones stand in the order of their last use
         self._running: dict[int, int] = {}
         self._free = list(range(count - 1, -1, -1))
 
     def fits(self, key: int) -> bool:
         """Whether a request of this adapter could run now."""
-        return key in self._slots or bool(self._free) or len(self._running) < self.count
+        return key in self._indices or bool(self._free) or len(self._running) < self.count
 
     def enter(self, key: int) -> tuple[int, bool]:
-        """A request of an adapter that `fits` begins to run: the adapter's slot, and whether it must be loaded."""
-        load = key not in self._slots
+        """A request of an adapter that `fits` begins to run: the index of its place, and whether it must be loaded."""
+        load = key not in self._indices
         if load:
             if not self._free:
-                self.forget(next(other for other in self._slots if other not in self._running))
-            self._slots[key] = self._free.pop()
+                self.forget(next(other for other in self._indices if other not in self._running))
+            self._indices[key] = self._free.pop()
             self.load_count += 1
         self._running[key] = self._running.get(key, 0) + 1
-        return self._slots[key], load
+        return self._indices[key], load
 
     def leave(self, key: int) -> None:
         """A request of the adapter runs no more."""
         self._running[key] -= 1
         if not self._running[key]:
             del self._running[key]
-            self._slots[key] = self._slots.pop(key)
+            self._indices[key] = self._indices.pop(key)
 
     def forget(self, key: int) -> None:
         """Nothing of the adapter, which has no running request, is needed any more."""
-        if key in self._slots:
-            self._free.append(self._slots.pop(key))
+        if key in self._indices:
+            self._free.append(self._indices.pop(key))
 
     def clear(self) -> None:
-        """What was to be loaded may not have been: begin with empty slots. No request runs."""
-        for key in list(self._slots):
+        """What was to be loaded may not have been: begin with empty places. No request runs."""
+        for key in list(self._indices):
             self.forget(key)
 
     def check_integrity(self, running: list[int]) -> None:
         """Raise AssertionError unless exactly the adapters of `running` requests, by key, are in use."""
-        assert sorted([*self._slots.values(), *self._free]) == list(range(self.count)), "adapter slots do not add up"
+        assert sorted([*self._indices.values(), *self._free]) == list(range(self.count)), (
+            "places of adapters do not add up"
+        )
         counted = {key: running.count(key) for key in running}
         assert counted == self._running, f"adapters {counted} run and {self._running} are counted"
-        assert self._running.keys() <= self._slots.keys(), "an adapter runs and has no slot"
+        assert self._running.keys() <= self._indices.keys(), "an adapter runs and has no place"
