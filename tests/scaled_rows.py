@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearFormat, LinearMethods, register_linear_method
+from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, LinearMethod, LinearShape, TensorLayout
 from kvern.models.loader import llama_name, read_config
 from kvern.models.registry import spec_from_config
@@ -51,7 +51,7 @@ class ScaledRows(LinearFormat):
         return ScaledRowsMethod(shape)
 
 
-@register_linear_method(NAME)
+@LINEAR_METHODS.register(NAME)
 def scaled_rows(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     return LinearMethods(unquantized, ((re.compile(quantization["layers"]), ScaledRows()),))
 

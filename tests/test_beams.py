@@ -310,6 +310,21 @@ def test_beams_end_at_stop_strings(llm: LLM) -> None:
     assert all(len(answer.token_ids) > 4 for answer in late)
 
 
+def test_beams_end_at_stop_strings_of_several_tokens(llm: LLM) -> None:
+    """One that was begun by a beam is completed by those that go on behind it, and a character by its last byte."""
+    letters = [llm.tokenizer.encode(letter)[0] for letter in "eo"]
+    halves = llm.tokenizer.encode("é")
+    assert len(halves) == 2
+    params = SamplingParams(beam_width=6, n=6, max_tokens=8, early_stopping="never")
+    for allowed, stop in ((letters, ["eoe", "ooe", "eeee"]), ([*letters, *halves], ["eé", "oé", "éé"])):
+        answers = llm.generate(PROMPTS[0], params.replace(allowed_token_ids=allowed, stop=stop))[0].outputs
+        assert "stop" in {answer.finish_reason for answer in answers}
+        for answer in answers:
+            text, before = (llm.tokenizer.decode(answer.token_ids[:end]) for end in (None, -1))
+            assert (answer.finish_reason == "stop") == any(word in text for word in stop)
+            assert not any(word in before for word in stop)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -322,6 +322,21 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=300, stateful_step_count=40)
 
 
+def test_what_was_forked_and_ends_before_the_next_step_leaves_no_state() -> None:
+    cache = KVCacheManager(10, 2, states=4)
+    parent = Request(RequestSpec("", PromptInput([0, 1, 0, 1]), ResolvedParams(), LIMIT))
+    cache.admit(parent, 1)
+    parent.num_computed_tokens = 4
+    cache.publish(parent, 1)
+    child = copy(parent)
+    child.token_ids = [*parent.token_ids, 1]
+    assert cache.fork(parent, child) == []
+    cache.retract(child)
+    cache.free(child, 1)
+    cache.check_integrity([parent])
+    assert all(node.state == NO_STATE for node in parent.nodes)
+
+
 def resumed_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         KVCacheManager, "_match", lambda self, space, held, limit, step=0: self.tree.match(space, held, limit)

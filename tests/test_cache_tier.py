@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from kvern import LLM, SamplingParams
-from kvern.cache.tier import TierTraffic
-from tests.host_tier import HostTier, TieredExecutor
+from kvern.config import EngineConfig
+from kvern.worker.plan import Layout
+from kvern.worker.tiered import TIERS
+from tests.host_tier import HostTier
 from tests.idle import is_idle
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -19,20 +21,27 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def with_tier(llm: LLM, blocks: int) -> TieredExecutor:
-    """Keep blocks that the engine evicts in host memory, and bring them back."""
-    core: Any = llm._engine.core
-    cache = core.scheduler.cache
-    tier = HostTier(blocks)
-    cache.tier = TierTraffic(tier, cache.pool, cache.tree, cache.block_size)
-    core.executor = TieredExecutor(core.executor, tier, core.executor._worker.runner._attention._caches)
-    return core.executor
+@TIERS.register("host")
+def host_tier(config: EngineConfig, layout: Layout) -> HostTier:
+    return HostTier(CAPACITY[-1])
+
+
+CAPACITY = [200]
+"""Blocks of the next tier."""
+
+
+def with_tier(folder: Path, blocks: int) -> tuple[LLM, HostTier]:
+    """An engine that keeps blocks that leave its cache in host memory, and that memory."""
+    CAPACITY.append(blocks)
+    llm = LLM(folder, kv_tier="host", **OPTIONS)
+    tier: Any = llm._engine.core.executor
+    return llm, tier.tier
 
 
 def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:
     """Each turn evicts the blocks of all other conversations."""
-    plain, tiered = LLM(tiny_model, **OPTIONS), LLM(tiny_model, **OPTIONS)
-    executor = with_tier(tiered, 200)
+    plain = LLM(tiny_model, **OPTIONS)
+    tiered, tier = with_tier(tiny_model, 200)
     talks = [list(range(20 + 40 * talk, 50 + 40 * talk)) for talk in range(4)]
     for turn in range(3):
         expected = plain.generate(talks, PARAMS)
@@ -43,14 +52,14 @@ def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:
             assert max(computed) <= 5, "what was said before was computed again"
         for talk, output in zip(talks, outputs, strict=True):
             talk += [*output.outputs[0].token_ids, 7]
-    assert executor.saved and executor.loaded and is_idle(tiered)
+    assert tier.saved and tier.loaded and is_idle(tiered)
 
 
 def test_a_tier_that_forgets_changes_no_answer(tiny_model: Path) -> None:
-    plain, tiered = LLM(tiny_model, **OPTIONS), LLM(tiny_model, **OPTIONS)
-    executor = with_tier(tiered, 5)
+    plain = LLM(tiny_model, **OPTIONS)
+    tiered, tier = with_tier(tiny_model, 5)
     prompts = [[*range(20, 36), number, *range(number, number + 12)] for number in range(60, 66)] * 2
     for _ in range(3):
         expected = [output.outputs[0].token_ids for output in plain.generate(prompts, PARAMS)]
         assert [output.outputs[0].token_ids for output in tiered.generate(prompts, PARAMS)] == expected
-    assert executor.loaded and is_idle(tiered)
+    assert tier.loaded and is_idle(tiered)

@@ -19,13 +19,14 @@ from kvern.layers import linear_format
 from kvern.layers.build import Build
 from kvern.layers.experts import Experts, SeparateExperts
 from kvern.layers.linear import Linear, Weighted
-from kvern.layers.linear_format import LinearMethods, register_linear_method
+from kvern.layers.linear_format import LINEAR_METHODS, LinearMethods
 from kvern.layers.linear_method import Axis, LinearMethod, LinearShape, Part, Product, TensorLayout
 from kvern.layers.tuning import tune
 from kvern.layers.unquantized import PackedMethod, Unquantized, UnquantizedMethod
 from kvern.model_spec import MoeSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
+from kvern.plugins import Plugins
 from tests.families import make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.scaled_rows import ScaledRows, ScaledRowsMethod, quantize
@@ -213,12 +214,15 @@ class Choosing(UnquantizedMethod):
         self.chosen = rows, candidate
 
 
-def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
-    class Format(ScaledRows):
-        def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
-            return Choosing(shape)
+class Choices(Unquantized):
+    """Layers that choose."""
 
-    build = Build(torch.float32, CPU, 1, linear=LinearMethods(Unquantized(), ((re.compile("[ab]$"), Format()),)))
+    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
+        return Choosing(shape)
+
+
+def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
+    build = Build(torch.float32, CPU, 1, linear=LinearMethods(Unquantized(), ((re.compile("[ab]$"), Choices()),)))
     layers = [Linear(6, {name: 4}, build) for name in "abc"]
     model = nn.ModuleList(layers)
     asked: list[object] = []
@@ -237,6 +241,29 @@ def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
     for stale in ({"a": 1}, [5], "x", None):
         known = dict.fromkeys(timed, stale)
         assert bool(tune(model, clock, known)) == (stale is not None), "None is one of the ways"
+
+
+def test_a_way_to_multiply_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [
+        Linear(inputs, {"a": 4}, Build(torch.float32, CPU, 1, linear=LinearMethods(Choices()))) for inputs in (6, 8)
+    ]
+    model = nn.ModuleList(layers)
+    broken: set[object] = {(1, 2)}
+
+    def clock(calls: list[Any]) -> float:
+        key, _ = calls[0]()
+        if key in broken:
+            raise ArithmeticError(f"{key} is too large\nfor this device")
+        return float({None: 2, (1, 2): 1, (3, 4): 3}[key])
+
+    timed = tune(model, clock, {})
+    assert [layer.method.chosen for layer in layers] == [(2, None)] * 2
+    assert set(timed.values()) == {None}
+    (warning,) = caplog.messages
+    assert warning.endswith("(choosing, 2 rows: (1, 2)): (1, 2) is too large")
+    broken |= {None, (3, 4)}
+    with pytest.raises(ArithmeticError, match="None is too large"):
+        tune(model, clock, {})
 
 
 @pytest.mark.parametrize(
@@ -260,11 +287,11 @@ def test_what_no_format_can_read_is_refused(quantization: Any, message: str, tmp
 
 def test_a_name_belongs_to_one_format() -> None:
     with pytest.raises(ConfigError, match="'scaled_rows' is registered already"):
-        register_linear_method("scaled_rows")(lambda quantization, unquantized: LinearMethods(unquantized))
+        LINEAR_METHODS.register("scaled_rows")(lambda quantization, unquantized: LinearMethods(unquantized))
 
 
 def test_an_entry_point_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_format, "LINEAR_METHODS", {})
+    monkeypatch.setattr(linear_format, "LINEAR_METHODS", Plugins("linear method", "kvern.linear_methods"))
     site = tmp_path / "site"
     site.mkdir()
     (site / "fancy_format.py").write_text("from tests.scaled_rows import scaled_rows as fancy\n")

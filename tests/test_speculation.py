@@ -1,6 +1,6 @@
 """Answers whose drafts are verified have the tokens that they have without drafts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.config import EngineConfig
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.rows import BatchRows
+from kvern.engine.proposer import PROPOSERS
+from kvern.errors import ConfigError
+from kvern.model_spec import ModelSpec
+from kvern.request import Request
 from kvern.sample.drafts import verify
 from kvern.step import ScheduledTokens
 from kvern.structured_output import StructuredOutput
@@ -140,3 +145,31 @@ def test_adapters_in_the_batch(tiny_model: Path, tmp_path: Path) -> None:
         expected = llm.generate(PROMPTS, params, adapter=names)
         with speculating(llm, expected):
             assert answers(llm.generate(PROMPTS, params, adapter=names)) == answers(expected)
+
+
+class Parrot:
+    """Guesses that the last token comes again and again."""
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        return [[request.token_ids[-1]] * 3 for request in requests]
+
+
+@PROPOSERS.register("parrot")
+def parrot(config: EngineConfig, spec: ModelSpec) -> Parrot:
+    return Parrot()
+
+
+def test_an_engine_takes_its_proposer_by_name(tiny_model: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, "kv_cache_tokens": 256}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[5, 6, 7], [40, 41, 42, 43]]
+    with LLM(tiny_model, **options) as plain, LLM(tiny_model, proposer="parrot", **options) as guessing:
+        expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+        assert [output.outputs[0].token_ids for output in guessing.generate(prompts, params)] == expected
+        assert guessing.statistics().computed_tokens > plain.statistics().computed_tokens, "no draft was verified"
+
+
+@pytest.mark.parametrize("option", ["proposer", "kv_tier"])
+def test_who_is_not_installed_is_named(tiny_model: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .* 'nobody': installed are .*; a package provides them"):
+        LLM(tiny_model, **{option: "nobody"})

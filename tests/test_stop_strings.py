@@ -1,7 +1,7 @@
 """Stop strings: found where trying them all would find them, for little work, however many and long they are."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,8 @@ from kvern.tokenizer import Tokenizer
 MOST, LONGEST = LONGEST_LISTS["stop"], LONGEST_STOP
 MOST_LINES = 100
 """Of Python that a token's text may cost, on the average of an answer."""
+
+MODULES = ("output.py", "stop_strings.py", "beams.py")
 
 HARD_LISTS = {
     "one long beginning": ["e" * (LONGEST - 2) + chr(200 + index) * 2 for index in range(MOST)],
@@ -48,7 +50,7 @@ def counted() -> Iterator[Lines]:
         return line
 
     def call(frame: FrameType, event: str, argument: Any) -> Any:
-        return line if Path(frame.f_code.co_filename).name in ("output.py", "stop_strings.py") else None
+        return line if Path(frame.f_code.co_filename).name in MODULES else None
 
     before = sys.gettrace()
     sys.settrace(call)
@@ -88,6 +90,31 @@ def test_others_are_served_beside_the_largest_lists(tiny_llm: LLM) -> None:
     assert other.outputs == alone
     assert [answer.text for answer in attack.outputs] == ["e" * 60] * 8
     assert lines.count < MOST_LINES * 9 * 60
+
+
+@pytest.mark.parametrize("stop", HARD_LISTS.values(), ids=HARD_LISTS)
+def test_beams_look_for_the_largest_lists_at_little_cost(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: list[str]
+) -> None:
+    """What a beam's next token costs is neither its answer's length nor the list's: tokens decoded, and lines run."""
+    letter, other = (tiny_llm.tokenizer.encode(text)[0] for text in "eo")
+    width, length = 4, 60
+    params = SamplingParams(beam_width=width, n=width, max_tokens=length, allowed_token_ids=[letter, other], stop=stop)
+    decode, decoded = Tokenizer.decode, 0
+
+    def counting(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(tokenizer, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    check_bounds(params, 1)
+    with counted() as lines:
+        (output,) = tiny_llm.generate([[letter]], params)
+    assert [len(answer.token_ids) for answer in output.outputs] == [length] * width
+    candidates = 2 * width * length
+    assert decoded <= 8 * candidates
+    assert lines.count < MOST_LINES * candidates
 
 
 LETTERS = "ab"

@@ -73,6 +73,21 @@ def test_unfinished_character_appears_at_flush(byte: Tokenizer) -> None:
     assert stream(byte, byte.encode("x"))[-1] == ""
 
 
+@pytest.mark.parametrize("kind", ["byte", "pieces"])
+def test_forks_go_on_by_themselves(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode("aé🙂 fox", add_special_tokens=False)
+    for cut in range(len(ids) + 1):
+        first = IncrementalDetokenizer(tokenizer)
+        before = first.append(ids[:cut])
+        second = first.fork()
+        texts = []
+        for detokenizer, rest in ((first, ids[::-1]), (second, ids[cut:])):
+            texts.append(before + detokenizer.append(rest) + detokenizer.flush())
+        expected = ["".join(stream(tokenizer, [*ids[:cut], *rest])) for rest in (ids[::-1], ids[cut:])]
+        assert texts == expected
+
+
 def test_garbage_does_not_wait_for_ever(pieces: Tokenizer) -> None:
     lone = pieces.token_to_id("<0xE4>")
     assert lone is not None

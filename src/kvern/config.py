@@ -63,6 +63,10 @@ class EngineConfig:
     """Launch a whole decode step at once on a GPU."""
     shared_prefix_attention: bool = True
     """Read the blocks that decoding requests begin with in common once for all of them, on a GPU."""
+    proposer: str | None = None
+    """Who guesses at tokens that one step then verifies: an entry point of an installed package. None: nobody."""
+    kv_tier: str | None = None
+    """Who keeps blocks that leave the KV cache: an entry point of an installed package. None: nobody."""
     grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"
     """Who follows the grammars of structured answers; xgrammar is an extra and does fewer forms."""
     logits_processors: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ tokens, ``generation_config.json`` and ``config.json`` the tokens that end an an
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 PROMPT_CONTEXT = 8  # prompt tokens that decide how the first generated token is written
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Tokenizer:
@@ -209,6 +211,12 @@ class IncrementalDetokenizer:
         """Return what waited for a character's end that never came, as U+FFFD; call once, after the last token."""
         return self._stream.flush()
 
+    def fork(self) -> IncrementalDetokenizer:
+        """One more, of an answer that goes on from here in another way."""
+        other = copy.copy(self)
+        other._stream = self._stream.fork()
+        return other
+
 
 class ByteStream:
     """Each token is a fixed run of bytes; a UTF-8 decoder keeps the unfinished character."""
@@ -216,7 +224,7 @@ class ByteStream:
     def __init__(self, tokenizer: Tokenizer, is_skipped: Callable[[int], bool]) -> None:
         self._tokenizer = tokenizer
         self._is_skipped = is_skipped
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = Utf8Decoder(errors="replace")
 
     def append(self, ids: Iterable[int]) -> str:
         pieces = [self._tokenizer.id_to_bytes(token_id) for token_id in ids if not self._is_skipped(token_id)]
@@ -224,6 +232,11 @@ class ByteStream:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def fork(self) -> ByteStream:
+        other = ByteStream(self._tokenizer, self._is_skipped)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
 
 class WindowStream:
@@ -248,6 +261,11 @@ class WindowStream:
         piece = self._new_text() if self._waiting else ""
         self._written, self._waiting = self._written + self._waiting, []
         return piece
+
+    def fork(self) -> WindowStream:
+        other = copy.copy(self)
+        other._waiting = list(self._waiting)
+        return other
 
     def _split(self, prompt: list[int]) -> tuple[list[int], list[int]]:
         """Return the longest end of the prompt in whole characters, and the tokens of an unfinished one after it."""

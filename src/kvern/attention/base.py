@@ -20,6 +20,9 @@ Batch = TypeVar("Batch", bound=InputBatch, contravariant=True)
 class AttentionBackend(Protocol[Batch]):
     """Keeps keys and values in blocks, layout [2, blocks, block_size, kv_heads, head_dim] per layer."""
 
+    caches: list[torch.Tensor]
+    """Of each layer."""
+
     captures: bool
     """A planned step of decodes may be captured in a CUDA graph: it reads what it needs from the batch's tensors."""
 

@@ -100,13 +100,13 @@ class TorchAttention:
         token_bytes = max(2 * layer.kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
-        self._caches = [
+        self.caches = [
             _zeros((2, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device) for layer in self._layers
         ]
-        self._stores = [(LayerStore.of(cache[0]), LayerStore.of(cache[1])) for cache in self._caches]
+        self._stores = [(LayerStore.of(cache[0]), LayerStore.of(cache[1])) for cache in self.caches]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self._caches, copies)
+        copy_cache_blocks(self.caches, copies)
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
         windows = {layer.window for layer in self._layers}
@@ -213,7 +213,7 @@ class TorchAttend:
         self.slot_mapping = slot_mapping
 
     def cache(self, layer: int) -> torch.Tensor:
-        return self._backend._caches[layer]
+        return self._backend.caches[layer]
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         for store, new in zip(self._backend._stores[layer], (key, value), strict=True):

@@ -203,7 +203,8 @@ class KVCacheManager:
             end = self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
         elif request.nodes and start == known:
             end = request.nodes[-1]
-        if self.states is not None and end is not None and known == request.num_computed_tokens:
+        has_state = request.state_index != NO_STATE  # of its last token, unless it was retracted
+        if self.states is not None and has_state and end is not None and known == request.num_computed_tokens:
             self.states.keep(end, request.state_index, step)
             request.state_index = NO_STATE
         self.drop(request)

@@ -15,18 +15,38 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.request import FinishReason, Request
 from kvern.step import BeamCandidates, TokenLogprobs
+from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
 
-Decode = Callable[[Sequence[int], bool], str]
-"""Token ids as text; with true, without special tokens."""
+
+@dataclass(frozen=True)
+class BeamText:
+    """Where the text of a beam is, of what a stop string is made; `ended`: its last token completed one.
+
+    It never changes: all that go on behind the beam begin with it.
+    """
+
+    detokenizer: IncrementalDetokenizer
+    search: StopSearch
+    ended: bool = False
+
+    def after(self, token_id: int) -> "BeamText":
+        """With another token."""
+        detokenizer, search = self.detokenizer.fork(), self.search.fork()
+        return BeamText(detokenizer, search, search.append(detokenizer.append([token_id])) is not None)
 
 
 @dataclass(eq=False)
 class Beam:
-    """A sequence that goes on. `total` is its log-probability; `entries` are reported of its tokens, if asked for."""
+    """A sequence that goes on. `total` is its log-probability; `entries` are reported of its tokens, if asked for.
+
+    `text`: if stop strings are looked for.
+    """
 
     request: Request
+    text: BeamText | None
     total: float = 0.0
     entries: list[TokenLogprobs] = field(default_factory=list)
     candidates: BeamCandidates | None = None
@@ -40,6 +60,7 @@ class Continuation:
     place: int
     token_id: int
     total: float
+    text: BeamText | None
 
     @property
     def token_ids(self) -> list[int]:
@@ -73,15 +94,16 @@ class BeamSearch:
     `done` when no beam goes on; `hypotheses` are then the answers, best first.
     """
 
-    def __init__(self, request: Request, decode: Decode | None = None) -> None:
-        """`decode` is needed to find stop strings."""
+    def __init__(self, request: Request, tokenizer: Callable[[], Tokenizer] | None = None) -> None:
+        """The `tokenizer` is needed, and called for, to find stop strings."""
         params = request.params
         assert params.beam_width is not None
         self.width = params.beam_width
         self.name = request.request_id
         """The id of one of its requests, always."""
         self.answer_ids = request.answer_ids
-        self.beams = [Beam(request)]
+        text = None if tokenizer is None or not params.stop_strings else _first_text(request, tokenizer())
+        self.beams = [Beam(request, text)]
         self.hypotheses: list[Hypothesis] = []
         self.done = False
         self.failure: str | None = None
@@ -89,7 +111,6 @@ class BeamSearch:
         self._params = params
         self._max_tokens = request.max_tokens
         self._stop_token_ids = request.stop_token_ids
-        self._texts = StopTexts(params.stop_strings, params.skip_special_tokens, decode)
 
     @property
     def requests(self) -> list[Request]:
@@ -122,7 +143,7 @@ class BeamSearch:
     def go_on(self, following: Sequence[Continuation], requests: Sequence[Request]) -> None:
         """Let these requests be the beams, one for each continuation."""
         self.beams = [
-            Beam(request, continuation.total, continuation.entries)
+            Beam(request, continuation.text, continuation.total, continuation.entries)
             for continuation, request in zip(following, requests, strict=True)
         ]
 
@@ -140,13 +161,14 @@ class BeamSearch:
                 heapq.heapreplace(heap, (-beam.total - candidates.logprobs[place + 1], index, place + 1))
             else:
                 heapq.heappop(heap)
-            yield Continuation(beam, place, candidates.token_ids[place], -negative)
+            token_id = candidates.token_ids[place]
+            yield Continuation(beam, place, token_id, -negative, beam.text and beam.text.after(token_id))
 
     def _ending(self, continuation: Continuation, length: int) -> tuple[FinishReason, int | None] | None:
         if length > self._params.min_tokens:
             if continuation.token_id in self._stop_token_ids:
                 return "stop", continuation.token_id
-            if self._texts.ended_by(continuation):
+            if continuation.text is not None and continuation.text.ended:
                 return "length", None  # which string it is, and where the text is cut, is found with the whole text
         return ("length", None) if length == self._max_tokens else None
 
@@ -171,18 +193,8 @@ class BeamSearch:
         return possible > self.hypotheses[-1].score
 
 
-class StopTexts:
-    """Finds stop strings in the last tokens of a beam."""
-
-    def __init__(self, texts: Sequence[str], skip_special_tokens: bool, decode: Decode | None) -> None:
-        self._texts, self._skip_special_tokens, self._decode = texts, skip_special_tokens, decode
-        self._window = max((len(text.encode()) for text in texts), default=0) + 4  # a token is a byte at least
-
-    def ended_by(self, continuation: Continuation) -> bool:
-        """Whether the last token completes one of the texts."""
-        if not self._texts or self._decode is None:
-            return False
-        tokens = continuation.token_ids[-self._window :]
-        before = len(self._decode(tokens[:-1], self._skip_special_tokens))
-        text = self._decode(tokens, self._skip_special_tokens)
-        return any(text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self._texts)
+def _first_text(request: Request, tokenizer: Tokenizer) -> BeamText:
+    params, prompt = request.params, request.token_ids[: request.prompt_length]
+    kept = frozenset(params.visible_token_ids or ())
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
+    return BeamText(detokenizer, StopSearch(StopStrings(params.stop_strings)))

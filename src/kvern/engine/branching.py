@@ -68,7 +68,8 @@ class Branching:
         sibling.request_id = f"{parent.request_id}/{self._names}"
         self._names += 1
         sibling.params = parent.params.replace(prompt_logprobs=None)
-        sibling.block_ids, sibling.nodes, sibling.num_computed_tokens, sibling.slot = [], [], 0, -1
+        sibling.block_ids, sibling.nodes, sibling.num_computed_tokens = [], [], 0
+        sibling.slot = sibling.state_index = -1
         self._scheduler.register(sibling)
         return sibling
 

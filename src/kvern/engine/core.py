@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
-from kvern.engine.beams import BeamSearch, Decode
+from kvern.engine.beams import BeamSearch
 from kvern.engine.branching import Branching
 from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
@@ -31,17 +31,20 @@ if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.engine.proposer import Proposer
     from kvern.step import StepResult
+    from kvern.tokenizer import Tokenizer
     from kvern.worker.executor import Executor
 
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """How long an engine without other work waits for a grammar before it looks for messages."""
+LOADING_SECONDS = 0.001
+"""How long an engine rests whose requests all wait for blocks that are being loaded, before it looks again."""
 
 
 class EngineCore:
     """Drives the scheduler and the executor. Not thread-safe: one thread calls it.
 
-    `decode` turns token ids into text, for beams that end at stop strings. With `prepares` a request is held until the
+    The `tokenizer` is called for when beams first end at stop strings. With `prepares` a request is held until the
     executor is prepared for its grammar; without, its first step waits for that. `note` is told the ids of a step's
     requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does.
     """
@@ -51,7 +54,7 @@ class EngineCore:
         scheduler: Scheduler,
         executor: "Executor",
         depth: int = 1,
-        decode: Decode | None = None,
+        tokenizer: "Callable[[], Tokenizer] | None" = None,
         prepares: bool = False,
         note: Callable[[list[str]], None] | None = None,
         proposer: "Proposer | None" = None,
@@ -63,7 +66,7 @@ class EngineCore:
         self.proposer = proposer
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._digests: dict[int, bytes] = {}
         """Of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
@@ -86,7 +89,7 @@ class EngineCore:
         if request.adapter in self._digests:
             request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
         if request.params.beam_width is not None:
-            request.beams = BeamSearch(request, self._decode)
+            request.beams = BeamSearch(request, self._tokenizer)
         preparing = None
         if self._prepares and request.spec.grammar is not None:
             preparing = self.executor.prepare(request.spec.grammar)
@@ -119,7 +122,10 @@ class EngineCore:
         self._forget_unused()
 
     def _forget_unused(self) -> None:
-        for key in [key for key in self._unloading if not self.scheduler.uses_adapter(key)]:
+        if not self._unloading:
+            return
+        held = {request.adapter for request, _ in self._held.values()}
+        for key in [key for key in self._unloading if key not in held and not self.scheduler.uses_adapter(key)]:
             self._unloading.remove(key)
             self.scheduler.adapters.forget(key)
             self._digests.pop(key, None)
@@ -130,7 +136,9 @@ class EngineCore:
     ) -> None:
         """End requests from outside: a client has gone, or a stop string was seen. Ended ones are ignored."""
         for request_id in request_ids:
-            self._held.pop(request_id, None)
+            if request_id in self._held:
+                held, _ = self._held.pop(request_id)
+                held.state, held.finish_reason, held.stop_reason = State.FINISHED, reason, stop_reason
             request = self.scheduler.get(request_id)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
@@ -175,6 +183,8 @@ class EngineCore:
             if self._trial.units is not None:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
+            elif self.scheduler.has_work:
+                time.sleep(LOADING_SECONDS)
             return []
         output, requests, future = self._in_flight.popleft()
         try:

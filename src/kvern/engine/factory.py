@@ -1,15 +1,16 @@
 """Makes an engine from a configuration: the executor with the model, and the scheduler over what it has room for."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from kvern.cache.keys import model_identity
 from kvern.cache.manager import KVCacheManager
+from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
-from kvern.engine.beams import Decode
 from kvern.engine.core import EngineCore
 from kvern.engine.policy import POLICIES
+from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.model_spec import ModelSpec
 from kvern.models.loader import read_config
@@ -34,13 +35,15 @@ def build_core(
     """
     spec = spec_from_config(read_config(folder))
     executor, layout = start(config, folder, spec, startup)
-    scheduler = make_scheduler(config, folder, layout)
-    core = EngineCore(scheduler, executor, layout.depth, text_decoder(folder), prepares, note)
+    scheduler = make_scheduler(config, folder, layout, executor.tier)
+    proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
+    tokenizer = functools.cache(functools.partial(Tokenizer, folder))
+    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, proposer)
     return core, spec, layout
 
 
-def make_scheduler(config: EngineConfig, folder: Path, layout: Layout) -> Scheduler:
-    """The scheduler over a KV cache of this layout, for the model in `folder`."""
+def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVTier | None) -> Scheduler:
+    """The scheduler over a KV cache of this layout, for the model in `folder`, whose blocks a tier may keep."""
     limits = SchedulerLimits(
         layout.max_batch_tokens,
         layout.max_batch_requests,
@@ -49,19 +52,5 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout) -> Schedu
         config.batching == "continuous",
     )
     identity = model_identity(folder, config.load_format, config.dtype, layout.dtype, layout.block_size)
-    cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity)
+    cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity, tier)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
-
-
-def text_decoder(folder: Path) -> Decode:
-    """Makes texts of a model's tokens; the tokenizer is loaded at first use."""
-
-    @functools.cache
-    def tokenizer() -> Tokenizer:
-        return Tokenizer(folder)
-
-    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        known = tokenizer()
-        return known.decode(token_ids, skip_special_tokens) if known.available else ""
-
-    return decode

@@ -6,9 +6,12 @@ Tokens are sampled from the model alone, whatever was guessed, and random number
 proposer an answer has the tokens that it has without one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvern.config import EngineConfig
+from kvern.model_spec import ModelSpec
+from kvern.plugins import Plugins
 from kvern.request import Request
 
 
@@ -21,6 +24,10 @@ class Proposer(Protocol):
         As many of the first as `in_flight` says are sampled already, and not used.
         """
         ...
+
+
+PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins("proposer", "kvern.proposers")
+"""By the name that the option `proposer` gives."""
 
 
 def takes_drafts(request: Request) -> bool:

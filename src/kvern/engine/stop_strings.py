@@ -4,6 +4,7 @@ A state is the longest end of the text that some stop string begins with; its le
 are made when a text first comes there: what a list costs follows the text, not the length of the list.
 """
 
+import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
@@ -107,6 +108,10 @@ class StopSearch:
             return None
         place, _, stop = min(found)
         return place, stop
+
+    def fork(self) -> "StopSearch":
+        """One more, in an answer that goes on from here in another way."""
+        return copy.copy(self)
 
     @property
     def held_back(self) -> int:

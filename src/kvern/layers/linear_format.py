@@ -9,20 +9,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from kvern.errors import ConfigError, KvernError, UnsupportedModel
+from kvern.errors import KvernError, UnsupportedModel
 from kvern.files import reason
 from kvern.layers.experts import Experts, SeparateExperts
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.model_spec import MoeSpec
+from kvern.plugins import Plugins
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
-ENTRY_POINT_GROUP = "kvern.linear_methods"
 OWN_FORMATS: tuple[str, ...] = ()
 """kvern's modules that register formats; they are imported when a configuration asks for one."""
 
@@ -69,18 +67,7 @@ class LinearMethods:
 MakeMethods = Callable[[Mapping[str, Any], LinearFormat], LinearMethods]
 """`(quantization_config, the format of unquantized weights on this device) -> LinearMethods`."""
 
-LINEAR_METHODS: dict[str, MakeMethods] = {}
-
-
-def register_linear_method(name: str) -> Callable[[MakeMethods], MakeMethods]:
-    """Register the decorated function under a `quant_method`. Raises ConfigError if another holds the name."""
-
-    def register(make: MakeMethods) -> MakeMethods:
-        if LINEAR_METHODS.setdefault(name, make) is not make:
-            raise ConfigError(f"linear method {name!r} is registered already, by {LINEAR_METHODS[name].__module__}")
-        return make
-
-    return register
+LINEAR_METHODS: Plugins[MakeMethods] = Plugins("linear method", "kvern.linear_methods", OWN_FORMATS)
 
 
 def linear_methods(config: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
@@ -92,11 +79,11 @@ def linear_methods(config: Mapping[str, Any], unquantized: LinearFormat) -> Line
     if not quantization:
         return LinearMethods(unquantized)
     name = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    make = _find(name) if isinstance(name, str) else None
+    make = LINEAR_METHODS.get(name) if isinstance(name, str) else None
     if make is None:
         raise UnsupportedModel(
             f"the model is quantized by {str(name)[:60]!r}; kvern loads float32, float16 and bfloat16 weights, and "
-            f"what is registered: {', '.join(sorted(LINEAR_METHODS)) or 'nothing yet'}"
+            f"what is registered: {', '.join(LINEAR_METHODS.names) or 'nothing yet'}"
         )
     try:
         return make(quantization, unquantized)
@@ -104,12 +91,3 @@ def linear_methods(config: Mapping[str, Any], unquantized: LinearFormat) -> Line
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError, re.error) as error:
         raise UnsupportedModel(f"quantization_config cannot be read as {name!r:.60}: {reason(error)}") from error
-
-
-def _find(name: str) -> MakeMethods | None:
-    for module in OWN_FORMATS:
-        import_module(module)
-    if name not in LINEAR_METHODS:
-        for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-            LINEAR_METHODS.setdefault(name, entry.load())
-    return LINEAR_METHODS.get(name)

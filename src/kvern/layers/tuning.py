@@ -1,5 +1,6 @@
 """Choosing how each linear layer multiplies, by timing what its method offers over the model's own weights."""
 
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import islice
@@ -9,40 +10,63 @@ from torch import nn
 
 from kvern.layers.linear import Weighted
 
+logger = logging.getLogger("kvern")
+
+Time = Callable[[list[Callable[[], object]]], float]
+
 TIMED_LAYERS = 8
 """Of those alike: enough that no weight stays in the L2 cache."""
 
 
-def tune(
-    model: nn.Module, time: Callable[[list[Callable[[], object]]], float], known: Mapping[str, object]
-) -> dict[str, object]:
+def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str, object]:
     """Choose for every kind of linear layer of the model. Returns what was timed because it was not `known`.
 
     `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
-    values of what is known are plain, to be kept in a file.
+    values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning;
+    if none of a choice does, the first one's error is raised.
     """
     timed: dict[str, object] = {}
+    broken: dict[str, Exception] = {}
     for key, layers in _alike(model).items():
-        shape = layers[0].method.shape
+        method = layers[0].method
+        shape = method.shape
         offers = [layer.method.candidates() for layer in islice(layers, TIMED_LAYERS)]
         for rows, candidates in offers[0].items():
             choice = _plain(known.get(f"{key}, {rows} rows", ()))
             if choice not in candidates:
                 x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device)
-                durations = {
-                    candidate: time(
-                        [
-                            partial(offer[rows][candidate], x, layer.bias)
-                            for offer, layer in zip(offers, layers, strict=False)
-                        ]
-                    )
+                calls: dict[Hashable, list[Callable[[], object]]] = {
+                    candidate: [
+                        partial(offer[rows][candidate], x, layer.bias)
+                        for offer, layer in zip(offers, layers, strict=False)
+                    ]
                     for candidate in candidates
                 }
-                choice = min(durations, key=lambda candidate: durations[candidate])
+                choice, errors = _fastest(calls, time)
+                broken = {f"{method.name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
                 timed[f"{key}, {rows} rows"] = choice
             for layer in layers:
                 layer.method.choose(rows, choice)
+    for name, error in broken.items():
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        logger.warning("a way to multiply does not work here and is left out (%s): %s", name, reason)
     return timed
+
+
+def _fastest(
+    calls: Mapping[Hashable, list[Callable[[], object]]], time: Time
+) -> tuple[Hashable, dict[Hashable, Exception]]:
+    """The candidate whose calls take least, and why others do not run: what fits depends on device, shape and dtype."""
+    durations: dict[Hashable, float] = {}
+    errors: dict[Hashable, Exception] = {}
+    for candidate, products in calls.items():
+        try:
+            durations[candidate] = time(products)
+        except Exception as error:  # of a compiler, its launcher or the device: there is no common type
+            errors[candidate] = error
+    if not durations:
+        raise next(iter(errors.values()))
+    return min(durations, key=lambda candidate: durations[candidate]), errors
 
 
 def _plain(stored: object) -> Hashable:

@@ -29,6 +29,9 @@ class Contents:
 class Runner(Protocol):
     """Runs steps on a device; the result may still be on its way."""
 
+    caches: list[torch.Tensor]
+    """Keys and values of each layer, [2, blocks, block_size, kv_heads, head_dim]."""
+
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
         ...

@@ -12,6 +12,7 @@ from kvern.worker.device import resolve_device
 from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepParts
+from kvern.worker.tiered import TIERS, Tier, TieredSteps
 from kvern.worker.worker import Worker
 
 
@@ -49,15 +50,19 @@ class InProcessExecutor:
     It would run on rows that lack what that one was to bring, and write to blocks of others.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, tier: Tier | None = None) -> None:
+        """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
         self._worker = worker
-        self._steps = StepParts(worker.execute)
+        self.tier = tier
+        self._execute = StepParts(worker.execute).execute
+        if tier is not None:
+            self._execute = TieredSteps(self._execute, tier, worker.runner.caches).execute
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         if self._error is None:
             try:
-                return self._steps.execute(output)
+                return self._execute(output)
             except BaseException as error:
                 self._error = error
         failed: Future[ModelRunnerOutput] = Future()
@@ -90,4 +95,5 @@ def start(config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup)
     plan = agree([worker.probe()], config, spec)
     layout = lay_out([worker.load(plan)], plan, config)
     worker.build(layout)
-    return InProcessExecutor(worker), layout
+    tier = None if config.kv_tier is None else TIERS.find(config.kv_tier)(config, layout)
+    return InProcessExecutor(worker, tier), layout

@@ -37,6 +37,7 @@ class ModelRunner:
     ) -> None:
         self._decoder = decoder
         self._attention = attention
+        self.caches = attention.caches
         self._rows = rows
         self._block_size = block_size
         self._grammars = grammars

@@ -16,7 +16,6 @@ class Startup:
         self.stages: dict[str, float] = {"import": process_age()}
         self.reports: list[str] = []
         """Lines about what was measured and decided."""
-        self._began = time.perf_counter()
 
     def report(self, lines: Sequence[str]) -> None:
         """Add lines to be shown with the start."""
@@ -30,11 +29,6 @@ class Startup:
             yield
         finally:
             self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - began
-
-    @property
-    def seconds(self) -> float:
-        """From this object's making to now."""
-        return time.perf_counter() - self._began
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())

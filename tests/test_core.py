@@ -1,0 +1,79 @@
+"""What the engine core does with requests that wait for something outside of the scheduler."""
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from kvern.engine.core import EngineCore
+from kvern.request import PromptInput, Request, RequestSpec, State, requests_of
+from kvern.sampling_params import SamplingParams
+from tests.simulated_device import Setup
+from tests.simulated_engine import SimulatedEngine
+
+
+class PreparingEngine(SimulatedEngine):
+    """Its executor has to be prepared for a grammar, and knows adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(Setup())
+        self.core = EngineCore(self.scheduler, self, prepares=True)
+        self.prepared: Future[None] = Future()
+        self.dropped: list[int] = []
+
+    def prepare(self, grammar: str) -> "Future[None]":
+        return self.prepared
+
+    def drop_adapter(self, key: int) -> None:
+        self.dropped.append(key)
+
+    def ask(self, n: int = 1, **options: Any) -> list[Request]:
+        params = SamplingParams(n=n).resolved()
+        requests = requests_of(RequestSpec("0", PromptInput([0, 1]), params, 3, grammar="form", **options))
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.core.add(request)
+        return requests
+
+    def work(self) -> None:
+        for _ in range(100):
+            if self.core.has_work:
+                self.core.step()
+        assert not self.core.has_work, "a request waits for ever"
+
+
+def test_samples_go_on_when_the_first_is_aborted_before_it_was_queued() -> None:
+    engine = PreparingEngine()
+    first, second, third = engine.ask(n=3)
+    engine.core.finish([first.request_id])
+    engine.prepared.set_result(None)
+    engine.work()
+    assert first.finish_reason == "abort" and not first.output_length
+    assert (second.output_length, third.output_length) == (3, 3)
+
+
+def test_an_adapter_stays_for_a_request_whose_grammar_is_being_prepared() -> None:
+    engine = PreparingEngine()
+    (request,) = engine.ask(adapter=1)
+    engine.core.unload_adapter(1)
+    assert not engine.dropped
+    engine.prepared.set_result(None)
+    engine.work()
+    assert request.output_length == 3 and engine.dropped == [1]
+
+
+def test_the_core_rests_while_blocks_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimulatedEngine(Setup(tier_blocks=20, tier_delay=4))
+    prompt = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    rests: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    for _ in range(2):
+        (request,) = engine.add(prompt, 1)
+        states = []
+        while engine.core.has_work:
+            engine.step()
+            states.append(request.state)
+        engine.cache.tree.evict(20)
+    assert len(rests) == states.count(State.LOADING) - 1, "the step that loads is the first"
+    assert states.count(State.LOADING) > 2
