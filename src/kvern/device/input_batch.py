@@ -8,6 +8,9 @@ import torch
 from kvern.device.rows import BatchRows
 from kvern.step import ScheduledTokens
 
+LAST = (0,)
+"""The token that one is sampled behind, counted from the last: a range for each row takes longer than all else."""
+
 
 @dataclass
 class InputBatch:
@@ -50,7 +53,7 @@ def sampled_tokens(scheduled: Sequence[ScheduledTokens]) -> SampledTokens:
     for item in scheduled:
         total += item.count
         end = item.start + item.count
-        for behind in range(item.sampled - 1, -1, -1):
+        for behind in range(item.sampled - 1, -1, -1) if item.sampled != 1 else LAST:
             slots.append(item.slot)
             positions.append(end - behind)
             indices.append(total - 1 - behind)

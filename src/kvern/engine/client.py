@@ -42,7 +42,7 @@ class EngineClient:
         self.tokenizer = Tokenizer(self.folder)
         self.metrics = Metrics(self.names[0])
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
-        self.supervisor = Supervisor(self.config, config.engine_timeout, self)
+        self.supervisor = Supervisor(self.config, self)
         adapters, probation = AdapterNames(frozenset(self.names)), Probation()
         outputs = OutputProcessor(self.tokenizer)
         self.generations = Generations(self.inputs, outputs, adapters, self.supervisor, probation, self.metrics)
@@ -94,7 +94,7 @@ class EngineClient:
     async def prepare(self, link: EngineLink) -> None:
         """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
         self.adapters.interrupt(EngineDied("the engine was replaced"))
-        lost = await self.adapters.read_all(link, self.config.engine_timeout)
+        lost = await self.adapters.read_all(link)
         if lost and not self._started:
             raise next(iter(lost.values()))
         self.adapters.lose(lost)

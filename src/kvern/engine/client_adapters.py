@@ -66,7 +66,7 @@ class ClientAdapters:
             if not reading.done():
                 reading.set_exception(error)
 
-    async def read_all(self, link: EngineLink, silence: float) -> Mapping[int, InvalidAdapter]:
+    async def read_all(self, link: EngineLink) -> Mapping[int, InvalidAdapter]:
         """Have a new engine read all that are in use; those that cannot be read, by key. Raises EngineDied."""
         adapters = {adapter.key: adapter for adapter in (*self.names.all(), *self._still_used())}
         for adapter in adapters.values():
@@ -75,7 +75,7 @@ class ClientAdapters:
         if reading:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READING_SECONDS * len(adapters)):
-                    async for message in link.messages(silence):
+                    async for message in link.messages():
                         if isinstance(message, AdapterRead):
                             reading.discard(message.key)
                             if message.error is not None:

@@ -30,20 +30,21 @@ SHUTDOWN_SECONDS = 10
 
 
 class EngineLink:
-    """Start with `start`, end with `stop`."""
+    """Start with `start`, end with `stop`. After `silence` seconds without a sign of life the process is killed."""
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, silence: float) -> None:
         self.process = process
+        self._silence = silence
         self.ready = Ready(0, 0, "")
         self._socket = socket
         self.silent = False
         """It was killed because it gave no sign of life."""
 
     @classmethod
-    async def start(cls, config: EngineConfig, address: str, running: Path, silence: float) -> "EngineLink":
+    async def start(cls, config: EngineConfig, address: str, running: Path) -> "EngineLink":
         """Start a process that loads `config.model`, a folder, and wait for it. Raises ConfigError with its reason.
 
-        It is killed after `silence` seconds without a sign of life, and notes in the file `running` what it computes.
+        It notes in the file `running` what it computes.
         """
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
@@ -51,10 +52,10 @@ class EngineLink:
         socket.bind(address)
         command = [sys.executable, "-m", "kvern.engine.process", address, str(running), str(os.getpid())]
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-        link = cls(process, socket)
+        link = cls(process, socket, config.engine_timeout)
         sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config)))))
         try:
-            async for message in link.messages(silence):
+            async for message in link.messages():
                 if isinstance(message, Ready):
                     link.ready = message
                     break
@@ -75,20 +76,20 @@ class EngineLink:
         with contextlib.suppress(zmq.ZMQError):
             cast("asyncio.Future[Any]", self._socket.send(content, zmq.NOBLOCK)).result()
 
-    async def messages(self, silence: float) -> AsyncIterator[Ready | AdapterRead | Events]:
-        """What the engine says, until it fails, ends, or is silent for so many seconds and is killed: EngineDied."""
+    async def messages(self) -> AsyncIterator[Ready | AdapterRead | Events]:
+        """What the engine says, until it fails, ends, or is silent for too long and is killed: EngineDied."""
         ended = asyncio.create_task(self.process.wait())
         try:
             while True:
                 received = asyncio.ensure_future(self._socket.recv())
                 try:
-                    await asyncio.wait({received, ended}, timeout=silence, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({received, ended}, timeout=self._silence, return_when=asyncio.FIRST_COMPLETED)
                     if not received.done():
                         if ended.done():
                             raise EngineDied(f"the engine process ended with exit code {ended.result()}")
                         self.silent = True
                         self.process.kill()
-                        raise EngineDied(f"the engine gave no sign of life for {silence:g} seconds")
+                        raise EngineDied(f"the engine gave no sign of life for {self._silence:g} seconds")
                     message = decode_for_server(received.result())
                 finally:
                     received.cancel()

@@ -60,11 +60,10 @@ class Owner(Protocol):
 
 
 class Supervisor:
-    """Start with `start`, end with `stop`. `silence`: seconds without a sign of life after which one is replaced."""
+    """Start with `start`, end with `stop`."""
 
-    def __init__(self, config: EngineConfig, silence: float, owner: Owner) -> None:
+    def __init__(self, config: EngineConfig, owner: Owner) -> None:
         self._config = config
-        self._silence = silence
         self._owner = owner
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         """Of the last engine's socket and file; only this user may enter it."""
@@ -149,7 +148,7 @@ class Supervisor:
     async def _listen(self) -> Death:
         """Hand on what the engine says until it ends."""
         try:
-            async for message in self.link.messages(self._silence):
+            async for message in self.link.messages():
                 if isinstance(message, AdapterRead | Events):
                     self._owner.hear(message)
         except EngineDied as error:
@@ -190,7 +189,7 @@ class Supervisor:
         self._remove_directory()
         self._directory = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
         address = f"ipc://{Path(self._directory.name, 'engine')}"
-        self._link = await EngineLink.start(self._config, address, self._running_file, self._silence)
+        self._link = await EngineLink.start(self._config, address, self._running_file)
         await self._owner.prepare(self._link)
         self._began = time.monotonic()
         self.available.set()

@@ -1,7 +1,7 @@
 """How a model's weights are stored: which `LinearMethod` each layer gets, by its path, and who registers formats.
 
 A format is one file with a `LinearFormat` and a function, registered under the `quant_method` of the
-`quantization_config` in config.json: by the decorator `register_linear_method`, or by an entry point of the group
+`quantization_config` in config.json: by `LINEAR_METHODS.register`, or by an entry point of the group
 `kvern.linear_methods` of that name.
 """
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvern.api import messages
-from kvern.api.errors import body_of, error_body, status_of
+from kvern.api.errors import body_of, status_of
 from kvern.api.fields import ignored
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
 from kvern.server.config import ServerConfig
@@ -98,7 +98,7 @@ class EventStream:
         self._close = close
         self._headers = headers or {}
         self._last = last
-        self._failed = failed or (lambda error: error_body(status_of(error), str(error)))
+        self._failed = failed or body_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -212,16 +212,16 @@ class DeviceRunner:
         if needs & Needs.GRAMMAR:
             broken = self._grammars.restrict(logits, slots)
         chosen = self._choose(logits, slots, decoded, needs)
-        kept = None
-        if starts is not None:
-            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
-        write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen, decoded.starts)
         logprobs = None
         if needs & Needs.LOGPROBS:
             most = max(count for count in counts if count is not None)
             logprobs = token_logprobs(original, chosen, most)
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
         candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
+        kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
+        if starts is not None:
+            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
+        write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen, decoded.starts)
         step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
         if needs & Needs.GRAMMAR:
             self._grammars.expect(rows.sampled_slots(scheduled), step)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
+from kvern.errors import in_a_line
 from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepResult
 
 logger = logging.getLogger("kvern")
@@ -69,7 +70,7 @@ class StepParts:
             tokens,
             error,
             self._token_limit,
-            str(error.__cause__).splitlines()[0],
+            in_a_line(error.__cause__ or error),
         )
 
 
