@@ -31,7 +31,7 @@ Cause = Request | str
 Entry = tuple[bool, float, int, int, int, Request]
 """The policy's order, then the order in which requests began to wait."""
 
-LOOKS = 8
+LOOKS = 4
 AGED = 32
 
 
