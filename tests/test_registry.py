@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from kvern.errors import ConfigError, UnsupportedModel
-from kvern.models import registry
 from kvern.models.describe import describe
-from kvern.models.registry import known_families, register_family, spec_from_config
+from kvern.models.registry import FAMILIES, register_family, spec_from_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,8 +32,8 @@ def config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def _registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    known_families()
-    monkeypatch.setattr(registry, "_families", dict(registry._families))
+    assert FAMILIES.names  # imports kvern's own
+    monkeypatch.setattr(FAMILIES, "_registered", dict(FAMILIES._registered))
 
 
 def test_an_unknown_architecture_is_named_with_what_is_known_and_how_to_register() -> None:
@@ -81,7 +80,7 @@ def test_a_decorated_function_is_a_family() -> None:
     def fancy(config: Mapping[str, Any]) -> Any:
         return describe(config, embedding_scale=3.0)
 
-    assert "fancy" in known_families()
+    assert "fancy" in FAMILIES.names
     assert spec_from_config(config("fancy", "FancyForCausalLM")).embedding_scale == 3.0
 
 
@@ -103,7 +102,7 @@ def test_an_entry_point_is_a_family_and_is_imported_only_when_named(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fancy-models\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[kvern.model_families]\nFancyForCausalLM = fancy_models:fancy\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "FancyForCausalLM" in known_families()
+    assert "FancyForCausalLM" in FAMILIES.names
     spec_from_config(LLAMA)
     assert "fancy_models" not in sys.modules
     assert spec_from_config(config("fancy", "FancyForCausalLM")).residual_scale == 0.5
@@ -196,15 +195,13 @@ def test_a_multimodal_gemma3_is_read_as_its_language_model() -> None:
 
 
 def test_describing_a_model_does_not_import_torch() -> None:
-    code = (
-        "import sys; from kvern.models.registry import known_families; known_families(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from kvern.models.registry import FAMILIES; FAMILIES.names; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
 def test_the_documentation_lists_every_model_type() -> None:
     text = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
-    missing = [name for name in known_families() if name.islower() and f"`{name}`" not in text]
+    missing = [name for name in FAMILIES.names if name.islower() and f"`{name}`" not in text]
     assert not missing
 
 

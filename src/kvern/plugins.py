@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
 from kvern.errors import ConfigError
@@ -13,7 +14,8 @@ Part = TypeVar("Part")
 class Plugins(Generic[Part]):
     """The parts of one kind, `what`, by name. `own`: kvern's modules that register some, imported at the first use.
 
-    `group` is the entry points' group in which other packages name theirs.
+    Of a package all its modules are. `group` is the entry points' group in which other packages name theirs, which are
+    imported only when one is asked for.
     """
 
     def __init__(self, what: str, group: str, own: Sequence[str] = ()) -> None:
@@ -25,14 +27,14 @@ class Plugins(Generic[Part]):
 
         def register(part: Part) -> Part:
             if self._registered.setdefault(name, part) is not part:
-                raise ConfigError(f"{self.what} {name!r} is registered already, by {self._registered[name]!r}")
+                raise ConfigError(f"{self.what} {name!r} is registered already, by {self._registered[name].__module__}")
             return part
 
         return register
 
     @property
     def names(self) -> list[str]:
-        """All that can be had, in order."""
+        """All that can be had, in order; those of entry points are not imported."""
         self._import_own()
         return sorted({*self._registered, *(entry.name for entry in entry_points(group=self.group))})
 
@@ -58,5 +60,7 @@ class Plugins(Generic[Part]):
         return part
 
     def _import_own(self) -> None:
-        for module in self._own:
-            import_module(module)
+        for name in self._own:
+            for module in iter_modules(getattr(import_module(name), "__path__", ())):
+                import_module(f"{name}.{module.name}")
+        self._own = ()  # only now: another thread that asks meanwhile has to wait for the imports, too

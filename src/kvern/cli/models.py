@@ -58,4 +58,4 @@ def downloaded() -> Iterator[tuple[str, str, int, Path]]:
 def known_families() -> list[str]:
     from kvern.models import registry
 
-    return registry.known_families()
+    return registry.FAMILIES.names

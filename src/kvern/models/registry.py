@@ -5,24 +5,20 @@ decorator `register_family`, or by an entry point of the group `kvern.model_fami
 architecture and whose object is the function; it is imported only when a configuration names it.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from kvern.errors import ConfigError, KvernError, UnsupportedModel
+from kvern.errors import KvernError, UnsupportedModel
 from kvern.files import reason
 from kvern.model_spec import ModelSpec
 from kvern.models.limits import check_config, check_spec
-
-ENTRY_POINT_GROUP = "kvern.model_families"
+from kvern.plugins import Plugins
 
 Config = Mapping[str, Any]
 Family = Callable[[Config], ModelSpec]
 
-_families: dict[str, Family] = {}
+FAMILIES: Plugins[Family] = Plugins("model family", "kvern.model_families", ["kvern.models.families"])
+"""By model type and by architecture."""
 
 
 def register_family(*names: str) -> Callable[[Family], Family]:
@@ -33,40 +29,10 @@ def register_family(*names: str) -> Callable[[Family], Family]:
 
     def register(family: Family) -> Family:
         for name in names:
-            if _families.setdefault(name, family) is not family:
-                raise ConfigError(f"model family {name!r} is registered already, by {_families[name].__module__}")
+            FAMILIES.register(name)(family)
         return family
 
     return register
-
-
-@cache
-def _import_own_families() -> None:
-    package = importlib.import_module("kvern.models.families")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def known_families() -> list[str]:
-    """The model types and architectures that can be loaded, sorted; those of entry points are not imported."""
-    _import_own_families()
-    return sorted({*_families, *_entry_points()})
-
-
-def find_family(name: str) -> Family | None:
-    """The family registered under a model type or architecture, own ones first."""
-    _import_own_families()
-    if name in _families:
-        return _families[name]
-    entry = _entry_points().get(name)
-    if entry is None:
-        return None
-    family: Family = entry.load()
-    return _families.setdefault(name, family)
 
 
 def spec_from_config(config: Config) -> ModelSpec:
@@ -79,7 +45,7 @@ def spec_from_config(config: Config) -> ModelSpec:
     if not all(isinstance(name, str) for name in names):
         raise UnsupportedModel(f"config.json: architectures and model_type are {names!r:.100}: they must be names")
     names = [name[:100] for name in names if name]
-    families = (find_family(name) for name in names)
+    families = map(FAMILIES.get, names)
     family = next((family for family in families if family is not None), None)
     if family is None:
         raise UnsupportedModel(_unknown(names))
@@ -102,8 +68,8 @@ def spec_from_config(config: Config) -> ModelSpec:
 
 def _unknown(names: list[str]) -> str:
     what = f"architecture {' / '.join(names)[:200]} is unknown" if names else "config.json names no architecture"
-    model_types = ", ".join(name for name in known_families() if name.islower())
+    model_types = ", ".join(name for name in FAMILIES.names if name.islower())
     return (
         f"{what}; known model types: {model_types}; to add one, decorate a function config -> ModelSpec with "
-        f"kvern.models.registry.register_family(name), or expose it as an entry point of group {ENTRY_POINT_GROUP!r}"
+        f"kvern.models.registry.register_family(name), or expose it as an entry point of group {FAMILIES.group!r}"
     )
