@@ -1,0 +1,47 @@
+"""Whole sessions of the coding agents that people use, with a server and a model that calls their tools."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.agents import AGENTS, MODEL, Session
+from tests.scripted_model import Call, make_scripted_model
+from tests.served import serving
+
+WRITTEN = "written by a tool"
+COMMAND = f"printf '{WRITTEN}' > made.txt"
+DONE = "The file made.txt is there now."
+LOOK = "The user wants a file, and a command can write it."
+CALLS = [
+    Call("exec_command", {"cmd": COMMAND}, LOOK),  # Codex
+    Call("shell", {"command": ["sh", "-c", COMMAND]}, LOOK),
+    Call("run_shell_command", {"command": COMMAND, "description": "Write it", "is_background": False}, LOOK),  # Qwen
+    Call("bash", {"command": COMMAND, "description": "Writes the file"}, LOOK),  # OpenCode
+    Call("Bash", {"command": COMMAND, "description": "Write the file"}, LOOK),  # Claude Code
+]
+LISTING = f"made.txt\n```\n{WRITTEN}\n```\n"
+"""How aider wants a whole file: it knows no tools."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_scripted_model(tmp_path_factory.mktemp("agents") / "model", CALLS, LISTING, DONE)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_session(name: str, model: Path, tmp_path: Path) -> None:
+    agent, log = AGENTS[name], tmp_path / "log"
+    agent.install()
+    options = ("--log-requests", "summary", "--data-dir", str(tmp_path / "data"), "--threads", "1")
+    with serving(str(model), "--served-model-name", MODEL, *options, log=log) as server:
+        session = Session(agent, tmp_path, f"http://{server.host}:{server.port}")
+        for question in ("Write the file made.txt", "Write it again, please"):
+            said = session.ask(question)
+            made = session.work / "made.txt"
+            assert made.read_text().strip() == WRITTEN
+            assert (DONE if agent.program != "aider" else "Applied edit to made.txt") in said
+            made.unlink()
+    answers = re.findall(r" (GET|POST|HEAD|OPTIONS) (\S+) (\d+) ", log.read_text())
+    assert len(answers) >= 2
+    assert [answer for answer in answers if int(answer[2]) >= 400] == []
