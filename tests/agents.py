@@ -1,4 +1,4 @@
-"""The coding agents that people use, as their package indexes have them: installed once, run in a folder of their own."""
+"""Coding agents that people use, as the package indexes have them: installed once, run in folders of their own."""
 
 import json
 import os

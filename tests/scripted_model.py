@@ -6,6 +6,7 @@ the first token of the script that suits the conversation: a call if one of its 
 tool's result. Everything between the template and the parser of calls works as with any other model.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def template(calls: Sequence[Call], heads: Mapping[str, str]) -> str:
     return (
         "{%- if tools -%}{{ '<|im_start|>system\\n# Tools\\n<tools>' }}"
         "{%- for tool in tools -%}{{ '\\n' + (tool | tojson) }}{%- endfor -%}"
-        "{{ '\\n</tools>\\nCalls: <tool_call>\\n{\"name\": ..., \"arguments\": ...}\\n</tool_call><|im_end|>\\n' }}"
+        '{{ \'\\n</tools>\\nCalls: <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n\' }}'
         "{%- endif -%}\n"
         "{%- for message in messages -%}"
         "{{ '<|im_start|>' + message.role + '\\n' }}"
@@ -142,7 +143,7 @@ def _tokenizer(special: Sequence[str], script: Sequence[str]) -> tokenizers.Toke
 def _weights(chains: Sequence[Sequence[int]], vocabulary: int) -> dict[str, torch.Tensor]:
     """Attention and MLP add nothing; the head gives each token of a chain its successor."""
     embedding, head = torch.zeros(vocabulary, HIDDEN), torch.zeros(vocabulary, HIDDEN)
-    links = [link for chain in chains for link in zip(chain, chain[1:], strict=False)]
+    links = [link for chain in chains for link in itertools.pairwise(chain)]
     assert len(links) <= HIDDEN, f"{len(links)} tokens of scripts: at most {HIDDEN}"
     for place, (token, successor) in enumerate(links):
         embedding[token, place] = 1
