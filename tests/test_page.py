@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from tests.served import KEY, Served, eventually, serving
+from tests.scripted_model import Call, make_scripted_model
+from tests.served import KEY, SMALL, Served, eventually, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ARGUMENTS = [
@@ -21,6 +23,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+ADAPTER = Path(__file__).parent / "adapters" / "gull"
 QUESTION = "What is paged attention?"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 
@@ -183,6 +186,61 @@ def test_the_engine_tab_draws_the_metrics(page: Page, server: Served) -> None:
     expect(rate.locator("path.line")).to_have_attribute("d", re.compile("L"), timeout=10_000)
     expect(page.locator(".chart", has_text="Between tokens").locator("strong").first).to_contain_text("ms")
     expect(page.locator(".totals", has_text="tokens generated")).to_contain_text(re.compile(r"[1-9]"))
+
+
+TOOLS = json.dumps([{"name": "look", "description": "Looks it up", "parameters": {"type": "object"}}])
+
+
+def test_thoughts_calls_and_their_results(browser: Browser, tmp_path: Path) -> None:
+    calls = [Call("look", {"word": "granite"}, "A tool knows **more**.")]
+    model = make_scripted_model(tmp_path / "model", calls, "I know that.", "It is a stone.")
+    phone: Any = {"viewport": {"width": 390, "height": 740}, "has_touch": True, "is_mobile": True}
+    with (
+        serving(str(model), "--threads", "1", "--max-model-len", "2048") as server,
+        browser.new_context(**phone) as context,
+    ):
+        page = context.new_page()
+        page.goto(f"http://{server.host}:{server.port}/")
+        page.get_by_role("button", name="Settings").tap()
+        page.get_by_label("Tools, a JSON list").fill("[")
+        ask(page, "What is granite?")
+        expect(page.get_by_role("alert")).to_contain_text("Settings, Tools, a JSON list: this is no JSON")
+        page.get_by_label("Tools, a JSON list").fill(TOOLS)
+        page.get_by_role("button", name="Settings").tap()
+        page.get_by_role("button", name="Answer again").tap()
+        expect(page.locator(".call")).to_contain_text('"word": "granite"', timeout=20_000)
+        page.get_by_role("button", name="Thoughts").tap()
+        expect(page.locator(".thinking strong")).to_have_text("more")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.get_by_label("Result of look").fill("a stone")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.get_by_role("button", name="Go on").tap()
+        expect(page.locator(".answer .markdown", has_text="It is a stone.")).to_be_visible(timeout=20_000)
+        expect(page.locator(".call")).to_contain_text("a stone")
+        messages = sent.value.post_data_json["messages"]
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+        assert messages[1]["reasoning_content"] == "A tool knows **more**."
+        page.reload()
+        expect(page.locator(".turn")).to_have_count(2)
+
+
+def test_an_answer_of_a_schema(page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Answer as JSON of this schema").fill('{"enum": [{"colour": "green"}]}')
+    ask(page, "Which colour?")
+    expect(page.locator(".answer pre")).to_have_text('{\n  "colour": "green"\n}', timeout=20_000)
+
+
+def test_adapters_can_be_chosen(browser: Browser) -> None:
+    with serving(*SMALL, "--adapter", f"gull={ADAPTER}") as server, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"http://{server.host}:{server.port}/")
+        expect(page.locator("optgroup[label=Adapters] option")).to_have_text(["gull"])
+        page.get_by_label("Model").select_option("gull")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, "What is 1 + 1?")
+        assert sent.value.post_data_json["model"] == "gull"
+        expect(page.locator(".figures")).to_contain_text("tokens", timeout=20_000)
 
 
 def test_dark_and_narrow(browser: Browser, server: Served) -> None:

@@ -1,35 +1,38 @@
 // One answer: what is sent for it, what comes, and how fast.
 import { chat } from "./server.js";
+import { parameters } from "./settings.jsx";
 
-export const NUMBERS = [
-  { name: "temperature", label: "Temperature", min: 0, step: "any" },
-  { name: "top_p", label: "Top p", min: 0, step: "any" },
-  { name: "max_tokens", label: "Max tokens", min: 1, step: 1 },
-  { name: "seed", label: "Seed", step: 1 },
-];
+/** The messages of a turn: the question, if there was one, the answer with its calls, and their results. */
+function messages({ question, answer, thinking, calls }) {
+  const found = question == null ? [] : [{ role: "user", content: question }];
+  if (!answer && !calls?.length) return found;
+  const said = { role: "assistant", content: answer };
+  if (thinking) said.reasoning_content = thinking;
+  if (calls?.length) said.tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  const results = (calls ?? []).map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result ?? "" }));
+  return [...found, said, ...results];
+}
 
 /** The body of a request. Settings left empty are not sent: the server's defaults hold. */
 export function body(turns, question, settings, model) {
-  const messages = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
-  for (const turn of turns.filter((turn) => turn.answer)) {
-    messages.push({ role: "user", content: turn.question }, { role: "assistant", content: turn.answer });
-  }
-  messages.push({ role: "user", content: question });
-  const given = NUMBERS.filter(({ name }) => settings[name]).map(({ name }) => [name, Number(settings[name])]);
-  return { ...(model && { model }), messages, ...Object.fromEntries(given) };
+  const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
+  const earlier = turns.filter((turn) => turn.answer || turn.calls?.length).flatMap(messages);
+  const asked = question == null ? [] : [{ role: "user", content: question }];
+  return { ...(model && { model }), messages: [...system, ...earlier, ...asked], ...parameters(settings) };
 }
 
 /** Streams an answer to `show`, once a frame, and returns what is to be kept of it. Never raises. */
 export async function stream(content, signal, show) {
   const begun = performance.now();
-  let [text, finish, usage, first, last, frame] = ["", null, null, null, null, null];
+  const said = { answer: "", thinking: "", calls: [] };
+  let [finish, usage, first, last, frame] = [null, null, null, null, null];
   const draw = () => {
     frame = null;
-    show(text);
+    show({ ...said, calls: [...said.calls] });
   };
   const kept = (fields) => {
     cancelAnimationFrame(frame);
-    return { answer: text, finish, figures: figures(usage, begun, first, last), ...fields };
+    return { ...said, finish, figures: figures(usage, begun, first, last), ...fields };
   };
   try {
     for await (const chunk of chat(content, signal)) {
@@ -38,13 +41,22 @@ export async function stream(content, signal, show) {
       if (!choice) continue;
       last = performance.now();
       first ??= last;
-      text += choice.delta.content ?? "";
+      add(said, choice.delta);
       finish = choice.finish_reason ?? finish;
       frame ??= requestAnimationFrame(draw);
     }
     return kept({ state: "done" });
   } catch (error) {
     return signal.aborted ? kept({ state: "stopped" }) : kept({ state: "failed", error: error.message });
+  }
+}
+
+function add(said, delta) {
+  said.answer += delta.content ?? "";
+  said.thinking += delta.reasoning_content ?? delta.reasoning ?? "";
+  for (const { index, id, function: piece } of delta.tool_calls ?? []) {
+    const before = said.calls[index] ?? { id, name: piece.name, arguments: "" };
+    said.calls[index] = { ...before, arguments: before.arguments + (piece.arguments ?? "") };
   }
 }
 

@@ -1,11 +1,11 @@
 // The chat: turns of a question and its answer, and the box that asks the next one.
-import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { NUMBERS, body, stream } from "./answer.js";
-import { copy, load, store, useStored } from "./browser.js";
-import { number, seconds } from "./format.js";
-import { Again, Copy, Done, Edit, New, Send, Settings, Stone, Stop } from "./icons.jsx";
-import { html } from "./markdown.js";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { body, stream } from "./answer.js";
+import { load, store, useStored } from "./browser.js";
+import { New, Send, Stone, Stop } from "./icons.jsx";
 import { models } from "./server.js";
+import { ModelChoice, Options, OptionsButton } from "./settings.jsx";
+import { Turn } from "./turn.jsx";
 
 const EXAMPLES = ["What is paged attention?", "Tell me a story about a fox.", "What is 17 + 25?"];
 const NEAR_THE_END = 60; // pixels
@@ -23,18 +23,24 @@ export function Chat({ shown }) {
   const field = useRef(null);
   const last = turns.at(-1);
   const running = last?.state === "running";
-  const model = offered.includes(settings.model) ? settings.model : offered[0];
+  const model = (offered.find(({ id }) => id === settings.model) ?? offered[0])?.id;
   useKept(turns, running);
 
   const focus = () => matchMedia("(pointer: fine)").matches && field.current.focus(); // no keyboard over a phone's page
   const ask = async (question, earlier) => {
-    const turn = { id: Date.now(), question, answer: "", state: "running", model };
+    const turn = { id: Date.now(), question, answer: "", state: "running", model, structured: Boolean(settings.schema?.trim()) };
     const change = (fields) => setTurns((all) => all.map((one) => (one.id === turn.id ? { ...one, ...fields } : one)));
     request.current = new AbortController();
     setTurns([...earlier, turn]);
     focus();
-    change(await stream(body(earlier, question, settings, model), request.current.signal, (answer) => change({ answer })));
+    try {
+      change(await stream(body(earlier, question, settings, model), request.current.signal, change));
+    } catch (error) {
+      change({ state: "failed", error: error.message }); // the settings cannot be sent
+    }
   };
+  /** The answer goes on after the results of its calls. */
+  const answerCalls = (calls) => ask(null, [...turns.slice(0, -1), { ...last, calls }]);
   const stop = () => request.current?.abort();
   const send = () => {
     if (running || !draft.trim()) return;
@@ -82,6 +88,7 @@ export function Chat({ shown }) {
             turn={turn}
             again={index === turns.length - 1 ? () => ask(turn.question, turns.slice(0, -1)) : null}
             edit={index === turns.length - 1 ? edit : null}
+            answerCalls={index === turns.length - 1 ? answerCalls : null}
           />
         ))}
       </Scroller>
@@ -99,15 +106,7 @@ export function Chat({ shown }) {
           <Options settings={settings} setSettings={setSettings} />
           <Question field={field} draft={draft} setDraft={setDraft} send={send} />
           <div class="row">
-            <select
-              aria-label="Model"
-              value={model}
-              onChange={(event) => setSettings({ ...settings, model: event.currentTarget.value })}
-            >
-              {offered.map((name) => (
-                <option key={name}>{name}</option>
-              ))}
-            </select>
+            <ModelChoice offered={offered} model={model} choose={(name) => setSettings({ ...settings, model: name })} />
             <OptionsButton settings={settings} setSettings={setSettings} />
             <button type="button" class="quiet" disabled={turns.length === 0} onClick={() => begin([])}>
               <New />
@@ -130,12 +129,12 @@ export function Chat({ shown }) {
   );
 }
 
-/** The names of the server's models, and why there are none. */
+/** The server's models and adapters, and why there are none. */
 function useModels() {
   const [state, setState] = useState([[], null]);
   useEffect(() => {
     models().then(
-      (names) => setState([names, null]),
+      (found) => setState([found, null]),
       (error) => setState([[], error.message]),
     );
   }, []);
@@ -198,84 +197,6 @@ function Welcome({ model, former, restore, ask }) {
   );
 }
 
-function Turn({ turn, again, edit }) {
-  const running = turn.state === "running";
-  return (
-    <article class="turn">
-      <h3 class="unseen">You</h3>
-      <div class="question">{turn.question}</div>
-      <h3 class="unseen">{turn.model ?? "Answer"}</h3>
-      <div class="answer" aria-busy={running}>
-        {running && !turn.answer && <span class="waiting">…</span>}
-        <Markdown text={turn.answer} />
-        {turn.error && (
-          <p class="failure" role="alert">
-            {turn.error}
-          </p>
-        )}
-      </div>
-      {!running && (
-        <footer>
-          <Figures turn={turn} />
-          <span class="actions">
-            {turn.answer && <CopyButton text={turn.answer} />}
-            {edit && <IconButton label="Edit the question" icon={<Edit />} onClick={edit} />}
-            {again && <IconButton label="Answer again" icon={<Again />} onClick={again} />}
-          </span>
-        </footer>
-      )}
-    </article>
-  );
-}
-
-function Markdown({ text }) {
-  const content = useMemo(() => ({ __html: html(text) }), [text]);
-  const onClick = async ({ target }) => {
-    if (target.tagName !== "BUTTON") return;
-    const done = await copy(target.closest(".code").querySelector("code").textContent);
-    target.textContent = done ? "Copied" : "Select it and copy: the browser refuses";
-    setTimeout(() => (target.textContent = "Copy"), 1500);
-  };
-  return <div class="markdown" onClick={onClick} dangerouslySetInnerHTML={content} />;
-}
-
-const ENDS = { stopped: "stopped", failed: "failed" };
-
-function Figures({ turn }) {
-  const { first, rate, tokens, prompt, cached } = turn.figures ?? {};
-  const parts = [
-    ENDS[turn.state] ?? (turn.finish === "length" && "ended at the limit of tokens"),
-    first != null && `first token ${seconds(first)}`,
-    rate != null && `${number(rate)} tokens/s`,
-    tokens != null && `${tokens} tokens`,
-    prompt != null && `prompt ${prompt}${cached ? `, ${cached} cached` : ""}`,
-  ];
-  return (
-    <span class="figures">
-      {parts.filter(Boolean).map((part) => (
-        <span key={part}>{part}</span>
-      ))}
-    </span>
-  );
-}
-
-function IconButton({ label, icon, onClick }) {
-  return (
-    <button type="button" class="quiet" aria-label={label} title={label} onClick={onClick}>
-      {icon}
-    </button>
-  );
-}
-
-function CopyButton({ text }) {
-  const [done, setDone] = useState(false);
-  const onClick = async () => {
-    setDone(await copy(text));
-    setTimeout(() => setDone(false), 1500);
-  };
-  return <IconButton label="Copy the answer" icon={done ? <Done /> : <Copy />} onClick={onClick} />;
-}
-
 /** What a screen reader says: that an answer is on its way, and the whole of it at its end. */
 function Announcement({ turn }) {
   const [text, setText] = useState("");
@@ -311,39 +232,5 @@ function Question({ field, draft, setDraft, send }) {
         send();
       }}
     />
-  );
-}
-
-function OptionsButton({ settings, setSettings }) {
-  const count = ["system", ...NUMBERS.map(({ name }) => name)].filter((name) => settings[name]).length;
-  return (
-    <button
-      type="button"
-      class="quiet"
-      aria-expanded={Boolean(settings.open)}
-      aria-controls="options"
-      onClick={() => setSettings({ ...settings, open: !settings.open })}
-    >
-      <Settings />
-      <span>Settings{count > 0 && ` (${count})`}</span>
-    </button>
-  );
-}
-
-function Options({ settings, setSettings }) {
-  const change = (name) => (event) => setSettings({ ...settings, [name]: event.currentTarget.value });
-  return (
-    <div id="options" class="options" hidden={!settings.open}>
-      <label class="system">
-        System prompt
-        <textarea rows={2} placeholder="none" value={settings.system ?? ""} onInput={change("system")} />
-      </label>
-      {NUMBERS.map(({ name, label, ...limits }) => (
-        <label key={name}>
-          {label}
-          <input type="number" placeholder="default" value={settings[name] ?? ""} onInput={change(name)} {...limits} />
-        </label>
-      ))}
-    </div>
   );
 }

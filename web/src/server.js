@@ -29,7 +29,8 @@ async function request(path, options) {
 
 export const metrics = async (signal) => (await request("metrics", { signal })).text();
 
-export const models = async () => (await (await request("v1/models")).json()).data.map((model) => model.id);
+/** Each with its `id`; an adapter has its model as `parent`. */
+export const models = async () => (await (await request("v1/models")).json()).data;
 
 /** The chunks of a streamed chat completion. Raises ServerError, also for an answer that breaks off. */
 export async function* chat(body, signal) {
