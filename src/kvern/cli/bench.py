@@ -84,7 +84,7 @@ class Kernels:
         import torch
         from rich.table import Table
 
-        from kvern.models.hub import resolve_model
+        from kvern.models.folder import model_folder
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
         from kvern.worker.device import missing_gpu
@@ -94,7 +94,7 @@ class Kernels:
         from kvern.bench.kernels import ceilings, measured_calls
 
         device = torch.device("cuda", torch.cuda.current_device())
-        spec = spec_from_config(read_config(resolve_model(self.engine.model, revision=self.engine.revision)))
+        spec = spec_from_config(read_config(model_folder(self.engine)))
         bandwidth, rate = ceilings(device)
         table = Table(
             "kernel",
