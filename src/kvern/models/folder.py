@@ -34,7 +34,10 @@ Files = dict[str, Path | bytes]
 
 
 def model_folder(config: EngineConfig) -> Path:
-    """The folder with the model's files, as options change them. Raises ModelNotFound, ConfigError, CorruptCheckpoint."""
+    """The folder with the model's files, as options change them.
+
+    Raises ModelNotFound, ConfigError or CorruptCheckpoint.
+    """
     folder = resolve_model(config.model, revision=config.revision, cache_folder=config.download_dir).absolute()
     found: Files = {path.name: path for path in folder.iterdir()}
     files = dict(found)
@@ -56,7 +59,7 @@ def template_text(given: str) -> str:
         try:
             text = read_whole(Path(given).expanduser(), MOST_CONFIG_BYTES).decode()
         except FileNotFoundError:
-            raise ConfigError(f"chat_template is {given!r}: it is neither a file nor a template with {{ in it") from None
+            raise ConfigError(f"chat_template is {given!r}: it is neither a file nor a template") from None
         except UnicodeDecodeError:
             raise ConfigError(f"chat_template is {given!r}: that file is not UTF-8 text") from None
     try:
@@ -120,7 +123,7 @@ def _generation_config(files: Files, config: EngineConfig) -> dict[str, Any]:
 
 def _object(files: Files, name: str) -> dict[str, Any]:
     file = files.get(name, b"{}")
-    return json.loads(file) if isinstance(file, bytes) else read_object(file)  # type: ignore[no-any-return]
+    return dict(json.loads(file)) if isinstance(file, bytes) else read_object(file)
 
 
 def _linked(files: Files, cache: Path) -> Path:
