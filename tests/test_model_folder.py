@@ -64,8 +64,11 @@ def test_an_engine_runs_with_overridden_values(model: Path) -> None:
         str(model),
         hf_overrides={"max_position_embeddings": 64},
         override_generation_config={"temperature": 0.0},
-        chat_template=TEMPLATE,
+        chat_template=TEMPLATE + "{{ mood }}",
+        chat_template_kwargs={"mood": "calm"},
     ) as llm:
+        assert llm.tokenizer.chat_prompt(MESSAGES) == "[fox]calm"
+        assert llm.tokenizer.chat_prompt(MESSAGES, mood="wild") == "[fox]wild"
         assert llm.spec.max_position_embeddings == 64
         first, second = (llm.chat([MESSAGES], SamplingParams(max_tokens=8))[0].outputs[0].token_ids for _ in range(2))
     assert first == second

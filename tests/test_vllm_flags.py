@@ -85,6 +85,10 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
         """serve m --hf-overrides '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'""",
         {"hf_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
     ),
+    (
+        """serve m --default-chat-template-kwargs '{"enable_thinking": false}'""",
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ),
     ("serve m --served-model-name a b", {"served_model_name": ("a", "b")}),
     (
         "serve m --ssl-keyfile k.pem --ssl-certfile c.pem --root-path /llm",

@@ -29,6 +29,8 @@ class EngineConfig:
     """Whose tokenizer and chat template to use: a folder, Hugging Face id, or embedded model. None: the model's."""
     chat_template: str | None = None
     """Jinja template in the place of the model's: a file, or the template itself."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """JSON object of names that the template sees, such as {"enable_thinking": false}; requests' own go before them."""
     hf_overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """JSON object whose values go before those of the model's config.json."""
     generation_config: str = "auto"

@@ -170,7 +170,7 @@ VLLM: dict[str, Rule] = {
     "structured_outputs_config.backend": grammar_backend,
     "logits_processor_pattern": Refused("requests may name the processors of --logits-processors"),
     "chat_template_content_format": Idle("contents have the form that the template reads", 1),
-    "default_chat_template_kwargs": Refused("send chat_template_kwargs in requests"),
+    "default_chat_template_kwargs": Named("chat_template_kwargs"),
     "trust_request_chat_template": Refused("requests cannot bring templates: see --chat-template", 0),
     "response_role": Idle("answers are the assistant's", 1, only=("assistant",)),
     "max_logprobs": Idle("requests may ask for as many as the API allows", 1),

@@ -39,7 +39,7 @@ class EngineClient:
         self.names = config.model_names
         self.folder = model_folder(config)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
-        self.tokenizer = Tokenizer(self.folder)
+        self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self.metrics = Metrics(self.names[0])
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
         self.supervisor = Supervisor(self.config, self)

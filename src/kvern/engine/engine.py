@@ -33,7 +33,7 @@ class Engine:
         self.folder = folder = model_folder(config)
         self.core, self.spec, self.layout = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
-            self.tokenizer = Tokenizer(folder)
+            self.tokenizer = Tokenizer(folder, config.chat_template_kwargs)
         self.inputs = InputProcessor(
             self.tokenizer,
             self.spec,
