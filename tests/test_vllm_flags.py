@@ -234,10 +234,10 @@ def test_every_row_of_the_table_gives_options_that_exist() -> None:
 def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help", "max-num-seqs"]) == 0
     shown = capsys.readouterr().out
-    assert "--max-num-seqs\n      is kvern's --max-batch-requests" in shown
+    assert "--max-num-seqs, of vLLM, is kvern's --max-batch-requests" in shown
     assert "Requests that run at the same time at most." in shown
     assert main(["serve", "--help", "remote"]) == 0
-    assert "--trust-remote-code\n      is refused: kvern runs no code" in capsys.readouterr().out
+    assert "--trust-remote-code, of vLLM, is refused: kvern runs no code" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", [FIRST_SERVER, SECOND_SERVER])

@@ -95,7 +95,8 @@ class EngineConfig:
     deterministic: bool = False
     """On a GPU, make a request's logits the same to the last bit whatever shares its batch; costs speed."""
     cache_dir: str | None = None
-    """Folder for built kernels and measurements of this GPU. None: kvern's among the user's caches."""
+    """Folder for built kernels, measurements of this GPU, and models with changed files. None: kvern's among the user's
+    caches."""
     tool_parser: Literal["auto", "none", "hermes", "mistral", "gemma4", "functiongemma", "pythonic", "llama"] = "auto"
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4"] = "auto"

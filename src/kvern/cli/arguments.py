@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
-import typing
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvern.cli.flag_rules import MANY, Rule, as_arguments, flag
+from kvern.cli.help import knows_vllm, options_of
 from kvern.cli.options import ADAPTER, joined_adapters
 from kvern.cli.vllm_flags import SHORT, VLLM
 from kvern.errors import ConfigError
@@ -24,8 +23,9 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
 
     Raises ConfigError for a flag that is unknown or refused.
     """
-    own = dict(options_of(kind))
-    rules: Mapping[str, Rule] = VLLM if "model" in own else {}
+    options = list(options_of(kind))
+    own = {option.name: option.kind for option in options}
+    rules: Mapping[str, Rule] = VLLM if knows_vllm(options) else {}
     notes: list[str] = []
     found: list[str] = []
     waiting = deque(arguments)
@@ -49,17 +49,6 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
         else:
             raise ConfigError(f"there is no option {flag(name)}: {_hint(name, command, own, rules)}")
     return joined_adapters(found), list(dict.fromkeys(notes))
-
-
-def options_of(kind: type) -> Iterator[tuple[str, Any]]:
-    """The options of a command, name and type: its fields, and those of the fields that hold options."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from options_of(typing.cast("type", hint))
-        elif typing.get_origin(hint) is not Annotated:  # those are positional
-            yield field.name, hint
 
 
 def spelled_out(argument: str) -> str:

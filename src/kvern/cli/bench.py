@@ -38,7 +38,7 @@ class Offline:
     json: Path | None = None
     """File for all figures, with versions, hardware, options and plan."""
     config: Path | None = None
-    """TOML file with options."""
+    """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
@@ -76,7 +76,7 @@ class Kernels:
     """Time each Triton kernel on a model's shapes, beside what the card reads and multiplies at most."""
 
     config: Path | None = None
-    """TOML file with options."""
+    """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
@@ -139,7 +139,7 @@ class ProfileCommand:
     output: Path | None = None
     """File for the trace, FILE.json or FILE.json.gz."""
     config: Path | None = None
-    """TOML file with options."""
+    """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:

@@ -16,7 +16,7 @@ from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import ChatCommand
 from kvern.cli.flag_rules import json_object
-from kvern.cli.help import help_word, print_help_about
+from kvern.cli.help import asked_help, print_help
 from kvern.cli.models import ModelsCommand
 from kvern.cli.options import Defaults, adapters_of, read_defaults
 from kvern.cli.run import INTERRUPTED, RunCommand
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"kvern {kvern.__version__}\n")
         return 0
     try:
-        word = help_word(arguments)
-        if word is not None:
-            return print_help_about(word)
+        asked = asked_help(arguments, KINDS)
+        if asked is not None:
+            return print_help(*asked)
         command, notes = read_command(arguments, os.environ)
         for note in notes:
             sys.stderr.write(f"kvern: {note}\n")

@@ -51,7 +51,7 @@ class RunCommand:
     overwrite: bool = False
     """Begin again, although OUT exists."""
     config: Path | None = None
-    """TOML file with options, named as the flags are: max_tokens = 64."""
+    """TOML or YAML file with options, named as the flags are: max_tokens = 64."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
