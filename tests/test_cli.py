@@ -76,7 +76,7 @@ def test_unknown_and_wrong_options_are_refused(
 
 
 def test_every_option_of_the_engine_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--help"]) == 0
+    assert main(["run", "in.jsonl", "--help"]) == 0
     shown = capsys.readouterr().out
     for name, field in EngineConfig.__dataclass_fields__.items():
         assert ("--adapter " if name == "adapters" else name.replace("_", "-")) in shown, field

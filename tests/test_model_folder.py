@@ -98,6 +98,8 @@ def test_overrides_reach_into_inner_configurations_alone() -> None:
         ({"tokenizer": "/"}, "there is no tokenizer.json"),
         ({"generation_config": "nowhere"}, "it must be auto, none, or a folder"),
         ({"override_generation_config": {"repetition_penalty": 1.1}}, "holds 'repetition_penalty'"),
+        ({"hf_overrides": {"x": {1, 2}}}, "is not JSON: Object of type set"),
+        ({"hf_overrides": '{"x": 1}'}, "hf_overrides is '{\"x\": 1}': it must map names to values"),
         ({"hf_overrides": {"x": 1}, "cache_dir": "/dev/null"}, "cannot be written"),
     ],
 )

@@ -122,6 +122,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
         "serve m --attention-backend TRITON_ATTN --disable-cascade-attn",
         {"attention_backend": "triton", "shared_prefix_attention": False},
     ),
+    ("serve m --compilation-config.level 3 -O0 --no-enable-dbo", {}),
     ("serve m --task generate --runner auto --disable-frontend-multiprocessing --enable-server-load-tracking", {}),
     (
         """serve m --compilation-config '{"level": 3}' --cudagraph-capture-sizes 1 2 4 --max-waiting-queue-length 9""",
@@ -149,6 +150,8 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "--tool-call-parser xlam is refused: there is no such parser; tool_parser is",
         ),
         ("serve m --speculative-config {}", "speculative decoding exists for proposers of installed packages alone"),
+        ("serve m --rope-scaling {}", "--rope-scaling is refused: give it by --hf-overrides"),
+        ("serve m --speculative-config.method ngram", "--speculative-config.method is refused: speculative decoding"),
         ("serve m --lora-modules {}", "it must have a name and a path"),
         ("serve m --structured-outputs-config [", "'[' is not JSON"),
         ("serve m --hf-overrides [", "'[' is not JSON"),
@@ -236,7 +239,7 @@ def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert "--max-num-seqs, of vLLM, is kvern's --max-batch-requests" in shown
     assert "Requests that run at the same time at most." in shown
-    assert main(["serve", "--help", "remote"]) == 0
+    assert main(["serve", "--help=remote"]) == 0
     assert "--trust-remote-code, of vLLM, is refused: kvern runs no code" in capsys.readouterr().out
 
 

@@ -124,6 +124,9 @@ class EngineConfig:
             raise ConfigError(f"engine_timeout is {self.engine_timeout}: it must be a number of seconds, {limits}")
         if self.gpu_memory_share is not None and not 0 < self.gpu_memory_share <= 1:
             raise ConfigError(f"gpu_memory_share is {self.gpu_memory_share}: it must be above 0 and 1 at most")
+        for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
             raise ConfigError(

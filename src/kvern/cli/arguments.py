@@ -8,13 +8,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvern.cli.flag_rules import MANY, Rule, as_arguments, flag
+from kvern.cli.flag_rules import MANY, Idle, Refused, Rule, as_arguments, flag
 from kvern.cli.help import knows_vllm, options_of
 from kvern.cli.options import ADAPTER, joined_adapters
 from kvern.cli.vllm_flags import SHORT, VLLM
 from kvern.errors import ConfigError
 
-HELP = ("help",)
 TEXTS = tuple[str, ...]
 
 
@@ -39,10 +38,12 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
         positive = name.removeprefix("no_")
         if equals:
             waiting.appendleft(value)
+        if isinstance(rules.get(inner := name.partition(".")[0]), Idle | Refused):
+            name = positive = inner  # a key of a JSON object, of which kvern reads nothing
         if name in rules or positive in rules:
             rule, on = rules[name if name in rules else positive], name in rules
             found += _translated(argument.partition("=")[0], rule, on, own, waiting, notes)
-        elif name in own or positive in own or name in HELP or flag(name) == ADAPTER:
+        elif name in own or positive in own or flag(name) == ADAPTER:
             found.append(flag(name))
             if equals or own.get(name) == TEXTS:
                 found += _taken(waiting, MANY if own.get(name) == TEXTS else 1)

@@ -71,9 +71,10 @@ class Option:
 def asked_help(arguments: Sequence[str], kinds: Mapping[tuple[str, ...], type]) -> tuple[str, type, str | None] | None:
     """Which command's help is asked for, and about which word; None if it is not."""
     for words, kind in kinds.items():
-        rest = list(arguments[len(words) :])
-        if tuple(arguments[: len(words)]) == words and rest and rest[0] in ("--help", "-h"):
-            return " ".join(words), kind, rest[1] if len(rest) > 1 else None
+        rest = [part for argument in arguments[len(words) :] for part in argument.split("=", 1)]
+        if tuple(arguments[: len(words)]) == words and (asked := {"--help", "-h"} & set(rest)):
+            word = rest[rest.index(asked.pop()) + 1 :]
+            return " ".join(words), kind, word[0] if word else None
     return None
 
 

@@ -97,10 +97,6 @@ VLLM: dict[str, Rule] = {
     "num_gpu_blocks_override": Refused("the cache is sized in tokens: --kv-cache-tokens, blocks times --block-size"),
     "swap_space": Idle("a request that must make room is computed again, none is swapped to host memory", 1),
     "cpu_offload_gb": Idle("weights stay on the device whole", 1, only=("0", "0.0")),
-    "kv_offloading_size": Refused(NO_TRANSFER),
-    "kv_offloading_backend": Refused(NO_TRANSFER),
-    "kv_transfer_config": Refused(NO_TRANSFER),
-    "kv_events_config": Refused(NO_TRANSFER),
     "calculate_kv_scales": Refused("keys and values are not quantized yet", 0),
     "enable_prefix_caching": Switch("prefix_cache"),
     "prefix_caching_hash_algo": Idle("blocks are named by BLAKE2b digests of 128 bits", 1),
@@ -145,8 +141,6 @@ VLLM: dict[str, Rule] = {
     "headless": Refused(ONE_DEVICE, 0),
     "api_server_count": Idle(ONE_PROCESS, 1),
     "disable_frontend_multiprocessing": Idle(f"{ONE_PROCESS}: requests survive the engine's death"),
-    "worker_cls": Refused(NO_PLUGIN),
-    "worker_extension_cls": Refused(NO_PLUGIN),
     # Adapters.
     "enable_lora": Idle("there are places for adapters when there are adapters", silent=True),
     "lora_modules": Named("adapter", adapter, MANY),
@@ -178,9 +172,6 @@ VLLM: dict[str, Rule] = {
         "log-probabilities are the model's own, before sampling parameters", 1, only=("raw_logprobs",)
     ),
     "return_tokens_as_token_ids": Refused("requests ask for it: return_token_ids", 0),
-    "speculative_config": Refused(NO_DRAFT),
-    "speculative_model": Refused(NO_DRAFT),
-    "num_speculative_tokens": Refused(NO_DRAFT),
     # The server.
     "ssl_certfile": Named("tls_cert"),
     "ssl_keyfile": Named("tls_key"),
@@ -210,6 +201,39 @@ VLLM: dict[str, Rule] = {
     "collect_detailed_traces": Refused("there are no traces: see /metrics"),
     "show_hidden_metrics_for_version": Idle("all figures are at /metrics", 1),
 }
+
+ALIKE: dict[Rule, tuple[str, ...]] = {
+    Refused(ONE_DEVICE): (
+        "all2all_backend", "data_parallel_address", "data_parallel_backend", "data_parallel_external_lb",
+        "data_parallel_hybrid_lb", "data_parallel_rank", "data_parallel_rpc_port", "data_parallel_start_rank",
+        "enable_dbo", "eplb_config", "expert_placement_strategy", "master_addr", "master_port", "node_rank",
+        "num_redundant_experts", "ray_workers_use_nsight",
+    ),
+    Idle(TEXT_ALONE): ("disable_chunked_mm_input", "enable_multimodal_encoder_data_parallel", "interleave_mm_strings"),
+    Idle(TEXT_ALONE, 1): (
+        "allowed_media_domains", "default_mm_loras", "mm_encoder_attn_backend", "mm_shm_cache_max_object_size_mb",
+        "video_pruning_rate",
+    ),
+    Refused("embeddings are no prompts"): ("enable_mm_embeds",),
+    Refused("give it by --hf-overrides"): ("rope_scaling", "rope_theta"),
+    Refused("vectors have the form that the model's own files say"): ("pooler_config", "override_pooler_config"),
+    Refused("there are no models of such layers"): ("mamba_block_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+    Refused(NO_TRANSFER): ("kv_offloading_size", "kv_offloading_backend", "kv_transfer_config", "kv_events_config",
+                           "ec_transfer_config"),
+    Refused(NO_PLUGIN): ("worker_cls", "worker_extension_cls", "io_processor_plugin", "additional_config"),
+    Refused(NO_DRAFT): ("speculative_config", "speculative_model", "num_speculative_tokens", "num_lookahead_slots"),
+    Refused("grammars allow what the schema allows: change the schema"): (
+        "guided_decoding_disable_additional_properties", "guided_decoding_disable_any_whitespace",
+    ),
+    Idle("kvern's own kernels are chosen by what was fastest here", 1): (
+        "attention_config", "kernel_config", "moe_backend",
+    ),
+    Idle("layers that share keys and values do so always", silent=True): ("kv_sharing_fast_prefill",),
+    Idle("a grammar that a backend cannot follow is refused"): ("guided_decoding_disable_fallback",),
+    Idle(LOGS): ("aggregate_engine_logging",),
+    Idle("weights are read straight into their place", 1): ("pt_load_map_location",),
+}  # fmt: skip
+VLLM |= {name: rule for rule, names in ALIKE.items() for name in names}
 
 SHORT = {
     "-tp": "tensor_parallel_size",

@@ -80,7 +80,10 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def as_json(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values, indent=1).encode()
+    try:
+        return json.dumps(values, indent=1).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"hf_overrides or override_generation_config is not JSON: {reason(error)}") from None
 
 
 def _with_tokenizer(files: Files, name: str, download_dir: str | None) -> Files:
