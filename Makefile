@@ -2,40 +2,52 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+TOOLS := $(VENV)/.installed-tools
 TORCH := torch==2.13.0
+# Errors alone are shown. Modules are compiled when they are first imported, which is a small part of all there are.
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet --no-compile -c constraints.txt
 # The first interpreter of these that really runs and is new enough (a version manager's shim may do neither).
 PYTHON := $(shell for python in python3 python3.12 python3.13 python3.11 python; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: demo test check install clean
+.PHONY: demo test test-all check install clean
 
-demo: $(STAMP)
+demo: $(INSTALLED)
 	$(BIN)/kvern run examples/requests.jsonl examples/answers.jsonl --overwrite
 
-test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+test: $(TOOLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu and not nightly"
 
-check: $(STAMP)
+test-all: $(TOOLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-install: $(STAMP)
+install: $(TOOLS)
 
-# PyTorch comes first and alone: it is by far the largest, and a machine that has it keeps it when the rest changes.
-$(STAMP): pyproject.toml constraints.txt
+# What runs kvern. PyTorch comes first and alone: it is by far the largest, and a machine that has it keeps it when the
+# rest changes.
+$(INSTALLED): pyproject.toml constraints.txt
 ifeq ($(PYTHON),)
 	@echo "kvern needs Python 3.11 or newer with the venv module; none of python3, python3.12, python3.13," \
 		"python3.11, python is that. Install one, or name it: make $(or $(MAKECMDGOALS),install) PYTHON=/path/to/python3.12" >&2
 	@exit 1
 endif
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) -c constraints.txt
-	$(BIN)/python -m pip install --quiet -e ".[parquet,test,check]" -c constraints.txt
-	@touch $(STAMP)
+	$(PIP) $(TORCH)
+	$(PIP) -e .
+	@touch $@
+
+# And what tests and checks it.
+$(TOOLS): $(INSTALLED)
+	$(PIP) -e ".[parquet,test,check]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/answers* examples/.answers*

@@ -26,6 +26,12 @@ def test_the_folder_is_under_35_megabytes() -> None:
     assert sum(file.stat().st_size for file in EMBEDDED.rglob("*") if file.is_file()) < 35_000_000
 
 
+def test_the_folder_says_what_it_is_and_what_to_do_next() -> None:
+    for folder in (EMBEDDED, *(EMBEDDED / name for name in MODELS)):
+        text = (folder / "README.md").read_text()
+        assert "kvern chat" in text and "kvern serve" in text and "MODEL_CARD.md" in text
+
+
 @pytest.mark.parametrize(("name", "low", "high"), [("kvern-12m", 8e6, 15e6), ("kvern-1m", 0.8e6, 1.3e6)])
 def test_weights_are_bfloat16_of_the_promised_size(name: str, low: float, high: float) -> None:
     index = json.loads((EMBEDDED / name / "model.safetensors.index.json").read_text())

@@ -96,6 +96,22 @@ def test_takes_less_of_a_card_that_others_use(tmp_path: Path, caplog: pytest.Log
     del llm, outputs
 
 
+def test_two_engines_share_a_card(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_config(tmp_path, layers=16, hidden=1024)
+    total = torch.cuda.mem_get_info()[1]
+    used_before = total - torch.cuda.mem_get_info()[0]
+    engines = [LLM(str(folder), device="cuda", load_format="dummy", gpu_memory_share=0.4) for _ in range(2)]
+    assert "others hold" not in caplog.text
+    used = total - torch.cuda.mem_get_info()[0] - used_before
+    caches = [plan.blocks * plan.block_size * plan.token_bytes for plan in (llm._engine.layout for llm in engines)]
+    assert all(cache > 0.25 * total for cache in caches)
+    assert used < 0.8 * total + (1 << 30)
+    for llm in engines:
+        outputs = llm.generate([[5] * 2000] * 32, SamplingParams(max_tokens=4, ignore_eos=True))
+        assert all(len(output.outputs[0].token_ids) == 4 for output in outputs)
+    del llm, engines, outputs
+
+
 def test_weights_that_do_not_fit_are_one_clear_line(tmp_path: Path) -> None:
     folder = write_config(tmp_path, layers=160, hidden=16384)
     done = subprocess.run(

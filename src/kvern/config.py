@@ -1,9 +1,11 @@
 """Every option of the engine, with the decisions that follow from them when nothing is given."""
 
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from kvern.errors import ConfigError
 
@@ -21,6 +23,20 @@ class EngineConfig:
     """Folder, Hugging Face id, or the name of an embedded model. None: the embedded chat model."""
     revision: str | None = None
     """Branch, tag or commit of the Hugging Face repository."""
+    download_dir: str | None = None
+    """Folder for what is downloaded from the Hugging Face hub. None: the hub's own cache, HF_HUB_CACHE."""
+    tokenizer: str | None = None
+    """Whose tokenizer and chat template to use: a folder, Hugging Face id, or embedded model. None: the model's."""
+    chat_template: str | None = None
+    """Jinja template in the place of the model's: a file, or the template itself."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """JSON object of names that the template sees, such as {"enable_thinking": false}; requests' own go before them."""
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """JSON object whose values go before those of the model's config.json."""
+    generation_config: str = "auto"
+    """Where defaults of sampling come from: auto takes the model's, none no file's; else a folder with the file."""
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """JSON object whose values go before those: temperature, top_k, top_p, do_sample, eos_token_id."""
     dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -37,6 +53,9 @@ class EngineConfig:
     """Number format of keys and values; auto takes the model's, but float32 for float16 on a CPU."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. None: from the free memory and the batch that is possible."""
+    gpu_memory_share: float | None = None
+    """Share of the GPU's whole memory that this process may take, from 0 to 1, such as 0.4 where two servers share a
+    card; without effect on a CPU. None: what is free."""
     block_size: int = 16
     """Tokens of one block of the paged cache."""
     prefix_cache: bool = True
@@ -76,7 +95,8 @@ class EngineConfig:
     deterministic: bool = False
     """On a GPU, make a request's logits the same to the last bit whatever shares its batch; costs speed."""
     cache_dir: str | None = None
-    """Folder for built kernels and measurements of this GPU. None: kvern's among the user's caches."""
+    """Folder for built kernels, measurements of this GPU, and models with changed files. None: kvern's among the user's
+    caches."""
     tool_parser: Literal["auto", "none", "hermes", "mistral", "gemma4", "functiongemma", "pythonic", "llama"] = "auto"
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4"] = "auto"
@@ -102,6 +122,11 @@ class EngineConfig:
         if not 0 < self.engine_timeout <= LONGEST_SECONDS:
             limits = f"above 0 and {LONGEST_SECONDS} at most"
             raise ConfigError(f"engine_timeout is {self.engine_timeout}: it must be a number of seconds, {limits}")
+        if self.gpu_memory_share is not None and not 0 < self.gpu_memory_share <= 1:
+            raise ConfigError(f"gpu_memory_share is {self.gpu_memory_share}: it must be above 0 and 1 at most")
+        for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
             raise ConfigError(
@@ -120,6 +145,13 @@ class EngineConfig:
     def model_names(self) -> tuple[str, ...]:
         """By which a server's clients ask for the model; at least one."""
         return self.served_model_name or (self.model or DEFAULT_MODEL,)
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where builds, measurements and changed model folders are kept: the option, or kvern's among the caches."""
+        if self.cache_dir is not None:
+            return Path(self.cache_dir).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvern"
 
     @property
     def adapter_places(self) -> int:

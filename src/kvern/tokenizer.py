@@ -27,7 +27,7 @@ Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint folder.
+    """The tokenizer of one checkpoint folder. ``variables`` are names that its chat template sees by default.
 
     Attributes:
         bos_token, eos_token, pad_token: the special tokens as text, ``None`` where the checkpoint names none.
@@ -40,8 +40,9 @@ class Tokenizer:
         CorruptCheckpoint: one of the files is there but cannot be read.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
+        self._variables = dict(variables or {})
         self._config = read_json(self.folder / "tokenizer_config.json")
         self._backend = load_backend(self.folder / "tokenizer.json")
         self._special_tokens = special_tokens(self._config, read_json(self.folder / "special_tokens_map.json"))
@@ -133,7 +134,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: no template, malformed messages, or the template refuses them.
         """
-        names = {**self._special_tokens, **variables}
+        names = {**self._special_tokens, **self._variables, **variables}
         return self.chat_template.render(messages, tools or None, add_generation_prompt, names)
 
     def chat_prompt_ids(

@@ -38,7 +38,7 @@ class Offline:
     json: Path | None = None
     """File for all figures, with versions, hardware, options and plan."""
     config: Path | None = None
-    """TOML file with options."""
+    """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
@@ -76,7 +76,7 @@ class Kernels:
     """Time each Triton kernel on a model's shapes, beside what the card reads and multiplies at most."""
 
     config: Path | None = None
-    """TOML file with options."""
+    """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
@@ -84,7 +84,7 @@ class Kernels:
         import torch
         from rich.table import Table
 
-        from kvern.models.hub import resolve_model
+        from kvern.models.folder import model_folder
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
         from kvern.worker.device import missing_gpu
@@ -94,7 +94,7 @@ class Kernels:
         from kvern.bench.kernels import ceilings, measured_calls
 
         device = torch.device("cuda", torch.cuda.current_device())
-        spec = spec_from_config(read_config(resolve_model(self.engine.model, revision=self.engine.revision)))
+        spec = spec_from_config(read_config(model_folder(self.engine)))
         bandwidth, rate = ceilings(device)
         table = Table(
             "kernel",
@@ -139,7 +139,7 @@ class ProfileCommand:
     output: Path | None = None
     """File for the trace, FILE.json or FILE.json.gz."""
     config: Path | None = None
-    """TOML file with options."""
+    """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import tyro
@@ -39,12 +39,12 @@ CONTROL_CHARACTERS = {code: None for code in (*range(32), 127, *range(128, 160))
 class ChatCommand:
     """Talk to a model. /help lists what can be typed besides messages; Ctrl-C stops an answer, Ctrl-D leaves."""
 
-    name: tyro.conf.Positional[str | None] = None
+    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MODEL")] = None
     """Folder, Hugging Face id, or the name of an embedded model; the same as --model."""
     system: str | None = None
     """System message of the conversation."""
     config: Path | None = None
-    """TOML file with options, named as the flags are: max_tokens = 64."""
+    """TOML or YAML file with options, named as the flags are: max_tokens = 64."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
 

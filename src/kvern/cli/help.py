@@ -1,42 +1,169 @@
-"""``kvern serve --help WORD``: the options about one word, of the many that there are."""
+"""``kvern COMMAND --help``: its options in groups, or, with a word, those about it, vLLM's names among them."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import shutil
 import sys
-from collections.abc import Sequence
-from typing import Any
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from kvern.cli.flag_rules import flag
+from kvern.cli.options import ADAPTER, SamplingOptions
+from kvern.cli.vllm_flags import VLLM
 from kvern.config import EngineConfig
 from kvern.documentation import field_documents
 from kvern.errors import ConfigError
 from kvern.server.config import ServerConfig
 
+GROUPS: dict[type, dict[str, str]] = {
+    EngineConfig: {
+        "model": "The model",
+        "kv_cache": "The KV cache",
+        "batching": "Scheduling",
+        "attention_backend": "Kernels of a GPU",
+        "proposer": "Plugins",
+        "overlap": "Steps and caches",
+        "tool_parser": "Tools and thinking",
+        "adapters": "Adapters",
+        "seed": "The engine",
+    },
+    ServerConfig: {
+        "host": "Where the server listens",
+        "api_key": "Who may ask",
+        "max_queue": "How much they may ask",
+        "stream_interval": "Answers",
+        "grace_seconds": "The server",
+    },
+    SamplingOptions: {"max_tokens": "Sampling"},
+}
+"""Headings, each with the option that it stands before."""
+INDENT = 32
+WIDEST = 120
 
-def help_word(arguments: Sequence[str]) -> str | None:
-    """The word that is asked about; None if the command line asks something else."""
-    if len(arguments) == 3 and arguments[0] == "serve" and arguments[1] in ("--help", "-h"):
-        return arguments[2]
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command, as help shows it."""
+
+    group: str
+    name: str
+    kind: Any
+    default: Any
+    text: str
+
+    def lines(self, width: int) -> str:
+        """Its flag with the kind of value, then in a column its text with the default."""
+        head = f"  {written(self.name, self.kind)}"
+        shown = "" if self.default in (None, (), "", dataclasses.MISSING) else f" [{lower(self.default)}]"
+        text = textwrap.wrap(" ".join(self.text.split()) + shown, width - INDENT, break_on_hyphens=False)
+        lines = [f"{'':{INDENT}}{line}" for line in text]
+        if len(head) < INDENT and lines:
+            return "\n".join([head + lines[0][len(head) :], *lines[1:]])
+        return "\n".join([head, *lines])
+
+
+def asked_help(arguments: Sequence[str], kinds: Mapping[tuple[str, ...], type]) -> tuple[str, type, str | None] | None:
+    """Which command's help is asked for, and about which word; None if it is not."""
+    for words, kind in kinds.items():
+        rest = [part for argument in arguments[len(words) :] for part in argument.split("=", 1)]
+        if tuple(arguments[: len(words)]) == words and (asked := {"--help", "-h"} & set(rest)):
+            word = rest[rest.index(asked.pop()) + 1 :]
+            return " ".join(words), kind, word[0] if word else None
     return None
 
 
-def print_help_about(word: str) -> int:
-    """Print the options of the server whose name or text holds the word. Raises ConfigError if none does."""
+def print_help(command: str, kind: type, word: str | None) -> int:
+    """Print a command's options, or those whose name or text holds the word. Raises ConfigError if there are none."""
+    width = min(WIDEST, shutil.get_terminal_size().columns)
+    options = list(options_of(kind))
+    if word is None:
+        sys.stdout.write("\n".join(usage(command, kind, options, width)) + "\n")
+        return 0
     wanted = word.lower().strip("-").replace("-", "_")
-    found = []
-    for kind in (ServerConfig, EngineConfig):
-        documents = field_documents(kind)
-        for field in dataclasses.fields(kind):
-            text = documents[field.name]
-            if wanted in field.name or wanted.replace("_", " ") in text.lower():
-                found.append(f"--{field.name.replace('_', '-')}  (default: {_shown(field.default)})\n      {text}\n")
+    rules = {name: rule for name, rule in VLLM.items() if wanted in name} if knows_vllm(options) else {}
+    own = {getattr(rule, "option", None) for rule in rules.values()}
+    about = [
+        item
+        for item in options
+        if wanted in item.name or item.name in own or wanted.replace("_", " ") in item.text.lower()
+    ]
+    found = [f"  {flag(name)}, of vLLM, {rule.help()}" for name, rule in rules.items()]
+    found += [item.lines(width) for item in about]
     if not found:
-        raise ConfigError(f"no option of kvern serve is about {word!r}: kvern serve --help lists all")
-    sys.stdout.write("\n".join(found))
+        raise ConfigError(f"no option of kvern {command} is about {word!r}: kvern {command} --help lists all")
+    sys.stdout.write("\n".join(found) + "\n")
     return 0
 
 
-def _shown(value: Any) -> str:
-    if value in (None, (), dataclasses.MISSING):
-        return "none"
+def usage(command: str, kind: type, options: Sequence[Option], width: int) -> Iterator[str]:
+    """The lines about a whole command."""
+    words = [f"[{name}]" if optional else name for name, _, optional in positional(kind)]
+    yield " ".join(["usage: kvern", command, *words, "[options]"])
+    yield "\n" + inspect.cleandoc(kind.__doc__ or "") + "\n"
+    for name, text, _ in positional(kind):
+        yield f"  {name:{INDENT - 2}}{text}"
+    group = None
+    for item in options:
+        if item.group != group:
+            group = item.group
+            yield f"\n{group}:"
+        yield item.lines(width)
+    yield f"\nkvern {command} --help WORD shows the options about a word" + (
+        ", vLLM's names among them." if knows_vllm(options) else "."
+    )
+
+
+def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
+    """The options of a command: its fields, and those of the fields that hold options."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    documents = field_documents(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        group = GROUPS.get(kind, {}).get(field.name, group)
+        if dataclasses.is_dataclass(hint):
+            yield from options_of(typing.cast("type", hint), group)
+        elif typing.get_origin(hint) is not Annotated:  # those are positional
+            yield Option(group, field.name, hint, field.default, documents[field.name])
+
+
+def knows_vllm(options: Sequence[Option]) -> bool:
+    """A command with these options takes vLLM's flags, too: it starts an engine."""
+    return any(option.name == "max_batch_requests" for option in options)
+
+
+def positional(kind: type) -> Iterator[tuple[str, str, bool]]:
+    """What a command takes without a flag: its name, what it is, and whether it may be left out."""
+    documents = field_documents(kind)
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if typing.get_origin(hint) is Annotated:
+            names = [found for item in hint.__metadata__ if (found := getattr(item, "metavar", None))]
+            yield names[0] if names else name.upper(), documents[name], type(None) in typing.get_args(hint.__origin__)
+
+
+def written(name: str, kind: Any) -> str:
+    """An option with the kind of its value, as it is written on a command line."""
+    if kind is bool:
+        return f"--[no-]{flag(name)[2:]}"
+    if kind == Mapping[str, str]:
+        return f"{ADAPTER} NAME=FOLDER"
+    return f"{flag(name)} {_value(kind)}"
+
+
+def _value(kind: Any) -> str:
+    if type(None) in typing.get_args(kind):
+        kind = next(item for item in typing.get_args(kind) if item is not type(None))
+    if typing.get_origin(kind) is Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return "TEXT ..."
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "JSON" if kind == Mapping[str, Any] else "TEXT")
+
+
+def lower(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

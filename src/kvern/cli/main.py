@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,42 +11,46 @@ from typing import Annotated, Any
 import tyro
 
 import kvern
+from kvern.cli.arguments import kvern_arguments
 from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import ChatCommand
-from kvern.cli.help import help_word, print_help_about
+from kvern.cli.flag_rules import json_object
+from kvern.cli.help import asked_help, print_help
 from kvern.cli.models import ModelsCommand
-from kvern.cli.options import Defaults, adapters_of, joined_adapters, read_defaults
+from kvern.cli.options import Defaults, adapters_of, read_defaults
 from kvern.cli.run import INTERRUPTED, RunCommand
 from kvern.cli.serve import ServeCommand
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
+KINDS: dict[tuple[str, ...], type] = {
+    ("run",): RunCommand,
+    ("chat",): ChatCommand,
+    ("serve",): ServeCommand,
+    ("models",): ModelsCommand,
+    ("bench", "offline"): Offline,
+    ("bench", "serve"): ServeBench,
+    ("bench", "kernels"): Kernels,
+    ("profile",): ProfileCommand,
+}
 BENCH = "Measure speed: of an engine on workloads (offline), of a running server (serve), or of GPU kernels."
 DESCRIPTION = "An inference engine for large language models, with a small model inside."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for anything wrong with the input, 130 after Ctrl-C."""
-    arguments = joined_adapters(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments in (["--version"], ["-V"]):
         sys.stdout.write(f"kvern {kvern.__version__}\n")
         return 0
     try:
-        word = help_word(arguments)
-        if word is not None:
-            return print_help_about(word)
-        defaults = read_defaults(arguments, os.environ)
-        registry = tyro.constructors.ConstructorRegistry()
-        registry.primitive_rule(adapters_from_text)
-        with registry:
-            command = tyro.cli(
-                commands(defaults),
-                args=arguments or ["--help"],
-                prog="kvern",
-                description=DESCRIPTION,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
+        asked = asked_help(arguments, KINDS)
+        if asked is not None:
+            return print_help(*asked)
+        command, notes = read_command(arguments, os.environ)
+        for note in notes:
+            sys.stderr.write(f"kvern: {note}\n")
         return int(command.execute())
     except KvernError as error:
         sys.stderr.write(f"kvern: error: {error}\n")
@@ -55,6 +60,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[Any, list[str]]:
+    """The command that a command line gives, and notes for the user. Raises ConfigError, or SystemExit after help."""
+    defaults = read_defaults(arguments, environment)
+    arguments, notes = own_arguments(arguments)
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(adapters_from_text)
+    registry.primitive_rule(object_from_text)
+    with registry:
+        command = tyro.cli(
+            commands(defaults),
+            args=arguments or ["--help"],
+            prog="kvern",
+            description=DESCRIPTION,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    return command, [*defaults.notes, *notes]
+
+
+def own_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The command line by kvern's names, and notes for the user. Raises ConfigError."""
+    for words, kind in KINDS.items():
+        if tuple(arguments[: len(words)]) == words:
+            found, notes = kvern_arguments(arguments[len(words) :], " ".join(words), kind)
+            return [*words, *found], notes
+    return arguments, []
+
+
+def object_from_text(
+    kind: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Mapping[str, Any]] | None:
+    """How tyro reads JSON objects."""
+    if kind.type != Mapping[str, Any]:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda texts: json_object(texts[0]),
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=lambda value: [json.dumps(dict(value))],
+    )
 
 
 def adapters_from_text(

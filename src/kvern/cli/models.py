@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+NEXT = """\
+kvern chat NAME     talk to one
+kvern serve NAME    OpenAI's and Anthropic's APIs and a chat page, on port 8000
+NAME may also be a folder, or organisation/name of the Hugging Face hub."""
+
 
 @dataclass(frozen=True)
 class ModelsCommand:
@@ -29,6 +34,7 @@ class ModelsCommand:
         for name, where, size, folder in [*embedded(), *downloaded()]:
             table.add_row(name, where, f"{size / 1e6:,.0f} MB", str(folder))
         console.print(table)
+        console.print(NEXT, highlight=False)
         return 0
 
 

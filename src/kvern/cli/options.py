@@ -1,13 +1,15 @@
 """Where options come from: flag > environment variable > configuration file > default.
 
 The fields of ``EngineConfig``, ``SamplingOptions`` and ``ServerConfig`` have one name everywhere: ``--max-tokens``,
-``KVERN_MAX_TOKENS``, ``max_tokens = 64`` in a TOML file given with ``--config`` (or ``KVERN_CONFIG``).
+``KVERN_MAX_TOKENS``, ``max_tokens = 64`` in a TOML file given with ``--config`` (or ``KVERN_CONFIG``), or ``max-tokens:
+64`` in a YAML file. Files may use vLLM's names as well (``vllm_flags.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import tomllib
 import typing
@@ -18,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from kvern.cli.flag_rules import json_object
+from kvern.cli.vllm_flags import VLLM
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.sampling_params import SamplingParams
@@ -25,6 +29,8 @@ from kvern.server.config import ServerConfig
 
 PREFIX = "KVERN_"
 CONFIG_VARIABLE = "KVERN_CONFIG"
+OTHER_VARIABLES = {"VLLM_API_KEY": "api_key"}
+"""Variables of vLLM that are read where kvern's own are not set."""
 KUBERNETES = re.compile(r"KVERN_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)=.*|KVERN_PORT=(tcp|udp)://.*")
 """What Kubernetes sets in all containers beside a Service named kvern; no options of ours."""
 
@@ -75,6 +81,8 @@ class Defaults:
     engine: EngineConfig
     sampling: SamplingOptions
     server: ServerConfig
+    notes: tuple[str, ...] = ()
+    """What the user should know about them."""
 
 
 def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> Defaults:
@@ -85,10 +93,18 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
     """
     types = {name: kind for options in KINDS for name, kind in typing.get_type_hints(options).items()}
     values: dict[str, Any] = {}
+    notes: list[str] = []
     path = config_file(arguments, environment)
     if path is not None:
-        for name, value in read_file(path).items():
-            values[name] = converted(name, value, types, f"{path}: {name}", strict=True)
+        for key, value in read_file(path).items():
+            name, source = key.replace("-", "_"), f"{path}: {key}"
+            if name.removeprefix("no_") in VLLM:
+                values |= translated(name, value, types, source, notes)
+            else:
+                values[name] = converted(name, value, types, source, strict=True)
+    for variable, name in OTHER_VARIABLES.items():
+        if environment.get(variable):
+            values[name] = converted(name, environment[variable], types, variable, strict=False)
     for variable, text in environment.items():
         ours = variable.startswith(PREFIX) and variable != CONFIG_VARIABLE
         if ours and not KUBERNETES.fullmatch(f"{variable}={text}"):
@@ -97,7 +113,29 @@ def read_defaults(arguments: Sequence[str], environment: Mapping[str, str]) -> D
     engine, sampling, server = (
         {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values} for kind in KINDS
     )
-    return Defaults(EngineConfig(**engine), SamplingOptions(**sampling), ServerConfig(**server))
+    return Defaults(EngineConfig(**engine), SamplingOptions(**sampling), ServerConfig(**server), tuple(notes))
+
+
+def translated(name: str, value: Any, types: Mapping[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
+    """What a file says by one of vLLM's names, by kvern's; adds to the notes. Raises ConfigError."""
+    rule = VLLM[name.removeprefix("no_")]
+    if value is None:
+        return {}
+    on = (value is not False) is not name.startswith("no_")
+    several = value if isinstance(value, list) else [value]
+    texts = [item if isinstance(item, str) else json.dumps(item) for item in several if not isinstance(item, bool)]
+    try:
+        options = rule.options(texts, on)
+    except ConfigError as error:
+        raise ConfigError(f"{source} {error}") from None
+    if on and (note := rule.note()):
+        notes.append(f"{source} {note}")
+    adapters = [str(text) for option, text in options if option == "adapter"]
+    found: dict[str, Any] = {"adapters": adapters_of(",".join(adapters))} if adapters else {}
+    for option, text in options:
+        if option != "adapter" and text != "None":
+            found[option] = text if isinstance(text, bool) else converted(option, text, types, source, strict=False)
+    return found
 
 
 def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
@@ -111,29 +149,54 @@ def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Pat
 
 
 def read_file(path: Path) -> dict[str, Any]:
+    kind = "YAML" if path.suffix in (".yaml", ".yml") else "TOML"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = read_yaml(text) if kind == "YAML" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from error
+        raise ConfigError(f"configuration file {path} is not valid {kind}: {' '.join(str(error).split())}") from error
+    return values
+
+
+def read_yaml(text: str) -> dict[str, Any]:
+    """The mapping that a text holds. Raises ValueError."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError("it must be a mapping of options to values")
+    return values
 
 
 def converted(name: str, value: Any, types: Mapping[str, Any], source: str, strict: bool) -> Any:
     if name not in types:
-        near = difflib.get_close_matches(name, types, n=1)
+        near = difflib.get_close_matches(name, [*types, *VLLM], n=1)
         hint = f"did you mean {near[0]}?" if near else "kvern run --help lists the options"
         raise ConfigError(f"{source} is no option: {hint}")
-    if not strict and types[name] == tuple[str, ...]:
+    if isinstance(value, str) and types[name] == tuple[str, ...]:
         return (value,)
     if not strict and types[name] == Mapping[str, str]:
         return adapters_of(value)
+    if isinstance(value, str) and types[name] == Mapping[str, Any]:
+        return json_object(value)
     try:
-        return msgspec.convert(value, types[name], strict=strict)
+        return msgspec.convert(value, types[name], strict=strict, dec_hook=as_path)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{source} is {value!r}: {str(error)[:1].lower()}{str(error)[1:].replace('`', '')}"
         ) from error
+
+
+def as_path(kind: type, value: Any) -> Path:
+    """What msgspec cannot read itself. Raises ValidationError."""
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise msgspec.ValidationError(f"Expected `str`, got `{type(value).__name__}`")
 
 
 def adapters_of(text: str) -> dict[str, str]:

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from kvern.llm import LLM
 
 INTERRUPTED = 130
+CHANGES_ANSWERS = (
+    "adapters",
+    "tokenizer",
+    "chat_template",
+    "chat_template_kwargs",
+    "hf_overrides",
+    "generation_config",
+    "override_generation_config",
+)
+"""Options that a job does not go on with when they are not those that it began with, where they are given."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class RunCommand:
     overwrite: bool = False
     """Begin again, although OUT exists."""
     config: Path | None = None
-    """TOML file with options, named as the flags are: max_tokens = 64."""
+    """TOML or YAML file with options, named as the flags are: max_tokens = 64."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -50,7 +60,7 @@ class RunCommand:
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
 
-        engine = self.engine
+        engine, usual = self.engine, EngineConfig()
         job = BatchJob(
             self.source,
             self.output,
@@ -59,7 +69,7 @@ class RunCommand:
                 "model": model_name(engine),
                 "revision": engine.revision,
                 "dtype": engine.dtype,
-                **({"adapters": dict(engine.adapters)} if engine.adapters else {}),
+                **{name: value for name in CHANGES_ANSWERS if (value := getattr(engine, name)) != getattr(usual, name)},
             },
             seed=engine.seed,
             overwrite=self.overwrite,

@@ -6,6 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -15,15 +16,12 @@ from kvern.server.config import ServerConfig
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic and a page to chat. Ctrl-C ends it.
+    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic and a page to chat. Ctrl-C ends it."""
 
-    `kvern serve --help WORD` shows only the options about a word.
-    """
-
-    name: tyro.conf.Positional[str | None] = None
+    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MODEL")] = None
     """Folder, Hugging Face id, or the name of an embedded model; the same as --model."""
     config: Path | None = None
-    """TOML file with options."""
+    """TOML or YAML file with options."""
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 

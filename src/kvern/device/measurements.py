@@ -10,16 +10,8 @@ from typing import Any
 import torch
 
 import kvern
-from kvern.config import EngineConfig
 
 logger = logging.getLogger("kvern")
-
-
-def cache_folder(config: EngineConfig) -> Path:
-    """Where builds and measurements are kept: the option, or kvern's folder among the user's caches."""
-    if config.cache_dir is not None:
-        return Path(config.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvern"
 
 
 def keep_builds(folder: Path) -> None:

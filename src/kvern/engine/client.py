@@ -18,7 +18,7 @@ from kvern.engine.recovery import Recovery
 from kvern.engine.supervisor import Death, Supervisor
 from kvern.engine.wire import AdapterRead, Events, Ready
 from kvern.errors import EngineClosed, EngineDied
-from kvern.models.hub import resolve_model
+from kvern.models.folder import model_folder
 from kvern.observe.metrics import Metrics
 from kvern.tokenizer import Tokenizer
 
@@ -37,9 +37,9 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self.names = config.model_names
-        self.folder = resolve_model(config.model, revision=config.revision)
+        self.folder = model_folder(config)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
-        self.tokenizer = Tokenizer(self.folder)
+        self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self.metrics = Metrics(self.names[0])
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
         self.supervisor = Supervisor(self.config, self)

@@ -13,7 +13,7 @@ from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.engine.output import OutputProcessor
 from kvern.errors import InvalidRequest
 from kvern.events import EngineStatistics
-from kvern.models.hub import resolve_model
+from kvern.models.folder import model_folder
 from kvern.outputs import RequestOutput
 from kvern.request import RequestOptions
 from kvern.sample.processors import load_processors
@@ -30,10 +30,10 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.startup = Startup()
         self.config = config
-        self.folder = folder = resolve_model(config.model, revision=config.revision)
+        self.folder = folder = model_folder(config)
         self.core, self.spec, self.layout = build_core(config, folder, self.startup)
         with self.startup.stage("tokenizer"):
-            self.tokenizer = Tokenizer(folder)
+            self.tokenizer = Tokenizer(folder, config.chat_template_kwargs)
         self.inputs = InputProcessor(
             self.tokenizer,
             self.spec,

@@ -11,9 +11,8 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
+from kvern.worker.memory import GIGABYTE, DeviceMemory
 from kvern.worker.plan import LARGEST_HEAD
-
-GIGABYTE = 1e9
 
 
 def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
@@ -73,18 +72,19 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods) -> 
     ).weight_bytes
 
 
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, device: torch.device, linear: LinearMethods) -> None:
-    """Raise ConfigError if the GPU's free memory does not hold the weights."""
-    if device.type != "cuda":
+def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, memory: DeviceMemory, linear: LinearMethods) -> None:
+    """Raise ConfigError if what the engine may take of the GPU's memory does not hold the weights."""
+    if memory.device.type != "cuda":
         return
     needed = weight_bytes(spec, dtype, linear)
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = memory.free_and_total()
     if needed > free:
         fits = free / dtype.itemsize / 1e9
-        taken = total - free
+        taken = total - torch.cuda.mem_get_info(memory.device)[0]
+        share = "" if memory.share is None else f" within gpu_memory_share {memory.share}"
         raise ConfigError(
             f"the weights take {needed / GIGABYTE:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
-            f"{torch.cuda.get_device_name(device)} has {free / GIGABYTE:.1f} of {total / GIGABYTE:.1f} GB free "
-            f"({taken / GIGABYTE:.1f} are taken): a model of up to {fits:.1f} billion parameters would fit; free "
-            "memory on the card, or use a smaller model"
+            f"{torch.cuda.get_device_name(memory.device)} has {free / GIGABYTE:.1f} of {total / GIGABYTE:.1f} GB free"
+            f"{share} ({taken / GIGABYTE:.1f} are taken): a model of up to {fits:.1f} billion parameters would fit; "
+            f"{'raise the share, ' if share else ''}free memory on the card, or use a smaller model"
         )

@@ -10,7 +10,7 @@ from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows
-from kvern.device.measurements import Measurements, cache_folder
+from kvern.device.measurements import Measurements
 from kvern.device.timing import time_calls
 from kvern.kernels import masks
 from kvern.layers.tuned_linear import TunedLinear
@@ -23,7 +23,7 @@ from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import restrict
 from kvern.worker.contents import Contents
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.memory import bytes_of_token, cache_bytes, report_others
+from kvern.worker.memory import DeviceMemory, bytes_of_token, cache_bytes, report_others
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.startup import Startup
 
@@ -32,12 +32,13 @@ class KernelParts:
     """The `Parts` of a worker with kernels."""
 
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, plan: Plan, device: torch.device, startup: Startup
+        self, config: EngineConfig, spec: ModelSpec, plan: Plan, memory: DeviceMemory, startup: Startup
     ) -> None:
-        self._config, self._spec, self._plan, self._device, self._startup = config, spec, plan, device, startup
+        self._config, self._spec, self._plan, self._startup = config, spec, plan, startup
+        self._memory, self._device = memory, memory.device
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
         self._layers = [layer.attention for layer in spec.layers]
-        self.unquantized = TunedLinear(device, plan.linear_backend)
+        self.unquantized = TunedLinear(memory.device, plan.linear_backend)
         self._choice: AttentionChoice | None = None
 
     @property
@@ -47,7 +48,7 @@ class KernelParts:
     def prepare(self, decoder: Decoder) -> None:
         """Time how to multiply and who attends, or look it up."""
         config, plan, device = self._config, self._plan, self._device
-        measurements = Measurements(cache_folder(config), device)
+        measurements = Measurements(config.cache_folder, device)
         if device.type == "cuda":
             with self._startup.stage("tuning"), torch.inference_mode():
                 timed = tune(decoder, time_calls, measurements.section("linear"))
@@ -68,8 +69,8 @@ class KernelParts:
         with self._startup.stage("memory"):
             token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype))
             activations = self._activation_bytes(contents)
-            room = cache_bytes(self._device, token_bytes, activations)
-            report_others(self._device)
+            room = cache_bytes(self._memory, token_bytes, activations)
+            report_others(self._memory)
         if self._choice is None:
             return Room(room, token_bytes)
         return Room(room, token_bytes, self._choice.phases, frozenset(self._choice.libraries))

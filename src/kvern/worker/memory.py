@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from kvern.model_spec import ModelSpec
-from kvern.worker.device import GIGABYTE
 
 logger = logging.getLogger("kvern")
+
+GIGABYTE = 1e9
 
 CPU_MEMORY_SHARE = 0.25
 """Of the memory that is available when the engine starts, for keys and values."""
@@ -23,6 +24,29 @@ OTHERS_BYTES = 2 << 30
 MARGIN_BYTES = 512 << 20
 MARGIN_SHARE = 0.02
 """Of the card's memory: kept free beside weights, activations and KV cache, for CUDA graphs and fragments."""
+CONTEXT_BYTES = 600 << 20
+"""What a process takes of a card beside what PyTorch hands out: the CUDA context, kernels, workspaces of libraries."""
+
+
+class DeviceMemory:
+    """The memory of an engine's device, of which it may take what is free, or, of a GPU, a share of the whole."""
+
+    def __init__(self, device: torch.device, share: float | None = None) -> None:
+        self.device, self.share = device, share
+        self._held_before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        if share is not None and device.type != "cuda":
+            logger.warning("gpu_memory_share is %s and has no effect: the model runs on a CPU", share)
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes of the GPU that this engine may still take, and that there are in all."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - self._held_before
+        return left_of_share(free, total, held, self.share), total
+
+
+def left_of_share(free: int, total: int, held: int, share: float | None) -> int:
+    """Bytes that an engine may still take of a card with `free` of `total` bytes free, when it holds `held`."""
+    return free if share is None else max(0, min(free, int(share * total) - held - CONTEXT_BYTES))
 
 
 def bytes_of_token(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -30,26 +54,26 @@ def bytes_of_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     return sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * dtype.itemsize
 
 
-def cache_bytes(device: torch.device, token_bytes: int, activations: int | None = None) -> int:
-    """Bytes that keys and values may take of the memory that is free.
+def cache_bytes(memory: DeviceMemory, token_bytes: int, activations: int | None = None) -> int:
+    """Bytes that keys and values may take of the memory that is left.
 
     `activations`: bytes that a GPU's steps take besides; None: not measured.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if memory.device.type == "cuda":
+        free, total = memory.free_and_total()
         if activations is None:
             return int(free * GPU_MEMORY_SHARE)
-        return max(0, free - activations - MARGIN_BYTES - int(MARGIN_SHARE * total))
+        return max(0, free - activations - MARGIN_BYTES - int(MARGIN_SHARE * (memory.share or 1) * total))
     return min(int(available_memory() * CPU_MEMORY_SHARE), max(CPU_CACHE_BYTES, CPU_CACHE_TOKENS * token_bytes))
 
 
-def report_others(device: torch.device) -> None:
-    """Say so if somebody else holds much of the card's memory: the KV cache is smaller for it."""
-    if device.type != "cuda":
+def report_others(memory: DeviceMemory) -> None:
+    """Say so if the KV cache is smaller because somebody else holds much of the card's memory."""
+    if memory.device.type != "cuda":
         return
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    if others > OTHERS_BYTES:
+    free, total = torch.cuda.mem_get_info(memory.device)
+    others = total - free - torch.cuda.memory_reserved(memory.device)
+    if others > OTHERS_BYTES and memory.free_and_total()[0] == free:
         logger.warning(
             "others hold %.1f of the card's %.1f GB: the KV cache takes what is left of %.1f GB",
             others / GIGABYTE,

@@ -144,7 +144,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
     if tokens < longest or not blocks:
         raise ConfigError(
             f"the KV cache has room for {tokens} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
-            f"{longest}: raise kv_cache_tokens, free memory, or lower max_model_len"
+            f"{longest}: raise kv_cache_tokens or gpu_memory_share, free memory, or lower max_model_len"
         )
     requests = plan.max_batch_requests if paged else min(plan.max_batch_requests, blocks)
     return Layout(

@@ -9,7 +9,7 @@ from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.structured.masks import restrict
 from kvern.worker.contents import Contents
-from kvern.worker.memory import bytes_of_token, cache_bytes
+from kvern.worker.memory import DeviceMemory, bytes_of_token, cache_bytes
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.runner import ModelRunner
 
@@ -19,8 +19,8 @@ class TorchParts:
 
     restrict = staticmethod(restrict)
 
-    def __init__(self, spec: ModelSpec, plan: Plan, device: torch.device) -> None:
-        self._spec, self._plan, self._device = spec, plan, device
+    def __init__(self, spec: ModelSpec, plan: Plan, memory: DeviceMemory) -> None:
+        self._spec, self._plan, self._memory = spec, plan, memory
         self.unquantized = Unquantized()
 
     def prepare(self, decoder: Decoder) -> None:
@@ -29,12 +29,12 @@ class TorchParts:
     def room(self, contents: Contents) -> Room:
         """What the device's memory has left."""
         token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype))
-        return Room(cache_bytes(self._device, token_bytes), token_bytes)
+        return Room(cache_bytes(self._memory, token_bytes), token_bytes)
 
     def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
         """The runner over a KV cache of this layout."""
         layers = [layer.attention for layer in self._spec.layers]
-        dtype, size, device = getattr(torch, layout.dtype), layout.block_size, self._device
+        dtype, size, device = getattr(torch, layout.dtype), layout.block_size, self._memory.device
         attention = TorchAttention(layers, layout.blocks, size, dtype, device)
         rows = BatchRows(layout.max_batch_requests, layout.max_model_len, -(-layout.max_model_len // size), device)
         return ModelRunner(

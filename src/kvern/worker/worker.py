@@ -22,6 +22,7 @@ from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.contents import Contents, Parts, Runner
 from kvern.worker.device import check_dtype, check_head_dim, check_weights_fit
+from kvern.worker.memory import DeviceMemory
 from kvern.worker.plan import Findings, Layout, Plan, Room, resolve_max_model_len
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.startup import Startup
@@ -41,6 +42,7 @@ class Worker:
     ) -> None:
         self._config, self._folder, self._spec, self._device = config, folder, spec, device
         self._startup = startup
+        self._memory = DeviceMemory(device, config.gpu_memory_share)
         self._store: AdapterStore | None = None
 
     def probe(self) -> Findings:
@@ -53,7 +55,8 @@ class Worker:
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             check_dtype(dtype, device)
-            check_weights_fit(self._spec, dtype, device, linear_methods(read_config(self._folder), Unquantized()))
+            methods = linear_methods(read_config(self._folder), Unquantized())
+            check_weights_fit(self._spec, dtype, self._memory, methods)
         else:
             torch.set_num_threads(config.threads or available_cores())
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup)
@@ -111,10 +114,10 @@ class Worker:
 
     def _make_parts(self, plan: Plan) -> Parts:
         if not plan.kernels:
-            return TorchParts(self._spec, plan, self._device)
+            return TorchParts(self._spec, plan, self._memory)
         from kvern.worker.kernel_parts import KernelParts
 
-        return KernelParts(self._config, self._spec, plan, self._device, self._startup)
+        return KernelParts(self._config, self._spec, plan, self._memory, self._startup)
 
     def _make_adapters(self, decoder: Decoder, kernels: bool) -> Adapters | None:
         """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""
@@ -133,11 +136,11 @@ def usable_kernels(
     """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset()
-    from kvern.device.measurements import cache_folder, keep_builds
+    from kvern.device.measurements import keep_builds
     from kvern.worker.kernel_check import working_kernels
 
     check_head_dim(config, spec)
-    keep_builds(cache_folder(config))
+    keep_builds(config.cache_folder)
     rank = config.max_adapter_rank if config.adapter_places else 0
     with startup.stage("kernels"):
         return working_kernels(spec, dtype, config.block_size, device, rank)

@@ -1,0 +1,195 @@
+"""What becomes of another engine's flag: the kinds of rows that its table has, and how values are read."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+
+Options = list[tuple[str, str | bool]]
+"""Kvern's options and their values as texts; switches are booleans."""
+HUMAN_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
+UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+
+
+class Rule(Protocol):
+    """One flag's row. `takes`: how many values follow it on a command line, many for any number."""
+
+    @property
+    def takes(self) -> int: ...
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        """What kvern is told instead; `on` is False for --no-FLAG. Raises ConfigError with the reason of a refusal."""
+
+    def note(self) -> str | None:
+        """What the user should know; None: the flag did what it says."""
+
+    def help(self) -> str:
+        """In a line: what it is to kvern."""
+
+
+MANY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Named:
+    """Kvern's option has another name, or reads other values."""
+
+    option: str
+    read: Callable[[str], str] = str
+    takes: int = 1
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        return [(self.option, self.read(value)) for value in values]
+
+    def note(self) -> None:
+        return None
+
+    def help(self) -> str:
+        return f"is kvern's {flag(self.option)}"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """It has no value, and gives an option of kvern's one: another for --no-FLAG."""
+
+    option: str
+    yes: str | bool = True
+    no: str | bool = False
+    takes: int = 0
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        return [(self.option, self.yes if on else self.no)]
+
+    def note(self) -> None:
+        return None
+
+    def help(self) -> str:
+        return f"is kvern's {' '.join(as_arguments(self.option, self.yes))}"
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Nothing need be done: `why`. With `only`, for these values; others are refused for the same reason."""
+
+    why: str
+    takes: int = 0
+    only: tuple[str, ...] = ()
+    silent: bool = False
+    """What it asks for is so."""
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        wrong = [value for value in values if self.only and value.lower() not in self.only]
+        if wrong:
+            raise ConfigError(f"{wrong[0]} is refused: {self.why}")
+        return []
+
+    def note(self) -> str | None:
+        return None if self.silent or self.only else f"has no effect: {self.why}"
+
+    def help(self) -> str:
+        return f"takes {' or '.join(self.only)} alone: {self.why}" if self.only else f"has no effect: {self.why}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Kvern cannot do it: `why`."""
+
+    why: str
+    takes: int = 1
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        if on:
+            raise ConfigError(f"is refused: {self.why}")
+        return []
+
+    def note(self) -> None:
+        return None
+
+    def help(self) -> str:
+        return f"is refused: {self.why}"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A JSON object of which kvern understands one key, `backend`."""
+
+    named: Named
+    takes: int = 1
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        given = json_object("".join(values))
+        for key, value in given.items():
+            if key != "backend" and value:
+                raise ConfigError(f"{key} is refused: kvern reads the backend there and nothing else")
+        return self.named.options([str(given["backend"])], on) if "backend" in given else []
+
+    def note(self) -> None:
+        return None
+
+    def help(self) -> str:
+        return f"{self.named.help()}, by its key backend"
+
+
+def flag(option: str) -> str:
+    """How an option is written on a command line."""
+    return f"--{option.replace('_', '-')}"
+
+
+def as_arguments(option: str, value: str | bool) -> list[str]:
+    """An option and its value, as they are written on a command line."""
+    if isinstance(value, bool):
+        return [flag(option if value else f"no_{option}")]
+    return [flag(option), value]
+
+
+def human_number(text: str) -> str:
+    """A number that may end in k, m, g (thousands) or K, M, G (of 1024)."""
+    found = HUMAN_NUMBER.fullmatch(text)
+    return str(int(float(found[1]) * UNITS[found[2]])) if found else text
+
+
+def length(text: str) -> str:
+    """The longest sequence; -1 and auto are as long as the model and the memory allow."""
+    return "None" if text.lower() in ("-1", "auto") else human_number(text)
+
+
+def one_of(option: str, names: Mapping[str, str], otherwise: str) -> Callable[[str], str]:
+    """Reads a value that kvern may call otherwise; its own names are values, too."""
+    kinds = typing.get_type_hints(EngineConfig)
+    own = typing.get_args(kinds[option])
+
+    def read(text: str) -> str:
+        value = names.get(text.lower(), text.lower())
+        if value not in own:
+            raise ConfigError(f"{text} is refused: {otherwise}; {option} is one of {', '.join(own)}")
+        return value
+
+    return read
+
+
+def adapter(text: str) -> str:
+    """NAME=FOLDER, from that or from a JSON object with name and path."""
+    if not text.lstrip().startswith("{"):
+        return text
+    given = json_object(text)
+    if not (isinstance(given.get("name"), str) and isinstance(given.get("path"), str)):
+        raise ConfigError(f"{text} is refused: it must have a name and a path")
+    return f"{given['name']}={given['path']}"
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object. Raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{text[:80]!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text[:80]!r} must be a JSON object")
+    return value

@@ -1,0 +1,251 @@
+"""Flags of vLLM, the way kvern understands them: one table, by name, with underscores.
+
+A name that kvern has too stands here only if vLLM's values are others.
+"""
+
+from __future__ import annotations
+
+from kvern.cli.flag_rules import (
+    MANY,
+    Backend,
+    Idle,
+    Named,
+    Refused,
+    Rule,
+    Switch,
+    adapter,
+    human_number,
+    length,
+    one_of,
+)
+
+ONE = ("1",)
+NONE = ("none", "null")
+ONE_DEVICE = "kvern runs on one device"
+ONE_PROCESS = "a server is one process, and its engine another"
+NO_CODE = "kvern runs no code from a model's folder: see kvern models --families, or install a package that adds one"
+NO_COMPILER = "nothing is compiled by torch.compile, and CUDA graphs are captured for all sizes; see --no-cuda-graphs"
+TEXT_ALONE = "models read text alone"
+ALWAYS = "it is always so"
+LOGS = "kvern's log holds warnings and errors; --log-requests adds a line for each request"
+NO_DRAFT = "speculative decoding exists for proposers of installed packages alone: --proposer NAME"
+NO_TRANSFER = "blocks go to other places through a tier of an installed package: --kv-tier NAME"
+NO_PLUGIN = "kvern takes plugins from installed packages, by their entry points"
+SPLIT = "long prompts are split over steps within --max-batch-tokens, and nothing else bounds them"
+POOLING = "/v1/embeddings answers for models that are trained for it, and /v1/completions scores"
+NO_FORMAT = "weights are safetensors files in Hugging Face format"
+
+TOOL_PARSERS = {
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm",
+    "glm47": "glm",
+    "llama3_json": "llama",
+    "llama4_json": "llama",
+    "llama4_pythonic": "pythonic",
+}
+REASONING_PARSERS = {"qwen3": "think", "deepseek_r1": "think", "glm45": "think", "seed_oss": "seed"}
+BACKENDS = {"triton_attn": "triton"}
+LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
+GRAMMARS = {"auto": "llguidance", "guidance": "llguidance"}
+
+grammar_backend = Named("grammar_backend", one_of("grammar_backend", GRAMMARS, "there is no such backend"))
+
+VLLM: dict[str, Rule] = {
+    # The model and its files.
+    "dtype": Named("dtype", one_of("dtype", {"float": "float32"}, "there is no such format")),
+    "max_model_len": Named("max_model_len", length),
+    "generation_config": Named("generation_config", lambda text: "none" if text == "vllm" else text),
+    "load_format": Named("load_format", one_of("load_format", LOAD_FORMATS, NO_FORMAT)),
+    "quantization": Idle(
+        "kvern reads the format of weights off config.json, and of itself knows bf16, fp16 and fp32", 1, only=NONE
+    ),
+    "trust_remote_code": Refused(NO_CODE, 0),
+    "tokenizer_mode": Idle("tokenizers come from tokenizer.json", 1, only=("auto", "hf", "fast")),
+    "skip_tokenizer_init": Idle("a folder without tokenizer.json serves token ids"),
+    "hf_token": Refused("a flag can be seen by all users of the machine: set HF_TOKEN"),
+    "hf_config_path": Refused("config.json comes from the model's folder: see --hf-overrides"),
+    "config_format": Idle("config.json is in Hugging Face format", 1, only=("auto", "hf")),
+    "model_impl": Idle("models run on kvern's own layers", 1, only=("auto", "vllm")),
+    "code_revision": Idle(NO_CODE, 1),
+    "tokenizer_revision": Refused("give --tokenizer the folder of that revision"),
+    "task": Idle(POOLING, 1, only=("auto", "generate", "embed", "embedding", "score")),
+    "runner": Idle(POOLING, 1, only=("auto", "generate", "pooling")),
+    "convert": Idle(POOLING, 1, only=("auto", "none", "embed")),
+    "ignore_patterns": Idle("nothing but safetensors, JSON and templates is downloaded", MANY),
+    "use_tqdm_on_load": Idle(LOGS, silent=True),
+    "safetensors_load_strategy": Idle("weights are read in pieces, straight into their place", 1),
+    "model_loader_extra_config": Refused(NO_FORMAT),
+    "disable_sliding_window": Refused("each layer attends to what config.json says; see --hf-overrides"),
+    "enable_sleep_mode": Refused("a server ends instead, and a new one starts in seconds", 0),
+    "enable_prompt_embeds": Refused("prompts are texts or token ids", 0),
+    "skip_mm_profiling": Idle(TEXT_ALONE),
+    "limit_mm_per_prompt": Idle(TEXT_ALONE, 1),
+    "mm_processor_kwargs": Idle(TEXT_ALONE, 1),
+    "mm_processor_cache_gb": Idle(TEXT_ALONE, 1),
+    "mm_encoder_tp_mode": Idle(TEXT_ALONE, 1),
+    "media_io_kwargs": Idle(TEXT_ALONE, 1),
+    "allowed_local_media_path": Idle(TEXT_ALONE, 1),
+    "language_model_only": Idle(TEXT_ALONE, silent=True),
+    "disable_mm_preprocessor_cache": Idle(TEXT_ALONE),
+    "mm_processor_cache_type": Idle(TEXT_ALONE, 1),
+    # Memory.
+    "gpu_memory_utilization": Named("gpu_memory_share"),
+    "kv_cache_dtype": Named(
+        "kv_cache_dtype", one_of("kv_cache_dtype", {"half": "float16"}, "keys and values are not quantized yet")
+    ),
+    "kv_cache_memory_bytes": Refused("the cache is sized by --kv-cache-tokens, or by --gpu-memory-share"),
+    "num_gpu_blocks_override": Refused("the cache is sized in tokens: --kv-cache-tokens, blocks times --block-size"),
+    "swap_space": Idle("a request that must make room is computed again, none is swapped to host memory", 1),
+    "cpu_offload_gb": Idle("weights stay on the device whole", 1, only=("0", "0.0")),
+    "calculate_kv_scales": Refused("keys and values are not quantized yet", 0),
+    "enable_prefix_caching": Switch("prefix_cache"),
+    "prefix_caching_hash_algo": Idle("blocks are named by BLAKE2b digests of 128 bits", 1),
+    "disable_hybrid_kv_cache_manager": Idle("all layers have the same blocks", silent=True),
+    # Scheduling.
+    "max_num_seqs": Named("max_batch_requests", human_number),
+    "max_num_batched_tokens": Named("max_batch_tokens", human_number),
+    "max_waiting_queue_length": Named("max_queue"),
+    "enable_chunked_prefill": Switch("chunked_prefill"),
+    "max_num_partial_prefills": Idle(SPLIT, 1),
+    "max_long_partial_prefills": Idle(SPLIT, 1),
+    "long_prefill_token_threshold": Idle(SPLIT, 1),
+    "scheduling_policy": Named("policy", one_of("policy", {}, "there is no such policy")),
+    "scheduler_cls": Refused("policies are --policy's"),
+    "num_scheduler_steps": Idle("a step is planned while the one before is computed", 1),
+    "scheduler_delay_factor": Idle("prompts are never held back", 1, only=("0", "0.0")),
+    "preemption_mode": Idle("a request that must make room is computed again", 1, only=("recompute",)),
+    "async_scheduling": Switch("overlap"),
+    # Kernels.
+    "enforce_eager": Switch("cuda_graphs", yes=False, no=True),
+    "attention_backend": Named("attention_backend", one_of("attention_backend", BACKENDS, "there is no such backend")),
+    "compilation_config": Idle(NO_COMPILER, 1),
+    "optimization_level": Idle(NO_COMPILER, 1),
+    "cudagraph_capture_sizes": Idle(NO_COMPILER, MANY),
+    "cuda_graph_sizes": Idle(NO_COMPILER, MANY),
+    "max_cudagraph_capture_size": Idle(NO_COMPILER, 1),
+    "max_seq_len_to_capture": Idle(NO_COMPILER, 1),
+    "disable_cascade_attn": Switch("shared_prefix_attention", yes=False, no=True),
+    "disable_custom_all_reduce": Idle(ONE_DEVICE),
+    # Several devices.
+    "tensor_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
+    "pipeline_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
+    "data_parallel_size": Idle(f"{ONE_DEVICE}: start a server for each GPU, behind a proxy", 1, only=ONE),
+    "data_parallel_size_local": Idle(ONE_DEVICE, 1, only=ONE),
+    "decode_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
+    "prefill_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
+    "nnodes": Idle("kvern runs on one machine", 1, only=ONE),
+    "distributed_executor_backend": Idle(ONE_PROCESS, 1, only=("mp", "uni")),
+    "max_parallel_loading_workers": Idle(ONE_PROCESS, 1),
+    "enable_expert_parallel": Idle(f"{ONE_DEVICE}, which holds all experts"),
+    "enable_eplb": Idle(f"{ONE_DEVICE}, which holds all experts"),
+    "headless": Refused(ONE_DEVICE, 0),
+    "api_server_count": Idle(ONE_PROCESS, 1),
+    "disable_frontend_multiprocessing": Idle(f"{ONE_PROCESS}: requests survive the engine's death"),
+    # Adapters.
+    "enable_lora": Idle("there are places for adapters when there are adapters", silent=True),
+    "lora_modules": Named("adapter", adapter, MANY),
+    "max_loras": Named("max_adapters"),
+    "max_lora_rank": Named("max_adapter_rank"),
+    "max_cpu_loras": Idle("all adapters that are loaded wait in host memory", 1),
+    "lora_dtype": Idle("adapters have the model's dtype", 1, only=("auto",)),
+    "fully_sharded_loras": Idle(ONE_DEVICE),
+    "lora_extra_vocab_size": Idle("adapters add no tokens", 1, only=("0", "256")),
+    # Answers.
+    "enable_auto_tool_choice": Idle(ALWAYS, silent=True),
+    "tool_call_parser": Named("tool_parser", one_of("tool_parser", TOOL_PARSERS, "there is no such parser")),
+    "tool_parser_plugin": Refused("parsers are kvern's own"),
+    "enable_reasoning": Idle(ALWAYS, silent=True),
+    "reasoning_parser": Named(
+        "reasoning_parser", one_of("reasoning_parser", REASONING_PARSERS, "there is no such parser")
+    ),
+    "reasoning_parser_plugin": Refused("parsers are kvern's own"),
+    "guided_decoding_backend": grammar_backend,
+    "structured_outputs_config": Backend(grammar_backend),
+    "structured_outputs_config.backend": grammar_backend,
+    "logits_processor_pattern": Refused("requests may name the processors of --logits-processors"),
+    "chat_template_content_format": Idle("contents have the form that the template reads", 1),
+    "default_chat_template_kwargs": Named("chat_template_kwargs"),
+    "trust_request_chat_template": Refused("requests cannot bring templates: see --chat-template", 0),
+    "response_role": Idle("answers are the assistant's", 1, only=("assistant",)),
+    "max_logprobs": Idle("requests may ask for as many as the API allows", 1),
+    "logprobs_mode": Idle(
+        "log-probabilities are the model's own, before sampling parameters", 1, only=("raw_logprobs",)
+    ),
+    "return_tokens_as_token_ids": Refused("requests ask for it: return_token_ids", 0),
+    # The server.
+    "ssl_certfile": Named("tls_cert"),
+    "ssl_keyfile": Named("tls_key"),
+    "ssl_ca_certs": Refused("clients show keys, not certificates: see --api-key"),
+    "ssl_cert_reqs": Idle("clients show keys, not certificates: see --api-key", 1, only=("0",)),
+    "enable_ssl_refresh": Idle("certificates are read at the start"),
+    "shutdown_timeout": Named("grace_seconds"),
+    "middleware": Refused("put a proxy before the server"),
+    "enable_request_id_headers": Idle(ALWAYS, silent=True),
+    "enable_prompt_tokens_details": Idle(ALWAYS, silent=True),
+    "enable_server_load_tracking": Idle(ALWAYS, silent=True),
+    "enable_force_include_usage": Refused("requests ask for it: stream_options", 0),
+    "disable_fastapi_docs": Idle("/docs is a page without scripts of others"),
+    "h11_max_incomplete_event_size": Idle("heads of requests are bounded", 1),
+    "h11_max_header_count": Idle("heads of requests are bounded", 1),
+    # What it says.
+    "uvicorn_log_level": Idle(LOGS, 1),
+    "disable_uvicorn_access_log": Idle(LOGS, silent=True),
+    "enable_log_requests": Switch("log_requests", yes="summary", no="none"),
+    "disable_log_requests": Idle(LOGS, silent=True),
+    "max_log_len": Idle(LOGS, 1),
+    "disable_log_stats": Idle("figures are at /metrics", silent=True),
+    "enable_log_outputs": Refused("answers are never written to a log", 0),
+    "log_config_file": Refused(LOGS),
+    "log_error_stack": Idle(LOGS),
+    "otlp_traces_endpoint": Refused("there are no traces: see /metrics"),
+    "collect_detailed_traces": Refused("there are no traces: see /metrics"),
+    "show_hidden_metrics_for_version": Idle("all figures are at /metrics", 1),
+}
+
+ALIKE: dict[Rule, tuple[str, ...]] = {
+    Refused(ONE_DEVICE): (
+        "all2all_backend", "data_parallel_address", "data_parallel_backend", "data_parallel_external_lb",
+        "data_parallel_hybrid_lb", "data_parallel_rank", "data_parallel_rpc_port", "data_parallel_start_rank",
+        "enable_dbo", "eplb_config", "expert_placement_strategy", "master_addr", "master_port", "node_rank",
+        "num_redundant_experts", "ray_workers_use_nsight",
+    ),
+    Idle(TEXT_ALONE): ("disable_chunked_mm_input", "enable_multimodal_encoder_data_parallel", "interleave_mm_strings"),
+    Idle(TEXT_ALONE, 1): (
+        "allowed_media_domains", "default_mm_loras", "mm_encoder_attn_backend", "mm_shm_cache_max_object_size_mb",
+        "video_pruning_rate",
+    ),
+    Refused("embeddings are no prompts"): ("enable_mm_embeds",),
+    Refused("give it by --hf-overrides"): ("rope_scaling", "rope_theta"),
+    Refused("vectors have the form that the model's own files say"): ("pooler_config", "override_pooler_config"),
+    Refused("there are no models of such layers"): ("mamba_block_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+    Refused(NO_TRANSFER): ("kv_offloading_size", "kv_offloading_backend", "kv_transfer_config", "kv_events_config",
+                           "ec_transfer_config"),
+    Refused(NO_PLUGIN): ("worker_cls", "worker_extension_cls", "io_processor_plugin", "additional_config"),
+    Refused(NO_DRAFT): ("speculative_config", "speculative_model", "num_speculative_tokens", "num_lookahead_slots"),
+    Refused("grammars allow what the schema allows: change the schema"): (
+        "guided_decoding_disable_additional_properties", "guided_decoding_disable_any_whitespace",
+    ),
+    Idle("kvern's own kernels are chosen by what was fastest here", 1): (
+        "attention_config", "kernel_config", "moe_backend",
+    ),
+    Idle("layers that share keys and values do so always", silent=True): ("kv_sharing_fast_prefill",),
+    Idle("a grammar that a backend cannot follow is refused"): ("guided_decoding_disable_fallback",),
+    Idle(LOGS): ("aggregate_engine_logging",),
+    Idle("weights are read straight into their place", 1): ("pt_load_map_location",),
+}  # fmt: skip
+VLLM |= {name: rule for rule, names in ALIKE.items() for name in names}
+
+SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dpl": "data_parallel_size_local",
+    "-dcp": "decode_context_parallel_size",
+    "-n": "nnodes",
+    "-q": "quantization",
+    "-O": "optimization_level",
+    "-cc": "compilation_config",
+    "-sc": "speculative_config",
+    "-asc": "api_server_count",
+}
+"""Letters for some of them."""

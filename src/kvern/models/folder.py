@@ -1,0 +1,156 @@
+"""The folder of a configuration's model, and what options put in the place of some of its files.
+
+    tokenizer                      tokenizer.json, its configuration, and the chat templates beside it
+    chat_template                  chat_template.jinja
+    hf_overrides                   values of config.json
+    generation_config, override_   generation_config.json
+
+A changed model is a folder of links to the model's files and those of its own that differ. It lies in the cache, under
+a name that says what is in it, so that another start of the same model finds it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvern.chat_template import environment
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.files import MOST_CONFIG_BYTES, read_object, read_whole, reason
+from kvern.models.hub import resolve_model
+
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES)
+GENERATION_VALUES = ("temperature", "top_k", "top_p", "do_sample", "eos_token_id")
+"""Those of generation_config.json that kvern reads."""
+
+Files = dict[str, Path | bytes]
+"""By name: the file or folder to link to, or a content of its own."""
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """The folder with the model's files, as options change them.
+
+    Raises ModelNotFound, ConfigError or CorruptCheckpoint.
+    """
+    folder = resolve_model(config.model, revision=config.revision, cache_folder=config.download_dir).absolute()
+    found: Files = {path.name: path for path in folder.iterdir()}
+    files = dict(found)
+    if config.tokenizer is not None:
+        files = _with_tokenizer(files, config.tokenizer, config.download_dir)
+    if config.chat_template is not None:
+        files = _with_template(files, template_text(config.chat_template))
+    if config.hf_overrides:
+        files["config.json"] = as_json(merged(_object(files, "config.json"), config.hf_overrides))
+    if config.generation_config != "auto" or config.override_generation_config:
+        files["generation_config.json"] = as_json(_generation_config(files, config))
+    return folder if files == found else _linked(files, config.cache_folder / "models")
+
+
+def template_text(given: str) -> str:
+    """The chat template that the option gives, a file or the template itself. Raises ConfigError."""
+    text = given
+    if not ("{" in given or "\n" in given):
+        try:
+            text = read_whole(Path(given).expanduser(), MOST_CONFIG_BYTES).decode()
+        except FileNotFoundError:
+            raise ConfigError(f"chat_template is {given!r}: it is neither a file nor a template") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"chat_template is {given!r}: that file is not UTF-8 text") from None
+    try:
+        environment().from_string(text)
+    except Exception as error:  # a template's syntax can fail in any way
+        raise ConfigError(f"chat_template cannot be compiled: {reason(error)}") from None
+    return text
+
+
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the overrides' in their place; those of an inner configuration, such as text_config, likewise."""
+    result = dict(values)
+    for name, value in overrides.items():
+        inner = values.get(name)
+        within = name.endswith("_config") and isinstance(inner, dict) and isinstance(value, Mapping)
+        result[name] = merged(inner, value) if within and isinstance(inner, dict) else value
+    return result
+
+
+def as_json(values: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(values, indent=1).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"hf_overrides or override_generation_config is not JSON: {reason(error)}") from None
+
+
+def _with_tokenizer(files: Files, name: str, download_dir: str | None) -> Files:
+    given = Path(name).expanduser()
+    folder = given.absolute() if given.is_dir() else resolve_model(name, cache_folder=download_dir).absolute()
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"tokenizer is {name!r}: there is no tokenizer.json")
+    rest = {name: file for name, file in files.items() if name not in TOKENIZER_FILES}
+    return rest | {name: folder / name for name in TOKENIZER_FILES if (folder / name).exists()}
+
+
+def _with_template(files: Files, text: str) -> Files:
+    rest = {name: file for name, file in files.items() if name not in TEMPLATES}
+    tokenizer = _object(files, "tokenizer_config.json")
+    if tokenizer.pop("chat_template", None) is not None:
+        rest["tokenizer_config.json"] = as_json(tokenizer)
+    return rest | {"chat_template.jinja": text.encode()}
+
+
+def _generation_config(files: Files, config: EngineConfig) -> dict[str, Any]:
+    stored = _object(files, "generation_config.json")
+    if config.generation_config == "none":
+        stored = {name: value for name, value in stored.items() if name.endswith("token_id")}
+    elif config.generation_config != "auto":
+        file = Path(config.generation_config).expanduser() / "generation_config.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"generation_config is {config.generation_config!r}: it must be auto, none, or a folder with a "
+                "generation_config.json"
+            )
+        stored = read_object(file)
+    unknown = sorted(set(config.override_generation_config) - set(GENERATION_VALUES))
+    if unknown:
+        raise ConfigError(
+            f"override_generation_config holds {unknown[0]!r}: kvern reads {', '.join(GENERATION_VALUES)} there; other "
+            "parameters go into requests"
+        )
+    return stored | dict(config.override_generation_config)
+
+
+def _object(files: Files, name: str) -> dict[str, Any]:
+    file = files.get(name, b"{}")
+    return dict(json.loads(file)) if isinstance(file, bytes) else read_object(file)
+
+
+def _linked(files: Files, cache: Path) -> Path:
+    """The folder in the cache with these files; made whole elsewhere and then renamed. Raises ConfigError."""
+    state = hashlib.blake2b(digest_size=16)
+    for name, file in sorted(files.items()):
+        state.update(repr((name, file if isinstance(file, bytes) else str(file))).encode())
+    folder = cache / state.hexdigest()
+    if folder.is_dir():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=cache))
+        for name, file in files.items():
+            if isinstance(file, bytes):
+                (made / name).write_bytes(file)
+            else:
+                (made / name).symlink_to(file)
+        try:
+            os.rename(made, folder)
+        except OSError:
+            shutil.rmtree(made)
+            if not folder.is_dir():
+                raise
+    except OSError as error:
+        raise ConfigError(f"{cache} cannot be written: {reason(error)}; give another cache_dir") from error
+    return folder

@@ -1,0 +1,51 @@
+"""How much of a device's memory an engine takes."""
+
+import logging
+
+import pytest
+import torch
+
+from kvern import EngineConfig
+from kvern.errors import ConfigError
+from kvern.worker.memory import CONTEXT_BYTES, DeviceMemory, cache_bytes, left_of_share
+
+GIB = 1 << 30
+TOTAL = 80 * GIB
+
+
+def test_without_a_share_all_that_is_free_is_there() -> None:
+    assert left_of_share(70 * GIB, TOTAL, 10 * GIB, None) == 70 * GIB
+
+
+def test_a_share_counts_what_the_engine_holds_and_not_what_others_hold() -> None:
+    alone = left_of_share(64 * GIB, TOTAL, 16 * GIB, 0.4)
+    assert alone == 32 * GIB - 16 * GIB - CONTEXT_BYTES
+    assert left_of_share(32 * GIB, TOTAL, 16 * GIB, 0.4) == alone
+
+
+def test_two_shares_of_which_each_fits_fit_together() -> None:
+    weights, free = 4 * GIB, TOTAL
+    for _ in range(2):
+        free -= CONTEXT_BYTES + weights
+        cache = left_of_share(free, TOTAL, weights, 0.5)
+        assert cache > 34 * GIB
+        free -= cache
+    assert free >= 0
+
+
+def test_a_share_is_no_promise() -> None:
+    assert left_of_share(GIB, TOTAL, 16 * GIB, 0.9) == GIB
+    assert left_of_share(64 * GIB, TOTAL, 40 * GIB, 0.4) == 0
+
+
+def test_a_cpu_has_no_shares_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        shared = DeviceMemory(torch.device("cpu"), 0.4)
+    assert "gpu_memory_share is 0.4 and has no effect: the model runs on a CPU" in caplog.text
+    assert cache_bytes(shared, 1024) == cache_bytes(DeviceMemory(torch.device("cpu")), 1024)
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
+def test_a_share_is_a_part_of_the_whole(share: float) -> None:
+    with pytest.raises(ConfigError, match=f"gpu_memory_share is {share}"):
+        EngineConfig(gpu_memory_share=share)
