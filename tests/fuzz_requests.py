@@ -19,8 +19,8 @@ from urllib.parse import quote
 import msgspec
 
 from kvern.api import messages, responses
+from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.api.completions import CHAT, COMPLETIONS, ONLY_VALUES, OWN_FIELDS
-from kvern.api.conversation import CHAT_FIELDS
 from kvern.api.fields import WITHOUT_EFFECT
 from kvern.sampling_params import SamplingParams
 

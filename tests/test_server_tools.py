@@ -191,8 +191,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].tool_call_id is missing"),
     ({"messages": [*QUESTION, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, r"messages\[1\].tool_calls\[0\]"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "arguments is not valid JSON",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+        "arguments is 5: it must be a JSON object",
     ),
     ({"extra_body": {"thinking_budget": 5}}, "knows no thinking"),
     ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "field of its own"),
@@ -208,7 +208,7 @@ def test_bad_bodies_name_the_place(client: openai.OpenAI, body: dict[str, Any], 
 
 @pytest.mark.parametrize("depth", [200, 900, 100_000])
 def test_nested_too_deeply(server: Served, depth: int) -> None:
-    """In a schema, in a place where none belongs, and in a call's arguments."""
+    """In a schema, and in a place where none belongs; a call's arguments are a text that a model may have written."""
     schema = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
     deep = "[" * depth + "]" * depth
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
@@ -223,7 +223,8 @@ def test_nested_too_deeply(server: Served, depth: int) -> None:
     for place in places:
         body = f'{{"max_tokens": 1, "messages": [{{"role": "user", "content": "a"}}], {place}}}'
         status, _, said = server.raw("POST", "/v1/chat/completions", body.encode())
-        assert status == 400, (place[:40], said)
+        assert status == 400 or place.startswith('"messages"'), (place[:40], said)
+        assert status < 500
 
 
 def test_responses_call_and_go_on(client: openai.OpenAI) -> None:

@@ -5,51 +5,93 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvern.api.conversation import assistant_message, finish_reason
-from kvern.outputs import CompletionOutput
-from kvern.tools.chat import AnswerReader, ChatRequest
+from kvern.api.completions import AnswerOptions
+from kvern.api.conversation import assistant_message, finish_reason, reasoning_fields
+from kvern.outputs import CompletionOutput, RequestOutput
+from kvern.step import Logprob, TokenLogprobs
+from kvern.tokenizer import Tokenizer
+from kvern.tools.chat import ChatRequest
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 
 
-def choice_of(completion: CompletionOutput, chat: ChatRequest | None, include_reasoning: bool) -> dict[str, Any]:
+def choice_of(completion: CompletionOutput, chat: ChatRequest | None, options: AnswerOptions) -> dict[str, Any]:
     """A whole answer, to a conversation or to a text."""
     choice: dict[str, Any] = {"index": completion.index}
+    ended: str | None = completion.finish_reason
     if chat is None:
-        ended = completion.finish_reason
-        return {**choice, "text": completion.text, "logprobs": text_logprobs(completion), "finish_reason": ended}
-    message = chat.message(completion.text)
-    choice["message"] = assistant_message(message, include_reasoning)
-    return {**choice, "logprobs": chat_logprobs(completion), "finish_reason": finish_reason(completion, message)}
+        choice |= {"text": completion.text, "logprobs": text_logprobs(completion, options)}
+    else:
+        message = chat.message(completion.text)
+        choice["message"] = assistant_message(message, options.include_reasoning, options.prefix)
+        choice["logprobs"] = chat_logprobs(completion, options, chat.tokenizer)
+        ended = finish_reason(completion, message)
+    choice |= {"finish_reason": ended, "stop_reason": completion.stop_reason}
+    if options.token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
 
 
-def chat_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
-    if completion.logprobs is None:
+def chat_logprobs(completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Those of each token, and of the most probable ones in its place."""
+    if completion.logprobs is None or options.logprobs is None:
         return None
     content = []
     for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
         entries = {
             candidate: {
-                "token": entry.token or "",
+                "token": _name(candidate, entry, options),
                 "logprob": finite(entry.logprob),
-                "bytes": None if "\ufffd" in (entry.token or "") else list((entry.token or "").encode()),
+                "bytes": list(tokenizer.id_to_bytes(candidate)),
             }
             for candidate, entry in table.items()
         }
-        content.append({**entries[token_id], "top_logprobs": list(entries.values())})
-    return {"content": content}
+        content.append(
+            {**entries[token_id], "top_logprobs": [entries[best] for best in _best(table, options.logprobs)]}
+        )
+    return {"content": content, "refusal": None}
 
 
-def text_logprobs(completion: CompletionOutput) -> dict[str, Any] | None:
-    if completion.logprobs is None:
+def _best(table: TokenLogprobs, count: int) -> list[int]:
+    """The ids of the `count` most probable tokens of a table, which begins with the sampled one, whatever that is."""
+    ids = list(table)[len(table) > count :]
+    return sorted(ids, key=lambda token_id: -table[token_id].logprob)
+
+
+def _name(token_id: int, entry: Logprob, options: AnswerOptions) -> str:
+    return f"token_id:{token_id}" if options.ids_as_tokens else entry.token or ""
+
+
+def text_logprobs(completion: CompletionOutput, options: AnswerOptions, start: int = 0) -> dict[str, Any] | None:
+    """The older form, of a text that begins `start` characters behind the first token of the answer."""
+    if completion.logprobs is None or options.logprobs is None:
         return None
     pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
-    tokens = [table[token_id].token or "" for token_id, table in pairs]
+    texts = [table[token_id].token or "" for token_id, table in pairs]
+    tops: list[dict[str, float]] = []
+    for _, table in pairs:
+        named: dict[str, float] = {}
+        for token_id, entry in sorted(table.items(), key=lambda item: -item[1].logprob):
+            named.setdefault(_name(token_id, entry, options), finite(entry.logprob))  # parts of characters look alike
+        tops.append(named)
     return {
-        "tokens": tokens,
+        "tokens": [_name(token_id, table[token_id], options) for token_id, table in pairs],
         "token_logprobs": [finite(table[token_id].logprob) for token_id, table in pairs],
-        "top_logprobs": [{entry.token or "": finite(entry.logprob) for entry in table.values()} for _, table in pairs],
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
+        "top_logprobs": tops,
+        "text_offset": list(itertools.accumulate(map(len, texts), initial=start))[:-1],
     }
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[int, dict[str, Any]] | None]:
+    """Those of a prompt, by token id."""
+    return [
+        None
+        if table is None
+        else {
+            token_id: {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.token}
+            for token_id, entry in table.items()
+        }
+        for table in output.prompt_logprobs or ()
+    ]
 
 
 def finite(logprob: float) -> float:
@@ -57,20 +99,22 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
+def thought_details(tokens: int) -> dict[str, Any]:
+    """A part of OpenAI's usage."""
+    return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+
+
 class StreamedChoice:
-    """One answer; `reader` takes the answer to a conversation apart, `echo` is sent before a text."""
+    """One answer to a conversation, if there is a `chat`, or to a text; `prefix` is sent before it."""
 
     def __init__(
-        self,
-        answer: CompletionOutput,
-        index: int,
-        reader: AnswerReader | None = None,
-        include_reasoning: bool = True,
-        echo: str = "",
+        self, answer: CompletionOutput, index: int, chat: ChatRequest | None, options: AnswerOptions, prefix: str = ""
     ) -> None:
-        self._answer, self._index, self._reader, self._echo = answer, index, reader, echo
-        self._include_reasoning = include_reasoning
-        self._characters = self._tokens = 0
+        self._answer, self._index, self._chat, self._options = answer, index, chat, options
+        self._reader = None if chat is None else chat.reader()
+        self._thought = None if chat is None else chat.thought_tokens()
+        self._prefix = prefix
+        self._characters = self._tokens = self._offset = 0
         self._begun = self._ended = False
 
     def news(self, interval: int) -> dict[str, Any] | None:
@@ -82,28 +126,55 @@ class StreamedChoice:
         choice: dict[str, Any] = {"index": self._index}
         if self._reader is not None:
             choice["delta"] = delta(
-                self._reader.read(answer.text, answer.finish_reason is not None), self._include_reasoning
+                self._reader.read(answer.text, answer.finish_reason is not None), self._options.include_reasoning
             )
             if not choice["delta"] and self._begun and answer.finish_reason is None:
                 return None  # all of it is held back, and its log-probabilities are sent with what comes next
             if not self._begun:
-                choice["delta"] = {"role": "assistant", "content": "", **choice["delta"]}
+                choice["delta"] = _first(choice["delta"], self._prefix)
         else:
-            choice["text"] = ("" if self._begun else self._echo) + answer.text[self._characters :]
-        choice["logprobs"] = self._logprobs()
+            choice["text"] = ("" if self._begun else self._prefix) + answer.text[self._characters :]
+        choice["logprobs"] = None if self._options.logprobs is None else self._logprobs()
         choice["finish_reason"] = (
             answer.finish_reason if self._reader is None else finish_reason(answer, self._reader.message)
         )
+        if self._options.token_ids:
+            choice["token_ids"] = answer.token_ids[self._tokens :]
         self._characters, self._tokens = len(answer.text), len(answer.token_ids)
         self._begun, self._ended = True, answer.finish_reason is not None
+        if self._ended:
+            choice["stop_reason"] = answer.stop_reason
         return choice
+
+    @property
+    def tokens(self) -> int:
+        """Of the answer, as far as it has been sent."""
+        return self._tokens
+
+    @property
+    def thought(self) -> dict[str, Any]:
+        """How many of the answer's tokens so far are thought, as a part of the usage."""
+        if self._chat is None:
+            return {}
+        return thought_details(0 if self._thought is None else self._thought.count(self._answer.token_ids))
 
     def _logprobs(self) -> dict[str, Any] | None:
         if self._answer.logprobs is None:
             return None
         new = CompletionOutput(self._index, token_ids=self._answer.token_ids[self._tokens :])
         new.logprobs = self._answer.logprobs[self._tokens :]
-        return (text_logprobs if self._reader is None else chat_logprobs)(new)
+        if self._chat is not None:
+            return chat_logprobs(new, self._options, self._chat.tokenizer)
+        start = self._offset
+        self._offset += sum(
+            len(table[token].token or "") for token, table in zip(new.token_ids, new.logprobs, strict=True)
+        )
+        return text_logprobs(new, self._options, start)
+
+
+def _first(news: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The first delta of an answer."""
+    return {"role": "assistant", **news, "content": prefix + news.get("content", "")}
 
 
 def delta(pieces: Sequence[Piece], include_reasoning: bool) -> dict[str, Any]:
@@ -115,7 +186,7 @@ def delta(pieces: Sequence[Piece], include_reasoning: bool) -> dict[str, Any]:
             case Content(text):
                 found["content"] = found.get("content", "") + text
             case Reasoning(text) if include_reasoning:
-                found["reasoning_content"] = found.get("reasoning_content", "") + text
+                found |= reasoning_fields(found.get("reasoning", "") + text)
             case CallBegins(index, call_id, name):
                 function = {"name": name, "arguments": ""}
                 calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}

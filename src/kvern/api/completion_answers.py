@@ -6,11 +6,15 @@ import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
-from kvern.api.choices import StreamedChoice, choice_of, text_logprobs
+import kvern
+from kvern.api.choices import StreamedChoice, choice_of, prompt_logprobs, text_logprobs, thought_details
 from kvern.api.completions import AnswerOptions
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
+
+FINGERPRINT = f"kvern-{kvern.__version__}"
+"""The same seed gives the same answer where this is the same, and the model and its options."""
 
 
 class CompletionWriter:
@@ -18,7 +22,7 @@ class CompletionWriter:
 
     def __init__(self, options: AnswerOptions, model: str, tokenizer: Tokenizer, chat: ChatRequest | None) -> None:
         self._options, self._model, self._tokenizer, self._chat = options, model, tokenizer, chat
-        self._created, self._identity = int(time.time()), uuid.uuid4().hex
+        self._created, self._identity = int(time.time()), options.request_id or uuid.uuid4().hex
 
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """All answers at once."""
@@ -26,47 +30,66 @@ class CompletionWriter:
         choices = []
         for number, output in enumerate(outputs):
             for index, item in enumerate(best(output.outputs, options.answers)):
-                choice = choice_of(item, self._chat, options.include_reasoning)
+                choice = choice_of(item, self._chat, options)
                 choice["index"] = number * options.answers + index
-                if not options.logprobs:
-                    choice["logprobs"] = None
                 if options.echo:
                     self._echo(choice, output)
+                if not options.is_chat:
+                    choice |= self._of_prompt(output)
                 choices.append(choice)
         head = self._head("chat.completion" if options.is_chat else "text_completion")
-        return {**head, "choices": choices, "usage": usage(outputs, 0 if options.prompt_only else None)}
+        head |= self._of_prompt(outputs[0]) if options.is_chat else {}
+        counts = usage(outputs, 0 if options.prompt_only else None) | thought(outputs, self._chat)
+        return {**head, **self._server, "choices": choices, "usage": counts}
 
     async def chunks(
         self, outputs: Sequence[RequestOutput], news: AsyncIterable[None], interval: int
     ) -> AsyncIterator[object]:
         """What is new at each of the news, once there are `interval` tokens; then the usage if it was asked for."""
         options = self._options
+        interval = max(interval, options.stream_interval)
         parts = [
-            StreamedChoice(
-                item,
-                number * options.answers + item.index,
-                None if self._chat is None else self._chat.reader(),
-                options.include_reasoning,
-                self._prompt(output) if options.echo else "",
-            )
+            (output, StreamedChoice(item, number * options.answers + item.index, self._chat, options, prefix))
             for number, output in enumerate(outputs)
+            for prefix in [self._prompt(output) if options.echo else options.prefix]
             for item in output.outputs
         ]
         head = self._head("chat.completion.chunk" if options.is_chat else "text_completion")
         if options.include_usage:
             head["usage"] = None
+        shown: set[str] = set()
         async for _ in news:
-            for part in parts:
+            for output, part in parts:
                 choice = part.news(interval)
-                if choice is not None:
-                    yield {**head, "choices": [choice]}
+                if choice is None:
+                    continue
+                chunk = {**head, "choices": [choice]}
+                if options.token_ids and output.request_id not in shown:
+                    shown.add(output.request_id)
+                    (chunk if options.is_chat else choice)["prompt_token_ids"] = output.prompt_token_ids
+                if options.continuous_usage:
+                    chunk["usage"] = usage([output], part.tokens) | part.thought
+                if choice["finish_reason"] is not None:
+                    chunk |= self._server
+                yield chunk
         if options.include_usage:
-            yield {**head, "choices": [], "usage": usage(outputs)}
+            yield {**head, **self._server, "choices": [], "usage": usage(outputs) | thought(outputs, self._chat)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         """What every answer and chunk begins with."""
         prefix = "chatcmpl" if self._options.is_chat else "cmpl"
         return {"id": f"{prefix}-{self._identity}", "object": kind, "created": self._created, "model": self._model}
+
+    @property
+    def _server(self) -> dict[str, Any]:
+        """What answered: in whole answers, and in the last chunk of a choice."""
+        tier = {"service_tier": "default"} if self._options.service_tier else {}
+        return {"system_fingerprint": FINGERPRINT, **tier}
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What was asked of the prompt."""
+        found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self._options.token_ids else {}
+        return found | ({"prompt_logprobs": prompt_logprobs(output)} if self._options.prompt_logprobs else {})
 
     def _prompt(self, output: RequestOutput) -> str:
         return output.prompt if output.prompt is not None else self._tokenizer.decode(output.prompt_token_ids)
@@ -81,18 +104,20 @@ class CompletionWriter:
         without = tables.count(None)
         prompt = CompletionOutput(0, token_ids=output.prompt_token_ids[without:])
         prompt.logprobs = [table for table in tables if table is not None]
-        before = text_logprobs(prompt)
+        before = text_logprobs(prompt, self._options)
         assert before is not None
-        names = [self._tokenizer.id_to_token(token) for token in output.prompt_token_ids[:without]]
-        first, nothing = "".join(names), [None] * without
-        offsets = list(itertools.accumulate(map(len, names), initial=0))[:-1]
+        texts = [self._tokenizer.id_to_token(token) for token in output.prompt_token_ids]
+        first, nothing = "".join(texts[:without]), [None] * without
+        offsets = list(itertools.accumulate(map(len, texts[:without]), initial=0))[:-1]
+        names = [f"token_id:{token}" for token in output.prompt_token_ids] if self._options.ids_as_tokens else texts
+        names = names[:without]
         start = {"tokens": names, "token_logprobs": nothing, "top_logprobs": nothing, "text_offset": offsets}
         merged = {}
         for name, values in choice["logprobs"].items():
             before_it, shift = before[name], 0
             if name == "text_offset":
                 before_it = [len(first) + offset for offset in before_it]
-                shift = len(first) + sum(map(len, before["tokens"]))
+                shift = sum(map(len, texts))
             after = [] if prompt_only else [value + shift for value in values] if shift else values
             merged[name] = start[name] + before_it + after
         choice["logprobs"] = merged
@@ -109,6 +134,13 @@ def usage(outputs: Sequence[RequestOutput], generated: int | None = None) -> dic
     """Tokens of all prompts and answers, and how many came from the cache."""
     cached = sum(output.cached_tokens for output in outputs)
     return {**token_counts(outputs, generated), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def thought(outputs: Sequence[RequestOutput], chat: ChatRequest | None) -> dict[str, Any]:
+    """How many tokens of all answers to a conversation were thought, as a part of the usage."""
+    if chat is None:
+        return {}
+    return thought_details(sum(chat.reasoning_tokens(item.token_ids) for output in outputs for item in output.outputs))
 
 
 def token_counts(outputs: Sequence[RequestOutput], generated: int | None = None) -> dict[str, Any]:

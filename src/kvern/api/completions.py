@@ -7,22 +7,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.api.conversation import CHAT_FIELDS, ChatBody, read_chat_body
+from kvern.api.chat_fields import CHAT_FIELDS
+from kvern.api.conversation import ChatBody, read_chat_body
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, sampling_params, typed
 from kvern.api.forms import STRUCTURED, structured_of
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvern.tools.encoding import AS_THE_TEMPLATE_WRITES, ROOM_FOR_ANSWER, Encoding
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 COMPLETION_TOKENS = 16
 """OpenAI's default length of /v1/completions."""
 MOST_PROMPTS = 256
+LONGEST_ID = 128
+"""Characters of a `request_id`."""
+LONGEST_INTERVAL = 1024
 # fmt: off
 OWN_FIELDS = {
-    "prompt", "max_completion_tokens", "top_logprobs", "logprobs", "use_beam_search", *STRUCTURED, *CHAT_FIELDS
+    "prompt", "max_completion_tokens", "top_logprobs", "logprobs", "use_beam_search", "truncate_prompt_tokens",
+    "truncation_side", "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids", "request_id",
+    "stream_interval", *STRUCTURED, *CHAT_FIELDS,
 }
 # fmt: on
 ONLY_VALUES: dict[str, tuple[object, ...]] = {
@@ -32,12 +39,40 @@ ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
     "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "chat_template": (None,),
+    "prompt_embeds": (None,),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
+    "logprob_token_ids": (None,),
+    "repetition_detection": (None,),
+    "watermarking": (None, False),
 }
-"""Fields of OpenAI's with the values that ask for nothing special."""
+"""Fields of OpenAI's and of vLLM's with the values that ask for nothing special."""
+REMEDIES = {
+    "functions": "it is the older name of tools; send tools instead",
+    "function_call": "it is the older name of tool_choice; send tools and tool_choice instead",
+    "chat_template": "a template is a program, and this server runs its operator's only; leave it out, or send the "
+    "prompt as you want it to /v1/completions",
+    "prompt_embeds": "this server reads tokens, no embeddings; send prompt, a text or a list of token ids",
+    "kv_transfer_params": "this server computes prompts itself, or has them in its cache; leave it out",
+    "ec_transfer_params": "this server computes prompts itself, or has them in its cache; leave it out",
+    "web_search_options": "this server searches nothing; give the model a tool that does",
+    "logprob_token_ids": "ask for top_logprobs, or send the texts to /v1/score",
+}
+"""What to do instead."""
 STREAMING = ("stream", "stream_options", "echo", "best_of")
 """Those of them that the server understands."""
 FIELDS = frozenset(WITHOUT_EFFECT | OWN_FIELDS | set(ONLY_VALUES) | set(SamplingParams.__struct_fields__))
 KNOWN = FIELDS | set(COMMON_FIELDS)
+
+
+def known_fields(url: str) -> frozenset[str]:
+    """Those that mean something to CHAT or COMPLETIONS."""
+    return KNOWN if url == CHAT else KNOWN - CHAT_FIELDS
 
 
 @dataclass(frozen=True)
@@ -47,13 +82,27 @@ class AnswerOptions:
     url: str = COMPLETIONS
     answers: int = 1
     """For each prompt: `n`. More are generated if `best_of` was given."""
-    logprobs: bool = False
+    logprobs: int | None = None
+    """How many of the most probable tokens are shown beside each one of the answer."""
+    prompt_logprobs: bool = False
     include_reasoning: bool = True
     include_usage: bool = False
     """At the end of a stream."""
+    continuous_usage: bool = False
+    """In each chunk: that of its choice so far."""
     echo: bool = False
     prompt_only: bool = False
     """`max_tokens` is 0: only the echo is wanted."""
+    prefix: str = ""
+    """What the answer to a conversation goes on from, if that is wanted too."""
+    token_ids: bool = False
+    """They are shown beside the texts."""
+    ids_as_tokens: bool = False
+    """Log-probabilities name tokens by their ids."""
+    request_id: str | None = None
+    service_tier: bool = False
+    """The request named one."""
+    stream_interval: int = 1
 
     @property
     def is_chat(self) -> bool:
@@ -63,7 +112,10 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class CompletionBody:
-    """What a body of either route asks for: the answers to a conversation, or to prompts."""
+    """What a body of either route asks for: the answers to a conversation, or to prompts.
+
+    `encoding` is how texts become tokens, and which tokens stay of any prompt; None: as usual, and all.
+    """
 
     conversation: ChatBody | None
     prompts: list[Prompt]
@@ -71,41 +123,93 @@ class CompletionBody:
     common: CommonFields
     stream: bool
     options: AnswerOptions
+    encoding: Encoding | None = None
 
 
 def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams | None = None) -> CompletionBody:
     """Check a body of CHAT or COMPLETIONS. Raises HttpError, InvalidRequest or InvalidParameter."""
     is_chat = url == CHAT
     _check_only_values(body, is_chat)
-    echo = not is_chat and typed(body, "echo", bool, False)
-    prompt_only = echo and body.get("max_tokens") == 0
+    echo = typed(body, "echo", bool, False)
+    prompt_only = echo and not is_chat and body.get("max_tokens") == 0
     if defaults is None:
         defaults = SamplingParams() if is_chat else SamplingParams(max_tokens=COMPLETION_TOKENS)
     params = sampling_params(defaults, parameters(body, url) | ({"max_tokens": 1} if prompt_only else {}))
-    answers, logprobs = params.n, params.logprobs is not None
+    answers, logprobs = params.n, params.logprobs
     stream = typed(body, "stream", bool, False)
-    if echo and logprobs:
-        params = params.replace(prompt_logprobs=params.logprobs)
+    of_prompt = params.prompt_logprobs is not None
+    if echo and logprobs is not None and not is_chat:
+        if stream:
+            raise HttpError(400, "echo, logprobs and stream are set: ask for two of them at most", param="echo")
+        params = params.replace(prompt_logprobs=logprobs)
     best_of = answers if is_chat or body.get("use_beam_search") else typed(body, "best_of", int, answers)
     if best_of < answers or (best_of > answers and stream):
         message = f"best_of is {best_of} with n {answers}: it must not be smaller, and a stream cannot choose the best"
         raise HttpError(400, message, param="best_of")
     if best_of > answers:
-        params = params.replace(n=best_of, logprobs=params.logprobs or 0)
-    if echo and logprobs and stream:
-        raise HttpError(400, "echo, logprobs and stream are set: ask for two of them at most", param="echo")
-    conversation = read_chat_body(body) if is_chat else None
-    options = AnswerOptions(
-        url,
-        answers,
-        logprobs,
-        conversation is None or conversation.include_reasoning,
-        bool(typed(body, "stream_options", dict, {}).get("include_usage")),
-        echo,
-        prompt_only,
+        params = params.replace(n=best_of, logprobs=logprobs or 0)
+    encoding = read_encoding(body, special=not is_chat)
+    conversation = read_chat_body(body, encoding or AS_THE_TEMPLATE_WRITES) if is_chat else None
+    options = _answer_options(
+        body, url, conversation, answers=answers, logprobs=logprobs, prompt_logprobs=of_prompt, prompt_only=prompt_only
     )
     prompts = [] if is_chat else read_prompts(body)
-    return CompletionBody(conversation, prompts, params, read_common(body), stream, options)
+    return CompletionBody(conversation, prompts, params, read_common(body), stream, options, encoding)
+
+
+def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | None, **found: Any) -> AnswerOptions:
+    """With what was `found` before. Raises HttpError."""
+    streaming = typed(body, "stream_options", dict, {})
+    echo, usage = typed(body, "echo", bool, False), bool(streaming.get("include_usage"))
+    return AnswerOptions(
+        url,
+        include_reasoning=conversation is None or conversation.include_reasoning,
+        include_usage=usage,
+        continuous_usage=usage and bool(streaming.get("continuous_usage_stats")),
+        echo=echo and conversation is None,
+        prefix=_prefix(conversation) if echo and conversation is not None else "",
+        token_ids=typed(body, "return_token_ids", bool, False),
+        ids_as_tokens=typed(body, "return_tokens_as_token_ids", bool, False),
+        request_id=_request_id(body),
+        service_tier=typed(body, "service_tier", str, None) is not None,
+        stream_interval=min(max(typed(body, "stream_interval", int, 1), 1), LONGEST_INTERVAL),
+        **found,
+    )
+
+
+def read_encoding(body: Mapping[str, Any], special: bool) -> Encoding | None:
+    """`add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`; None: nothing special. Raises HttpError.
+
+    `special` is whether special tokens are added if nothing is said.
+    """
+    most = typed(body, "truncate_prompt_tokens", int, None)
+    if most is not None and most != ROOM_FOR_ANSWER and most < 1:
+        message = (
+            f"truncate_prompt_tokens is {most}: it must be 1 or more, or -1 for as many as the context has room for"
+        )
+        raise HttpError(400, message, param="truncate_prompt_tokens")
+    side = typed(body, "truncation_side", str, "left")
+    if side not in ("left", "right"):
+        message = f"truncation_side is {shown(side)}: it must be left (the end stays) or right (the beginning)"
+        raise HttpError(400, message, param="truncation_side")
+    wanted = typed(body, "add_special_tokens", bool, special)
+    return None if most is None and wanted == special else Encoding(wanted, most, side == "left")
+
+
+def _prefix(conversation: ChatBody) -> str:
+    """What an assistant said last."""
+    last = conversation.messages[-1]
+    return str(last["content"]) if last.get("role") == "assistant" else ""
+
+
+def _request_id(body: Mapping[str, Any]) -> str | None:
+    request_id: str | None = typed(body, "request_id", str, None)
+    if request_id is not None and not (
+        0 < len(request_id) <= LONGEST_ID and request_id.isascii() and request_id.isprintable()
+    ):
+        message = f"request_id is {shown(request_id)}: it must be 1 to {LONGEST_ID} printable ASCII characters"
+        raise HttpError(400, message, param="request_id")
+    return request_id
 
 
 def _check_only_values(body: Mapping[str, Any], is_chat: bool) -> None:
@@ -114,7 +218,8 @@ def _check_only_values(body: Mapping[str, Any], is_chat: bool) -> None:
         if searching and name == "best_of":
             continue  # the number of beams
         if name in body and body[name] not in values and (name not in STREAMING or (is_chat and name == "best_of")):
-            raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
+            remedy = REMEDIES.get(name, "this server does not do that")
+            raise HttpError(400, f"{name} is {shown(body[name])}: {remedy}", param=name)
 
 
 def check_fields(body: Mapping[str, Any]) -> None:
@@ -146,8 +251,13 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
             raise InvalidParameter(
                 f"logprobs is {shown(wanted)}: {CHAT} takes true or false, and top_logprobs a number"
             )
+        most = typed(body, "top_logprobs", int, 0)
+        if not 0 <= most <= MAX_LOGPROBS:
+            raise InvalidParameter(f"top_logprobs is {most}: it must be at least 0 and at most {MAX_LOGPROBS}")
+        if most and not wanted:
+            raise InvalidParameter(f"top_logprobs is {most} without logprobs: set logprobs to true, or leave it out")
         if wanted:
-            found["logprobs"] = body.get("top_logprobs") or 0
+            found["logprobs"] = most
     return found
 
 

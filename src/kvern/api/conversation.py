@@ -8,28 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvern.api.fields import typed
+from kvern.api.thinking_fields import read_thinking
 from kvern.errors import InvalidRequest, shown
 from kvern.json_work import is_too_much
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
+from kvern.tools.encoding import AS_THE_TEMPLATE_WRITES, Encoding
 
 if TYPE_CHECKING:
     from kvern.outputs import CompletionOutput
     from kvern.tools.pieces import Message, ToolCall
 
-CHAT_FIELDS = frozenset(
-    {
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "thinking_budget",
-        "include_reasoning",
-        "reasoning_effort",
-        "chat_template_kwargs",
-    }
-)
+
 RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What clients and chat templates call that which an assistant's message has thought."""
+UNPARSED = "unparsed_arguments"
+"""Under which a template sees arguments that are no JSON object: a model wrote them, and the conversation goes on."""
 
 
 @dataclass(frozen=True)
@@ -41,34 +37,51 @@ class ChatBody:
     thinking_budget: int | None = None
     include_reasoning: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    encoding: Encoding = AS_THE_TEMPLATE_WRITES
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `Chat.request`, which answers it."""
+        return {
+            "thinking_budget": self.thinking_budget,
+            "variables": self.variables,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "encoding": self.encoding,
+        }
 
 
-def read_chat_body(body: Mapping[str, Any]) -> ChatBody:
-    """Check all of it. Raises InvalidRequest with the place of what is wrong."""
-    include = body.get("include_reasoning")
-    if include is not None and not isinstance(include, bool):
-        raise InvalidRequest(f"include_reasoning is {shown(include)}: it must be true or false")
+def read_chat_body(body: Mapping[str, Any], encoding: Encoding = AS_THE_TEMPLATE_WRITES) -> ChatBody:
+    """Check all of it. Raises HttpError or InvalidRequest with the place of what is wrong."""
+    thinking = read_thinking(body)
+    continued = typed(body, "continue_final_message", bool, False)
     return ChatBody(
         plain_messages(body.get("messages")),
         read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")),
-        body.get("thinking_budget"),
-        include is not False,
+        thinking.budget,
+        thinking.include,
         template_variables(body),
+        typed(body, "add_generation_prompt", bool, not continued),
+        continued,
+        encoding,
     )
 
 
 def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`chat_template_kwargs` and `reasoning_effort` as names that a template can see. Raises InvalidRequest."""
-    given, effort = body.get("chat_template_kwargs"), body.get("reasoning_effort")
+    """What a body says of thinking, `documents` and `chat_template_kwargs`, as names that a template can see.
+
+    Raises HttpError or InvalidRequest.
+    """
+    given, documents = body.get("chat_template_kwargs"), typed(body, "documents", list, None)
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest(f"chat_template_kwargs is {shown(given)}: it must be an object")
     taken = sorted(RESERVED & set(given or ()))
     if taken:
         raise InvalidRequest(f"chat_template_kwargs holds {taken[0]}, which has a field of its own: leave it out")
-    if effort is not None and not isinstance(effort, str):
-        raise InvalidRequest(f"reasoning_effort is {shown(effort)}: it must be a text")
-    effort_says = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return {**effort_says, **(given or {})}
+    named = {} if documents is None else {"documents": documents}
+    return {**read_thinking(body).variables, **named, **(given or {})}
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
@@ -96,9 +109,11 @@ def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if isinstance(plain.get("content"), list):
-        plain["content"] = text_of(plain["content"])
+        plain["content"] = text_of(plain["content"], place=f"{place}.content")
     if plain.get("role") == "tool" and not (isinstance(plain.get("tool_call_id"), str) and plain["tool_call_id"]):
         raise InvalidRequest(f"{place}.tool_call_id is missing: the result of a tool needs the id of the call")
+    if plain.get("role") == "assistant":
+        _name_reasoning(plain)
     calls = plain.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
@@ -106,8 +121,19 @@ def _plain_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         plain["tool_calls"] = [plain_call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(calls)]
         if not calls:
             del plain["tool_calls"]
-        plain.setdefault("content", "")
+    if plain.get("function_call") is not None:
+        raise InvalidRequest(f"{place}.function_call is OpenAI's older name of a call: send it in tool_calls")
+    plain.setdefault("content", plain["refusal"] if isinstance(plain.get("refusal"), str) else "")
     return plain
+
+
+def _name_reasoning(message: dict[str, Any]) -> None:
+    """Let what an assistant's message has thought stand under every name that a template may read."""
+    found = [message.pop(name, None) for name in REASONING]
+    thought = next((text for text in found if isinstance(text, str) and text), None)
+    if thought is not None:
+        message |= dict.fromkeys(REASONING, thought)
+    message.pop("reasoning_details", None)
 
 
 def plain_call(call: object, place: str) -> dict[str, Any]:
@@ -117,24 +143,37 @@ def plain_call(call: object, place: str) -> dict[str, Any]:
         raise InvalidRequest(f"{place} is {shown(call)}: it must be an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"{place}.function.arguments is not valid JSON: {error}") from error
+        arguments = _parsed(arguments)
     if not isinstance(arguments, dict | None):
         raise InvalidRequest(f"{place}.function.arguments is {shown(arguments)}: it must be a JSON object")
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
-def text_of(parts: Sequence[Any], kinds: Sequence[str] = TEXT_PARTS) -> str:
+def _parsed(arguments: str) -> dict[str, Any]:
+    """The arguments of a call. A client sends back what the model wrote, also where that is no JSON object."""
+    try:
+        parsed = msgspec.json.decode(arguments if arguments.strip() else "{}")
+    except (msgspec.DecodeError, RecursionError):
+        parsed = arguments
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else {UNPARSED: arguments}
+
+
+def text_of(parts: Sequence[Any], kinds: Sequence[str] = TEXT_PARTS, place: str = "messages") -> str:
     """The text of a message that comes in parts. Raises InvalidRequest for parts that are not text."""
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidRequest(
-                f"messages: a content part is of type {shown(kind)}: this model takes text ({', '.join(kinds)}) only"
-            )
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(_text_of_part(part, kinds, place) for part in parts)
+
+
+def _text_of_part(part: object, kinds: Sequence[str], place: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else part
+    if isinstance(part, dict):
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if isinstance(text, str) and (kind == "refusal" or kind in kinds):
+            return text
+    raise InvalidRequest(
+        f"{place}: a content part is of type {shown(kind)}: this model takes text ({', '.join(kinds)}) only"
+    )
 
 
 def finish_reason(completion: CompletionOutput, message: Message) -> str | None:
@@ -142,15 +181,21 @@ def finish_reason(completion: CompletionOutput, message: Message) -> str | None:
     return "tool_calls" if message.tool_calls and completion.finish_reason == "stop" else completion.finish_reason
 
 
-def assistant_message(message: Message, include_reasoning: bool) -> dict[str, Any]:
-    """The answer in OpenAI's form; content is null if there are calls and nothing else."""
-    shown: dict[str, Any] = {"role": "assistant", "content": message.content}
+def assistant_message(message: Message, include_reasoning: bool, prefix: str = "") -> dict[str, Any]:
+    """The answer in OpenAI's form, behind a `prefix`; content is null if there are calls and nothing else."""
+    content = prefix + message.content
+    shown: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning and include_reasoning:
-        shown["reasoning_content"] = message.reasoning
+        shown |= reasoning_fields(message.reasoning)
     if message.tool_calls:
-        shown["content"] = message.content or None
+        shown["content"] = content or None
         shown["tool_calls"] = [tool_call(call) for call in message.tool_calls]
     return shown
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """What was thought, under both of the names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:

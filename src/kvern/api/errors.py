@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvern.api.conversation import CHAT_FIELDS
+from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.errors import (
     DeadlineExceeded,
     EngineDied,
@@ -17,7 +17,7 @@ from kvern.errors import (
 )
 from kvern.sampling_params import SamplingParams
 
-NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input"})
+NAMED_FIELDS = frozenset({*SamplingParams.__struct_fields__, *CHAT_FIELDS, "dimensions", "input", "top_logprobs"})
 
 
 class HttpError(KvernError):

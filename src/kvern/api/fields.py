@@ -13,7 +13,12 @@ from kvern.sampling_params import MAX_WIDE_INTEGER, SamplingParams
 
 COMMON_FIELDS = ("priority", "timeout", "cache_salt")
 """What every API takes beside its own parameters and those of SamplingParams."""
-WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
+# fmt: off
+WITHOUT_EFFECT = {
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "spaces_between_special_tokens",
+}
+# fmt: on
 LONGEST_TIMEOUT = 7 * 24 * 3600.0
 LONGEST_SALT = 256
 MOST_METADATA = 16

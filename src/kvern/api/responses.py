@@ -125,7 +125,7 @@ def complete(response: dict[str, Any], chat: ChatRequest, output: RequestOutput)
     """Give a response its whole answer."""
     items = OutputItems()
     items.add(chat.reader().read(output.outputs[0].text, True))
-    items.end(_conclude(response, output))
+    items.end(_conclude(response, output, chat))
     response["output"] = items.items
 
 
@@ -151,7 +151,7 @@ class ResponseEvents:
         async for _ in news:
             for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None)):
                 yield self._event(kind, **fields)
-        for kind, fields in items.end(_conclude(response, output)):
+        for kind, fields in items.end(_conclude(response, output, self._chat)):
             yield self._event(kind, **fields)
         response["output"] = items.items
         yield self._event(f"response.{response['status']}", response=response)
@@ -166,7 +166,7 @@ class ResponseEvents:
         return kind, {"type": kind, "sequence_number": number, **fields}
 
 
-def _conclude(response: dict[str, Any], output: RequestOutput) -> str:
+def _conclude(response: dict[str, Any], output: RequestOutput, chat: ChatRequest) -> str:
     """All but the items; returns the status."""
     answer = output.outputs[0]
     cut = answer.finish_reason == "length"
@@ -177,7 +177,7 @@ def _conclude(response: dict[str, Any], output: RequestOutput) -> str:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": output.cached_tokens},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": chat.reasoning_tokens(answer.token_ids)},
         "total_tokens": prompt + generated,
     }
     return status

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.choices import choice_of
-from kvern.api.completion_answers import token_counts
+from kvern.api.completion_answers import thought, token_counts
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.batch.requests import BatchRequest
 from kvern.errors import InvalidRequest, shown
@@ -45,6 +45,10 @@ def read_openai_row(
     asked = read_completion(body, url, defaults)
     if len(asked.prompts) > 1:
         raise InvalidRequest(f"prompt is {shown(body['prompt'])}: a row has one, a text or a list of token ids")
+    if asked.encoding is not None and asked.prompts:
+        raise InvalidRequest(
+            "truncate_prompt_tokens and add_special_tokens of a prompt: a batch does not support that; send token ids"
+        )
     named = body.get("model")
     adapter = named if isinstance(named, str) and named in adapters else None
     answer = functools.partial(
@@ -70,7 +74,7 @@ def openai_answer(
         "object": "text_completion" if chat is None else "chat.completion",
         "created": created,
         "model": model,
-        "choices": [choice_of(item, chat, options.include_reasoning) for item in output.outputs],
-        "usage": token_counts([output]),
+        "choices": [choice_of(item, chat, options) for item in output.outputs],
+        "usage": token_counts([output]) | thought([output], chat),
     }
     return answer_row(custom_id, key, 200, body)

@@ -20,6 +20,7 @@ from kvern.structured.apart import GrammarProcesses
 from kvern.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import ToolUse
+from kvern.tools.encoding import Encoding
 
 T = TypeVar("T")
 
@@ -109,6 +110,15 @@ class ClientInputs:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text as token ids. Raises InvalidRequest."""
         return await self._in_thread(len(text), functools.partial(self._counted, text, add_special_tokens))
+
+    async def encoded(self, prompt: Prompt, encoding: Encoding, answer: int | None) -> Prompt:
+        """A prompt as token ids, whose answer may have `answer` tokens. Raises InvalidRequest."""
+        if isinstance(prompt, list):
+            return encoding.cut(prompt, self.max_model_len, answer)
+        if not isinstance(prompt, str):
+            return prompt
+        work = functools.partial(encoding.encode, self._tokenizer, prompt, self.max_model_len, answer)
+        return await self._in_thread(len(prompt), work)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included."""

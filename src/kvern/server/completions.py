@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.api.completion_answers import CompletionWriter
-from kvern.api.completions import KNOWN, read_completion
+from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
 from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
@@ -26,8 +26,9 @@ class Completions:
         body = await read_object(request)
         service = self._service
         log_body(service.config, body, request)
-        ask, writer, stream = await self._read(body, path_of(request.scope), request.state.key)
-        headers = ignored_header(body, KNOWN)
+        url = path_of(request.scope)
+        ask, writer, stream = await self._read(body, url, request.state.key)
+        headers = ignored_header(body, known_fields(url))
         let_go(request, body)
         if stream:
             running = await service.start(ask)
@@ -57,5 +58,8 @@ class Completions:
         if asked.conversation is not None:
             chat = await engine.chat(asked.conversation, params, key)
             prompts, params = [chat.prompt], chat.params
+        elif asked.encoding is not None:
+            encode = engine.client.inputs.encoded
+            prompts = [await encode(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
         ask = self._service.ask(model, asked.common, prompts, params, key)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream

@@ -39,8 +39,7 @@ class ServedEngine:
             params,
             conversation.use,
             owner=key.line,
-            thinking_budget=conversation.thinking_budget,
-            variables=conversation.variables,
+            **conversation.options,
         )
 
     def entry(self, name: str, created: int) -> dict[str, object]:

@@ -22,7 +22,18 @@ from kvern.tools.tool_format import NAME
 
 STREAMED: Schema = {
     "stream": optional(SWITCH),
-    "stream_options": optional(record({"include_usage": optional(SWITCH)})),
+    "stream_options": optional(record({"include_usage": optional(SWITCH), "continuous_usage_stats": optional(SWITCH)})),
+}
+PROMPTED: Schema = {
+    "truncate_prompt_tokens": optional(WHOLE),
+    "truncation_side": optional(one_of("left", "right")),
+    "add_special_tokens": optional(SWITCH),
+}
+SHOWN: Schema = {
+    "return_token_ids": optional(SWITCH),
+    "return_tokens_as_token_ids": optional(SWITCH),
+    "request_id": optional({"type": "string", "minLength": 1, "maxLength": 128}),
+    "stream_interval": optional(WHOLE),
 }
 _TAG = record({"begin": TEXT, "schema": OBJECT, "end": TEXT}, "begin", "schema")
 _SHAPES: dict[str, Schema] = {"json_schema": {"json_schema": OBJECT}, "structural_tag": {"structures": listed(_TAG)}}
@@ -95,6 +106,8 @@ def completion_fields(models: list[str], vocab_size: int) -> Schema:
         **SHAPED,
         "echo": optional(SWITCH),
         **SEARCHED,
+        **PROMPTED,
+        **SHOWN,
     }
 
 
@@ -109,8 +122,20 @@ def chat_fields(models: list[str]) -> Schema:
         "tool_choice": CHOICE,
         **PARALLEL,
         **THINKS,
+        "thinking_token_budget": optional({"type": "integer", "minimum": -1}),
+        "enable_thinking": optional(SWITCH),
+        "thinking": optional(record({"type": one_of("enabled", "disabled", "adaptive")}, "type")),
+        "reasoning": optional(
+            record({"effort": optional(TEXT), "enabled": optional(SWITCH), "exclude": optional(SWITCH)})
+        ),
         "include_reasoning": optional(SWITCH),
         "reasoning_effort": optional(TEXT),
+        "documents": optional(listed(OBJECT)),
+        "add_generation_prompt": optional(SWITCH),
+        "continue_final_message": optional(SWITCH),
+        "echo": optional(SWITCH),
+        **PROMPTED,
+        **SHOWN,
         **SHAPED,
         **SEARCHED,
         "max_completion_tokens": optional({"type": "integer", "minimum": 1}),

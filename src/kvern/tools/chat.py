@@ -1,20 +1,24 @@
 """A conversation on its way: to a prompt with parameters, and from the answer's text to its pieces."""
 
 import functools
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvern.chat_template import check_messages
 from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import Grammars
 from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.definitions import NO_TOOLS, ToolUse
+from kvern.tools.encoding import AS_THE_TEMPLATE_WRITES, Encoding
 from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.pieces import Content, Message, Piece
-from kvern.tools.thinking import ThinkingSplitter, beginning_of, thinking_of
+from kvern.tools.thinking import Beginning, ThinkingFormat, ThinkingSplitter, beginning_of, thinking_of
+from kvern.tools.thought_tokens import ThoughtTokens
 from kvern.tools.tool_format import ToolFormat, ToolParser
 
 PROMPT_END = 32
@@ -61,6 +65,7 @@ class ChatRequest:
 
     prompt: list[int]
     params: SamplingParams
+    tokenizer: Tokenizer
     form: ToolFormat | None = None
     names: frozenset[str] = frozenset()
     thought: Thought | None = None
@@ -74,6 +79,17 @@ class ChatRequest:
         reader = self.reader()
         reader.read(text, True)
         return reader.message
+
+    def thought_tokens(self) -> ThoughtTokens | None:
+        """Counts what one answer thinks; None: nothing."""
+        if self.thought is None or self.thought.beginning == "over":
+            return None
+        return ThoughtTokens(self.thought.form, self.thought.beginning, self.tokenizer.id_to_bytes)
+
+    def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Tokens of a whole answer that are thought."""
+        counter = self.thought_tokens()
+        return 0 if counter is None else counter.count(token_ids)
 
 
 class Chat:
@@ -101,18 +117,31 @@ class Chat:
         thinking_budget: int | None = None,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        encoding: Encoding = AS_THE_TEMPLATE_WRITES,
     ) -> ChatRequest:
         """The prompt, and parameters that make the answer what was asked.
 
-        `variables` are names that the template can see. Raises InvalidRequest or InvalidParameter.
+        `variables` are names that the template can see. With `continue_final_message` the answer goes on with the last
+        message, instead of being one of its own. Raises InvalidRequest or InvalidParameter.
         """
         definitions = list(use.definitions) or None
+        mark = ""
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidRequest(
+                    "add_generation_prompt and continue_final_message are both set: a new message begins, or the last "
+                    "one goes on; set one of them"
+                )
+            messages, mark = _marked(messages)
         text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
-        prompt = self._tokenizer.encode(text, add_special_tokens=False, most_tokens=self._max_model_len)
+        text = _up_to(text, mark) if mark else text
+        prompt = encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
         form = self._format(use) if use.choice != "none" else None
-        thought = self._thought(prompt, thinking_budget, definitions is not None)
+        said = messages[-1]["content"].removesuffix(mark) if mark else ""
+        thought = self._thought(prompt, said, thinking_budget, definitions is not None)
         if form is None and thought is None:
-            return ChatRequest(prompt, params)
+            return ChatRequest(prompt, params, self._tokenizer)
         structured = self._writer.answer(form, use, params.structured, thought)
         if structured is not params.structured and structured is not None:
             self._check(structured, use)
@@ -121,7 +150,7 @@ class Chat:
             visible_token_ids=self._visible(params, form, thought) or None,
             stop_token_ids=self._stops(params, form) or None,
         )
-        return ChatRequest(prompt, params, form, frozenset(tool.name for tool in use.tools), thought)
+        return ChatRequest(prompt, params, self._tokenizer, form, frozenset(tool.name for tool in use.tools), thought)
 
     def _format(self, use: ToolUse) -> ToolFormat | None:
         form = self._form
@@ -136,7 +165,8 @@ class Chat:
     def _form(self) -> ToolFormat | None:
         return format_of(self._tokenizer.chat_template.source(tools=True), self._tool_parser)
 
-    def _thought(self, prompt: Sequence[int], budget: int | None, tools: bool) -> Thought | None:
+    def _thought(self, prompt: Sequence[int], said: str, budget: int | None, tools: bool) -> Thought | None:
+        """How the answer thinks; `said` is what it has of its message already."""
         form = thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
         if budget is not None:
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
@@ -148,8 +178,12 @@ class Chat:
                 )
         if form is None:
             return None
-        end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        return Thought(form, beginning_of(end, form), budget)
+        return Thought(form, self._beginning(prompt, said, form), budget)
+
+    def _beginning(self, prompt: Sequence[int], said: str, form: ThinkingFormat) -> Beginning:
+        if said.strip():
+            return "inside" if said.rfind(form.begin) > said.rfind(form.end) else "over"
+        return beginning_of(self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False), form)
 
     def _check(self, structured: StructuredOutput, use: ToolUse) -> None:
         """Compile the grammar; if that fails for a tool's schema, say for which."""
@@ -174,3 +208,27 @@ class Chat:
     def _tokens(self, markers: Sequence[str]) -> list[int]:
         found = (self._tokenizer.token_to_id(marker) for marker in markers)
         return [token for token in found if token is not None]
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """The conversation with a mark at the end of its last message, and the mark. Raises InvalidRequest."""
+    check_messages(messages)
+    said = messages[-1].get("content")
+    if not isinstance(said, str):
+        raise InvalidRequest(
+            f"continue_final_message is set, and the last message has no text to go on with: its content is "
+            f"{shown(said)}"
+        )
+    mark = uuid.uuid4().hex
+    return [*messages[:-1], {**messages[-1], "content": said + mark}], mark
+
+
+def _up_to(text: str, mark: str) -> str:
+    """The prompt without what the template writes behind the last message."""
+    before, found, _ = text.rpartition(mark)
+    if not found:
+        raise InvalidRequest(
+            "continue_final_message is set, and the model's chat template does not write the last message into the "
+            "prompt: leave it out"
+        )
+    return before
