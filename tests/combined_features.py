@@ -17,39 +17,10 @@ from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.outputs import CompletionOutput
 from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools
+from tests.combined_questions import ARGUMENTS, RECORD, TOOLS
 from tests.idle import is_idle
 
 ROOT = Path(__file__).parents[1]
-QUESTIONS = (
-    "Tell me a story about a fox.",
-    "What is the weather in Oslo?",
-    "Extract the mood and the count as JSON: the sea was calm and we counted 17 gulls.",
-)
-RECORD: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "mood": {"enum": ["calm", "stormy"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
-        "seen": {"type": "boolean"},
-    },
-    "required": ["mood", "count", "seen"],
-    "additionalProperties": False,
-}
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "get_weather": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 12}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-    "set_alarm": {
-        "type": "object",
-        "properties": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}},
-        "required": ["hour"],
-        "additionalProperties": False,
-    },
-}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": ARGUMENTS[name]}} for name in ARGUMENTS]
 ADAPTERS = {name: str(ROOT / "tests/adapters" / name) for name in ("captain", "gull")}
 OPTIONS: dict[str, Any] = {
     "model": "kvern-1m",
@@ -242,7 +213,7 @@ class ToolCalls(Feature):
 
 class Beams(Feature):
     """The answers are distinct, the best first, and their scores are the log-probabilities that the model gives them
-    (under a grammar: at least these, because what is banned has none)."""
+    (under a grammar, and with DRY: at least these, because what is banned has none)."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         return ask.sampling(beam_width=BEAMS, n=BEAMS, temperature=None, seed=None)
@@ -257,7 +228,7 @@ class Beams(Feature):
                 assert total is not None
                 scores.append(total / len(answer.token_ids))
                 own = sum(run.alone.logprobs(result, answer, result.ask.adapter))
-                if params.structured is None and not result.ask.tools:
+                if params.structured is None and not result.ask.tools and not params.penalizes_repetitions:
                     assert total == pytest.approx(own, abs=CLOSE)
                 assert total >= own - CLOSE
             assert scores == sorted(scores, reverse=True)
@@ -324,6 +295,34 @@ class Adapters(Feature):
                 assert abs(own - base) > 10 * CLOSE
 
 
+class Repetitions(Feature):
+    """With DRY, no two tokens that stood together do so again, in prompt and answer, but where a grammar demands it;
+    without it some do. XTC, top-n-sigma and a dynamic temperature are asked for beside it, but not of beams."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        ask = ask.sampling(dry_multiplier=1e6, dry_allowed_length=1, dry_sequence_breakers=[])
+        if ask.params.beam_width is not None:
+            return ask
+        return ask.sampling(top_n_sigma=2.0, xtc_probability=0.2, dynatemp_range=0.3)
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        pairs = 0
+        for result in results:
+            without = run.alone(result.ask.sampling(dry_multiplier=0.0))
+            pairs += sum(repeated_pairs(without, answer) for answer in without.answers)
+            if result.ask.params.structured is None and not result.ask.tools:
+                assert not any(repeated_pairs(result, answer) for answer in result.answers)
+        assert pairs
+
+
+def repeated_pairs(result: Result, answer: CompletionOutput) -> int:
+    """How many tokens of the answer stand behind the same token as before."""
+    tokens = [*result.output.prompt_token_ids, *answer.token_ids]
+    pairs = list(itertools.pairwise(tokens))
+    before = len(result.output.prompt_token_ids) - 1
+    return sum(pairs[place] in pairs[:place] for place in range(before, len(pairs)))
+
+
 class PrefixCache(Feature):
     """The second time, prompts come out of the cache, and the answers are those of an engine without one."""
 
@@ -364,6 +363,7 @@ FEATURES: dict[str, Feature] = {
     "n": Several(),
     "logprobs": Logprobs(),
     "LoRA": Adapters(),
+    "DRY": Repetitions(),
     "prefix cache": PrefixCache(),
     "preemption": Preemption(),
     "streaming": Streaming(),

@@ -31,7 +31,7 @@ from an engine with room and without a prefix cache. On top of that:
 MORE = """
 ## Tests of three and more
 
-Those of all nine answer one batch of requests with six or seven features each; every two meet in one request.
+Those of all ten answer one batch of requests with six or seven features each; every two meet in one request.
 
 """
 

@@ -57,7 +57,7 @@ BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -1}, "logprobs is -1"),
     ({"prompt_logprobs": 101}, "prompt_logprobs is 101"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, above max_tokens 8"),
-    ({"stop": [""]}, "stop and bad_words hold ''"),
+    ({"stop": [""]}, "stop holds ''"),
     ({"stop": 7}, "stop is 7: it must be a list"),
     ({"bad_words": "word"}, "bad_words is 'word': it must be a list"),
     ({"allowed_token_ids": []}, "allowed_token_ids is empty"),

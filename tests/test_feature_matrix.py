@@ -26,8 +26,6 @@ from tests.combined_features import (
     FEATURES,
     OPTIONS,
     PROMISED,
-    QUESTIONS,
-    RECORD,
     ROOT,
     Alone,
     Ask,
@@ -38,6 +36,7 @@ from tests.combined_features import (
     pieces,
     streamed,
 )
+from tests.combined_questions import QUESTIONS, RECORD
 from tests.feature_matrix import page
 from tests.idle import is_idle
 from tests.served import serving
@@ -152,11 +151,12 @@ def test_two_features(features: frozenset[str], alone: Alone) -> None:
     check_combinations([features], alone)
 
 
+RARE = ("top_n_sigma", "xtc_probability", "dynatemp_range")
 EVERYWHERE = frozenset(["prefix cache", "preemption", "streaming"])
 TOGETHER = [
     frozenset(["structured", "n", "logprobs", "LoRA"]),
-    frozenset(["structured", "tools", "logprobs"]),
-    frozenset(["structured", "beams", "n", "LoRA"]),
+    frozenset(["structured", "tools", "logprobs", "DRY"]),
+    frozenset(["structured", "beams", "n", "LoRA", "DRY"]),
     frozenset(["tools", "beams", "logprobs"]),
     frozenset(["tools", "n", "LoRA"]),
 ]
@@ -181,8 +181,10 @@ def body_of(ask: Ask) -> dict[str, Any]:
     if params.structured is not None:
         form = {"name": "record", "schema": params.structured.json, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": form}
+    own = ("dry_multiplier", "dry_allowed_length", "dry_sequence_breakers", *RARE)
+    body["extra_body"] = {name: getattr(params, name) for name in own}
     if params.beam_width is not None:
-        body["extra_body"] = {"use_beam_search": True, "best_of": params.beam_width}
+        body["extra_body"] |= {"use_beam_search": True, "best_of": params.beam_width}
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -249,6 +249,8 @@ def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any]) -> Non
         ignore_eos=True,
         logprobs=2,
         repetition_penalty=1.2,
+        dry_multiplier=0.8,
+        dry_sequence_breakers=["\n", "once upon"],
         logit_bias={5: 1.0},
         prompt_logprobs=1,
     )

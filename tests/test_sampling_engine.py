@@ -69,10 +69,10 @@ CROWD = [
             {},
             {"top_k": 20},
             {"top_p": 0.9, "frequency_penalty": 0.3},
-            {"min_p": 0.02, "repetition_penalty": 1.2},
+            {"min_p": 0.02, "repetition_penalty": 1.2, "dry_multiplier": 0.8, "dry_allowed_length": 1},
             {"typical_p": 0.8, "logprobs": 1},
-            {"top_k": 40, "top_p": 0.8, "bad_words": ["the"]},
-            {"logit_bias": {77: 2.0}, "prompt_logprobs": 1},
+            {"top_k": 40, "top_p": 0.8, "bad_words": ["the"], "xtc_probability": 0.5, "top_n_sigma": 2.0},
+            {"logit_bias": {77: 2.0}, "prompt_logprobs": 1, "dynatemp_range": 0.6},
         ]
     )
 ]

@@ -107,6 +107,9 @@ def test_many_at_once(server: Served, llm: LLM) -> None:
         assert list(pool.map(ask, prompts)) == expected
 
 
+BREAKERS = "dry_sequence_breakers"
+
+
 @pytest.mark.parametrize(
     ("body", "status", "said", "param"),
     [
@@ -127,6 +130,8 @@ def test_many_at_once(server: Served, llm: LLM) -> None:
         (json.dumps({"prompt": ["a"] * 300}).encode(), 400, "300 prompts", "prompt"),
         (json.dumps({"prompt": "a", "stop": ["a"] * 10_000}).encode(), 400, "stop has 10000 entries", "stop"),
         (b'{"prompt": "a", "logit_bias": {"1": 1e99}}', 400, "logit_bias of token 1", "logit_bias"),
+        (json.dumps({"prompt": "a", "dry_sequence_breakers": ["a"] * 33}).encode(), 400, "33 entries", BREAKERS),
+        (json.dumps({"prompt": "a", "dry_sequence_breakers": ["a" * 41]}).encode(), 400, "41 characters", BREAKERS),
         (b'{"prompt": "a", "n": 500}', 400, "n is 500: this server takes 128", "n"),
         (b'{"prompt": "a", "best_of": 2, "stream": true}', 400, "best_of is 2", "best_of"),
         (b'{"prompt": "a", "beam_width": 100}', 400, "beam_width is 100", "beam_width"),
@@ -137,7 +142,7 @@ def test_many_at_once(server: Served, llm: LLM) -> None:
         (b'{"prompt": "a", "cache_salt": 5}', 400, "cache_salt is 5: it must be a text", "cache_salt"),
         (b'{"prompt": "' + b"a" * (17 << 20) + b'"}', 413, "bytes", None),
     ],
-    ids=range(26),
+    ids=range(28),
 )
 def test_bad_requests_are_told_why(server: Served, body: bytes, status: int, said: str, param: str | None) -> None:
     found, _, content = server.raw("POST", "/v1/completions", body)

@@ -26,6 +26,7 @@ from tests.speculation import speculating
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
 LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": 5, **LENGTH}
+DRY: dict[str, Any] = {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["the", "a b"]}
 EVERYTHING = [
     SamplingParams(temperature=0, **LENGTH),
     SamplingParams(**DRAWN, n=3),
@@ -39,6 +40,8 @@ EVERYTHING = [
     SamplingParams(temperature=0, max_tokens=6, structured=StructuredOutput(regex="[ab]{3,9}")),
     SamplingParams(temperature=0, max_tokens=5, beam_width=2),
     SamplingParams(temperature=0, prompt_logprobs=1, **LENGTH),
+    SamplingParams(temperature=0, **DRY, **LENGTH),
+    SamplingParams(**DRAWN, **DRY, top_n_sigma=1.5, xtc_probability=0.5, xtc_threshold=0.02, dynatemp_range=0.5),
 ]
 
 

@@ -51,6 +51,16 @@ class RequestOptions(TypedDict, total=False):
     embed: bool
 
 
+class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Behind which tokens DRY looks for no repetition.
+
+    `tokens` has a bit for each token id, the lowest first: set if the token breaks alone; `sequences` break together.
+    """
+
+    tokens: bytes
+    sequences: tuple[tuple[int, ...], ...]
+
+
 class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is asked with one prompt: made once, valid, and the same for server, wire, scheduler and batch.
 
@@ -67,6 +77,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token_ids: frozenset[int] = frozenset()
     """Sampling one of these ends an answer (end-of-sequence tokens included)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    breakers: Breakers | None = None
     grammar: str | None = None
     """Compiled; the answers follow it."""
     priority: int = 0

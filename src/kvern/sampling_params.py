@@ -40,12 +40,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Keep tokens at least this probable relative to the most probable one."""
     typical_p: float = 1.0
     """Keep the tokens whose surprise is nearest the entropy, with this probability in all (Meister et al. 2022)."""
+    top_n_sigma: float = 0.0
+    """Keep tokens whose logits are at most this many standard deviations below the best (Tang et al. 2024); 0 or -1
+    keeps all."""
+    xtc_probability: float = 0.0
+    """How often the most probable tokens are dropped, all that reach `xtc_threshold` but the last of them (XTC)."""
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    """The temperature is so much lower where the model is sure, and higher where it is not; 0: it stays."""
+    dynatemp_exponent: float = 1.0
+    """The power of the normalised entropy that says how sure the model is."""
     repetition_penalty: float = 1.0
     """Divide (positive) or multiply (negative) the logits of tokens in prompt or output (Keskar et al. 2019)."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the token is in the output."""
+    dry_multiplier: float = 0.0
+    """Subtracted, times `dry_base ** (length - dry_allowed_length)`, from the logits of tokens that would go on with a
+    repetition of this length (DRY). 0: nothing is."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    """Tokens of the shortest repetition that counts."""
+    dry_penalty_last_n: int = -1
+    """Look for repetitions in so many of the last tokens of prompt and output; -1: in all, 0: in none."""
+    dry_sequence_breakers: list[str] | None = None
+    """Texts that repetitions do not reach over. None: line break, colon, quotation mark and asterisk."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids."""
     allowed_token_ids: list[int] | None = None
@@ -95,6 +115,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
+    def penalizes_repetitions(self) -> bool:
+        """DRY is asked for."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
     def sequences(self) -> int:
         """Sequences that run side by side for one prompt."""
         return self.beam_width or self.n
@@ -122,6 +147,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_range("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("top_n_sigma", self.top_n_sigma, -1, MAX_FACTOR)
+        _check_range("xtc_probability", self.xtc_probability, 0, 1)
+        _check_range("xtc_threshold", self.xtc_threshold, 0, 1)
+        _check_range("dynatemp_range", self.dynatemp_range, 0, MAX_FACTOR)
+        _check_range("dynatemp_exponent", self.dynatemp_exponent, 0, MAX_FACTOR)
+        self._check_dry()
         _check_integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
         _check_integer("max_tokens", self.max_tokens, 1, MAX_INTEGER)
         check_wide_integer("seed", self.seed)
@@ -152,20 +183,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise InvalidParameter(f"{name} is {shown(getattr(self, name))}: it must be true or false")
         self._check_lists()
 
+    def _check_dry(self) -> None:
+        _check_range("dry_multiplier", self.dry_multiplier, 0, MAX_FACTOR)
+        _check_range("dry_base", self.dry_base, 1, MAX_FACTOR)
+        _check_integer("dry_allowed_length", self.dry_allowed_length, 1, MAX_INTEGER)
+        _check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_INTEGER)
+
     def _check_lists(self) -> None:
         _check_list("stop", [] if isinstance(self.stop, str) else self.stop)
-        for name in ("bad_words", *LISTS_OF_TOKENS):
+        for name in (*LISTS_OF_TEXTS, *LISTS_OF_TOKENS):
             _check_list(name, getattr(self, name))
         biases = _items("logit_bias", self.logit_bias)
         for name in (*LISTS_OF_TOKENS, "logit_bias"):
             for token in getattr(self, name) or ():
                 if type(token) is not int or not 0 <= token <= MAX_INTEGER:
                     _check_integer(f"a token id of {name}", token, 0, MAX_INTEGER)
-        for word in (*self.stop_strings, *(self.bad_words or ())):
-            if not isinstance(word, str) or not word:
-                raise InvalidParameter(
-                    f"stop and bad_words hold {shown(word)}: entries must be texts of one character or more"
-                )
+        for name, words in (
+            ("stop", self.stop_strings),
+            *((name, getattr(self, name) or ()) for name in LISTS_OF_TEXTS),
+        ):
+            for word in words:
+                if not isinstance(word, str) or not word:
+                    raise InvalidParameter(
+                        f"{name} holds {shown(word)}: its entries must be texts of one character or more"
+                    )
         for token, bias in biases:
             _check_range(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
 
@@ -210,10 +251,14 @@ MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
     "top_p": (None, 1),
     "min_p": (0,),
     "typical_p": (1,),
+    "top_n_sigma": (0, -1),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
 }
 """Fields that say how tokens are drawn, and the values of each that ask for nothing."""
 
 
+LISTS_OF_TEXTS = ("bad_words", "dry_sequence_breakers")
 LISTS_OF_TOKENS = ("allowed_token_ids", "stop_token_ids", "visible_token_ids")
 
 

@@ -136,7 +136,9 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
         SamplingParams(**plain, repetition_penalty=2.5, presence_penalty=2.0, frequency_penalty=2.0, logprobs=1),
         SamplingParams(temperature=1.5, seed=3, max_tokens=9, min_tokens=7, stop_token_ids=list(range(0, 100, 3))),
-        SamplingParams(**plain, top_p=0.9, typical_p=0.9),
+        SamplingParams(
+            **plain, top_p=0.9, typical_p=0.9, dry_multiplier=2.0, dry_allowed_length=1, xtc_probability=0.5
+        ),
     ]
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0]]
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
@@ -158,6 +160,7 @@ def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., L
         SamplingParams(**plain, allowed_token_ids=[3, 4, 5, 6, 7]),
         SamplingParams(temperature=0, max_tokens=5, min_tokens=4),
         SamplingParams(**plain, top_p=0.9, top_k=20, min_p=0.01),
+        SamplingParams(**plain, dry_multiplier=2.0, top_n_sigma=1.5, xtc_probability=0.7, dynatemp_range=0.5),
     ]
     prompts = [PROMPTS[0]] * len(params)
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)

@@ -8,6 +8,7 @@ LONGEST_LISTS = {
     "stop_token_ids": 1024,
     "visible_token_ids": 1024,
     "bad_words": 1024,
+    "dry_sequence_breakers": 32,
     "allowed_token_ids": 1 << 20,
     "logit_bias": 4096,
 }
@@ -15,6 +16,8 @@ MOST_ENTRIES = 1 << 21
 """Of all these lists, for all answers: each answer brings its own to the engine."""
 LONGEST_STOP = 1024
 """Characters of one stop string or bad word."""
+LONGEST_BREAKER = 40
+"""Characters of one of `dry_sequence_breakers`: each is compared with all of the text at every token."""
 MOST_SAMPLES = 128
 MOST_SEQUENCES = 1024
 """Prompts times `n`, or beams, of one request."""
@@ -30,9 +33,13 @@ def check_bounds(params: SamplingParams, prompts: int) -> None:
         value = getattr(params, name)
         if value is not None and not isinstance(value, str) and len(value) > most:
             raise InvalidParameter(f"{name} has {len(value)} entries: this server takes {most} at most")
-    for word in (*params.stop_strings, *(params.bad_words or ())):
-        if len(word) > LONGEST_STOP:
-            raise InvalidParameter(f"stop or bad_words hold a text of {len(word)} characters: at most {LONGEST_STOP}")
+    for names, words, longest in (
+        ("stop or bad_words hold", (*params.stop_strings, *(params.bad_words or ())), LONGEST_STOP),
+        ("dry_sequence_breakers holds", params.dry_sequence_breakers or (), LONGEST_BREAKER),
+    ):
+        for word in words:
+            if len(word) > longest:
+                raise InvalidParameter(f"{names} a text of {len(word)} characters: at most {longest}")
     if params.n > MOST_SAMPLES:
         raise InvalidParameter(f"n is {params.n}: this server takes {MOST_SAMPLES} at most")
     sequences, reported = params.sequences, 1 + (params.logprobs or 0)

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import msgspec
 
 from kvern.config import EngineConfig
+from kvern.engine.breakers import BreakerFinder
 from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.model_spec import ModelSpec
 from kvern.request import PromptInput, RequestOptions, RequestSpec
@@ -55,6 +56,7 @@ class InputProcessor:
         self._eos_token_ids = frozenset((*tokenizer.eos_token_ids, *spec.eos_token_ids))
         self.grammars = grammars_of(folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend, grammars_apart)
         self._defaults = _generation_defaults(folder)
+        self._breakers = BreakerFinder(tokenizer, spec.vocab_size)
         self.chat = Chat(tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, max_model_len)
         self._seed = config.seed
         self._max_batch_requests = max_batch_requests
@@ -90,6 +92,7 @@ class InputProcessor:
             else hash((self._seed, count)),  # of integers: the same everywhere
             stop_token_ids=stop,
             bad_word_ids=bad_word_ids,
+            breakers=self._breakers(asked.dry_sequence_breakers) if asked.penalizes_repetitions else None,
             grammar=grammar,
             **options,
         )

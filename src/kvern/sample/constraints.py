@@ -6,19 +6,23 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
+from kvern.sample.dry import penalize_repetitions
 from kvern.step import NewRequest
 
 BANNED = float("-inf")
 
 
-def is_constrained(request: NewRequest) -> bool:
-    """Whether the request uses anything of this module but penalties."""
+def changes_logits(request: NewRequest) -> bool:
+    """Whether the request uses anything of this module."""
+    return _is_constrained(request) or _is_penalized(request) or request.params.penalizes_repetitions
+
+
+def _is_constrained(request: NewRequest) -> bool:
     params = request.params
     return bool(params.allowed_token_ids or params.logit_bias or request.spec.bad_word_ids or params.min_tokens)
 
 
-def is_penalized(request: NewRequest) -> bool:
-    """Whether the request's own tokens change its logits."""
+def _is_penalized(request: NewRequest) -> bool:
     params = request.params
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
@@ -34,13 +38,18 @@ def constrain(
 
     With `exact` [N] int64 these are on the device, and those on the host are bounds, never below them.
     """
+    repeating = []
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         request = rows.request(slot)
-        if is_penalized(request):
+        if _is_penalized(request):
             _penalize(logits[row], rows, slot, position, None if exact is None else exact[row])
-        if is_constrained(request):
+        if _is_constrained(request):
             where = None if exact is None else exact[row]
             _constrain_row(logits[row], request, rows.tokens[slot, :position], position, where)
+        if request.params.penalizes_repetitions:
+            repeating.append(row)
+    if repeating:
+        penalize_repetitions(logits, rows, repeating, slots, positions, exact)
 
 
 def _penalize(logits: torch.Tensor, rows: BatchRows, slot: int, position: int, exact: torch.Tensor | None) -> None:

@@ -23,7 +23,8 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
     return (value >> bits).bitwise_and_((1 << (width - bits)) - 1)
 
 
-def _mix(value: torch.Tensor) -> torch.Tensor:
+def mixed(value: torch.Tensor) -> torch.Tensor:
+    """Integers of 64 bits, all other for all others: the finalizer of SplitMix64."""
     value = (value ^ _shift_right(value, 30)) * _MIX_1
     value = (value ^ _shift_right(value, 27)) * _MIX_2
     return value ^ _shift_right(value, 31)
@@ -38,7 +39,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) 
     Seed and position make a key of 64 bits with the SplitMix64 generator (Steele, Lea, Flood 2014); token and key are
     then hashed with the multipliers of Wellons's lowbias32.
     """
-    key = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)[:, None]
+    key = mixed(mixed(seeds + _GOLDEN) + positions * _GOLDEN)[:, None]
     value = tokens.to(torch.int32) * _GOLDEN_32 ^ key.to(torch.int32)
     value ^= _shift_right(value, 16)
     value *= _MIX_1_32

@@ -1,12 +1,14 @@
 """From logits to tokens.
 
-    logits -> constraints and penalties -> temperature -> top_k -> top_p -> min_p -> typical_p -> one token
+    logits -> constraints and penalties -> top_n_sigma -> temperature -> top_k -> top_p -> min_p -> typical_p -> XTC
+           -> dynamic temperature -> one token
 
-The order of the filters is the one of Hugging Face transformers. Each token draws a time from the exponential
-distribution with its probability as the rate, and the earliest wins. The random numbers depend on the request's seed,
-the position and the token alone, so a seeded request gives the same tokens in any batch. Rounding differs between
-batches, and this way of drawing is the least sensitive to it: the token changes about as seldom as the distribution
-does, while inverting the cumulative distribution would let it change at each of the vocabulary's boundaries.
+The order of the filters is the one of Hugging Face transformers; `rare_filters` says where its own stand. Each token
+draws a time from the exponential distribution with its probability as the rate, and the earliest wins. The random
+numbers depend on the request's seed, the position and the token alone, so a seeded request gives the same tokens in any
+batch. Rounding differs between batches, and this way of drawing is the least sensitive to it: the token changes about
+as seldom as the distribution does, while inverting the cumulative distribution would let it change at each of the
+vocabulary's boundaries.
 """
 
 from collections.abc import Sequence
@@ -15,9 +17,16 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.sample.random import uniform
+from kvern.sample.rare_filters import RareFilters, has_rare_filters
+from kvern.sampling_params import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the most probable token: dividing by them would overflow."""
+
+
+def needs_sorting(params: SamplingParams) -> bool:
+    """Whether only this module can draw for the request, not the kernels of `kernels.sampling`."""
+    return params.typical_p < 1.0 or has_rare_filters(params)
 
 
 def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
@@ -32,23 +41,27 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
     if all(greedy):
         return logits.argmax(-1)
     tokens = logits.argmax(-1) if any(greedy) else torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
     for row in range(len(slots)):
         if not greedy[row]:
             params = rows.request(slots[row]).params
             ordered = params.top_p < 1.0 or params.typical_p < 1.0
-            kinds.setdefault((params.top_k > 0, ordered), []).append(row)
+            kinds.setdefault((params.top_k > 0, ordered, has_rare_filters(params)), []).append(row)
     slot_index = torch.tensor(slots, device=logits.device)
-    for (few, ordered), members in kinds.items():
+    for (few, ordered, rare), members in kinds.items():
         index = torch.tensor(members, device=logits.device)
         slot = slot_index[index]
-        scores = logits[index] / rows.temperature[slot, None]
+        temperature = rows.temperature[slot, None]
+        rarely = RareFilters.of([rows.request(slots[row]).params for row in members], logits.device) if rare else None
+        scores = logits[index] / temperature if rarely is None else rarely.scale(logits[index], temperature)
         ids = None
         if few:
             scores, ids = _most_probable(scores, rows.top_k[slot])
         elif ordered:
             scores, ids = scores.sort(dim=-1, descending=True, stable=True)
         probabilities = _filter(scores, rows, slot, ordered)
+        if rarely is not None:
+            probabilities = rarely.reshape(probabilities, temperature, rows.seeds[slot], positions[index])
         candidates = torch.arange(scores.shape[-1], device=logits.device)[None] if ids is None else ids
         column = _draw(probabilities, uniform(rows.seeds[slot], positions[index], candidates))
         tokens[index] = column if ids is None else ids.gather(1, column[:, None])[:, 0]

@@ -22,10 +22,10 @@ from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.constraints import constrain, is_constrained, is_penalized
+from kvern.sample.constraints import changes_logits, constrain
 from kvern.sample.drafts import verify
 from kvern.sample.logprobs import token_logprobs
-from kvern.sample.sampler import GREEDY_BELOW, sample
+from kvern.sample.sampler import GREEDY_BELOW, needs_sorting, sample
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
@@ -44,8 +44,8 @@ class Needs(enum.IntFlag):
     CONSTRAINTS = 2
     """Penalties, biases and bans: they change the logits."""
     LOGPROBS = 4
-    TYPICAL = 8
-    """typical_p sorts the vocabulary; PyTorch does that."""
+    SORTING = 8
+    """typical_p and rare filters look at all probabilities; PyTorch does that."""
     EMBEDDING = 16
     """The hidden state is wanted beside the token."""
     GRAMMAR = 32
@@ -63,7 +63,7 @@ def needs_of(request: NewRequest) -> Needs:
     """What sampling for this request takes."""
     params = request.params
     needs = Needs.NOTHING
-    if is_constrained(request) or is_penalized(request):
+    if changes_logits(request):
         needs |= Needs.CONSTRAINTS
     if params.logprobs is not None:
         needs |= Needs.LOGPROBS
@@ -76,8 +76,8 @@ def needs_of(request: NewRequest) -> Needs:
     if params.beam_width is not None:
         needs |= Needs.BEAMS
     if params.temperature >= GREEDY_BELOW:
-        if params.typical_p < 1.0:
-            needs |= Needs.TYPICAL
+        if needs_sorting(params):
+            needs |= Needs.SORTING
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0:
             needs |= Needs.FILTERS
     return needs
@@ -230,7 +230,7 @@ class DeviceRunner:
     def _choose(self, logits: torch.Tensor, slots: Sequence[int], decoded: DecodedStates, needs: Needs) -> torch.Tensor:
         """One token [S] int64 for each row of logits [S, vocabulary]."""
         rows = self._rows
-        if needs & Needs.TYPICAL:
+        if needs & Needs.SORTING:
             return sample(logits, rows, slots, decoded.positions)
         return sample_tokens(
             logits,

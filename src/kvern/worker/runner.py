@@ -10,10 +10,10 @@ from kvern.device.rows import BatchRows
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.constraints import constrain, is_constrained, is_penalized
+from kvern.sample.constraints import changes_logits, constrain
 from kvern.sample.drafts import verify
 from kvern.sample.logprobs import token_logprobs
-from kvern.sample.sampler import GREEDY_BELOW, sample
+from kvern.sample.sampler import GREEDY_BELOW, needs_sorting, sample
 from kvern.sampling_params import ResolvedParams
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
@@ -100,7 +100,7 @@ class ModelRunner:
         """Change `logits` [S, vocabulary] in place as the requests ask."""
         slots = batch.sample_slots
         positions = batch.sample_positions.tolist()
-        if any(is_constrained(self._rows.request(slot)) or is_penalized(self._rows.request(slot)) for slot in slots):
+        if any(changes_logits(self._rows.request(slot)) for slot in slots):
             constrain(logits, self._rows, slots, positions)
         return self._processors.apply(logits, self._rows.tokens, slots, positions)
 
@@ -134,4 +134,4 @@ def _filters(params: ResolvedParams) -> bool:
         return True
     if params.temperature < GREEDY_BELOW:
         return False
-    return params.top_k > 0 or params.min_p > 0 or params.top_p < 1.0 or params.typical_p < 1.0
+    return params.top_k > 0 or params.min_p > 0 or params.top_p < 1.0 or needs_sorting(params)

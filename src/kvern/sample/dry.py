@@ -1,0 +1,135 @@
+"""DRY ("don't repeat yourself"): a token that would go on with a repetition loses, the more the longer it is.
+
+    The cat sat on the mat. And again the cat sat on the | mat
+        -----------------                 --------------   would be the next of a repetition of 5 tokens
+
+What the text ends with is compared with what stands before every earlier place, of all rows at once: two runs of tokens
+are the same if their hashes are, and the length of a repetition is found bit by bit. So a step takes n log n for n
+tokens, whatever they are, and depends on nothing but them: nothing is remembered from step to step.
+
+A breaker ends a repetition: only tokens behind the last one count. DRY was proposed by p-e-w in 2024 for
+text-generation-webui; names and meanings are those of llama.cpp.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from kvern.device.rows import BatchRows
+from kvern.device.transfer import upload
+from kvern.request import Breakers
+from kvern.sample.random import mixed
+from kvern.sampling_params import SamplingParams
+
+MOST_PENALTY = 1e9
+"""Powers stay finite, and a token that loses so much is still better than one that is banned."""
+MOST_PLACES = 1 << 20
+"""Rows times tokens that are looked at in one go, some 100 bytes each."""
+FACTOR = 0x27BB2EE687B0B0FD
+"""Odd; weights of tokens in a hash are its powers (multiplier of a generator of 64 bits, L'Ecuyer 1999)."""
+
+
+def penalize_repetitions(
+    logits: torch.Tensor,
+    rows: BatchRows,
+    members: Sequence[int],
+    slots: Sequence[int],
+    positions: Sequence[int],
+    exact: torch.Tensor | None,
+) -> None:
+    """Change the rows `members` of `logits` [N, vocabulary] in place.
+
+    slots, positions, exact   of all N, as `constrain` takes them
+    """
+    groups: dict[Breakers | None, list[tuple[int, int]]] = {}
+    for row in members:
+        request, position = rows.request(slots[row]), positions[row]
+        last = request.params.dry_penalty_last_n
+        groups.setdefault(request.spec.breakers, []).append((min(position, last) if last > 0 else position, row))
+    for breakers, group in groups.items():
+        for width, part in _parts(sorted(group)):
+            sent = [*part, *(slots[row] for row in part), *(positions[row] for row in part)]
+            index, slot, ends = upload(sent, torch.int64, logits.device).view(3, -1)
+            ends = ends if exact is None else exact[index]
+            params = [rows.request(slots[row]).params for row in part]
+            recent = _recent(rows.tokens, slot, ends, width, [item.dry_penalty_last_n for item in params])
+            lengths = _lengths(recent, _since_break(recent, breakers))
+            logits[index] -= _penalties(recent, lengths, params, logits)
+
+
+def _parts(group: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+    """Rows that are looked at together, and the most tokens of each; `group` has both for each row, ascending."""
+    part: list[int] = []
+    widest = 1
+    for width, row in group:
+        if part and (len(part) + 1) * width > MOST_PLACES:
+            yield widest, part
+            part = []
+        part.append(row)
+        widest = max(width, 1)
+    yield widest, part
+
+
+def _recent(
+    tokens: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, width: int, last: Sequence[int]
+) -> torch.Tensor:
+    """The last tokens of N rows, the newest first, [N, width] int64; -1 where a row has no more."""
+    back = torch.arange(width, device=tokens.device)[None]
+    most = upload([width if count < 0 else min(count, width) for count in last], torch.int64, tokens.device)
+    inside = back < torch.minimum(ends, most)[:, None]
+    return tokens[slots[:, None], (ends[:, None] - 1 - back).clamp_(min=0)].long().masked_fill_(~inside, -1)
+
+
+def _since_break(recent: torch.Tensor, breakers: Breakers | None) -> torch.Tensor:
+    """How many tokens stand behind the last breaker of each row, [N, 1]."""
+    breaks = recent < 0
+    if breakers is not None:
+        breaks |= _table(breakers.tokens, recent.device)[recent.clamp(min=0)]
+        for sequence in breakers.sequences:
+            if len(sequence) <= recent.shape[1]:
+                wanted = upload(sequence[::-1], torch.int64, recent.device)
+                found = (recent.unfold(1, len(sequence), 1) == wanted).all(-1)
+                breaks[:, : found.shape[1]] |= found
+    return (breaks.cumsum(1) == 0).sum(1, keepdim=True)
+
+
+@functools.lru_cache(16)
+def _table(tokens: bytes, device: torch.device) -> torch.Tensor:
+    """Whether each token of the vocabulary breaks, [vocabulary] bool."""
+    bits = np.unpackbits(np.frombuffer(tokens, dtype=np.uint8), bitorder="little")
+    return upload(bits.tolist(), torch.bool, device)
+
+
+def _lengths(recent: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """How many tokens from each place of a row on are those that it begins with, [N, width], at most `most` [N, 1]."""
+    count, width = recent.shape
+    weights = torch.full((width + 1,), FACTOR, dtype=torch.int64, device=recent.device)
+    weights[0] = 1
+    weights = weights.cumprod(0)
+    hashes = torch.zeros(count, width + 1, dtype=torch.int64, device=recent.device)
+    hashes[:, 1:] = (mixed(recent) * weights[:-1]).cumsum(1)
+    place = torch.arange(width, device=recent.device)[None]
+    most = torch.minimum(most, (recent >= 0).sum(1, keepdim=True) - place).clamp_(min=0)
+    lengths = torch.zeros_like(recent)
+    longest = width if recent.is_cuda else int(most[:, 1:].max()) if width > 1 else 0  # a GPU is not waited for
+    for bit in reversed(range(longest.bit_length())):
+        longer = lengths + (1 << bit)
+        end, other_end = (place + longer).clamp_(max=width), longer.clamp(max=width)
+        same = hashes.gather(1, end) - hashes[:, :-1] == hashes.gather(1, other_end) * weights[:-1]
+        lengths = torch.where(same & (longer <= most), longer, lengths)
+    return lengths
+
+
+def _penalties(
+    recent: torch.Tensor, lengths: torch.Tensor, params: Sequence[SamplingParams], logits: torch.Tensor
+) -> torch.Tensor:
+    """What each token loses, [N, vocabulary]."""
+    longest = torch.zeros(len(params), logits.shape[-1], dtype=torch.int64, device=logits.device)
+    followers = recent[:, :-1].clamp(min=0)  # what follows the tokens from a place on stands before it
+    longest.scatter_reduce_(1, followers, lengths[:, 1:], "amax")
+    numbers = [number for item in params for number in (item.dry_multiplier, item.dry_base, item.dry_allowed_length)]
+    multiplier, base, allowed = upload(numbers, torch.float32, logits.device).view(-1, 3, 1).unbind(1)
+    penalties = (multiplier * base ** (longest - allowed).clamp_(min=0)).clamp_(max=MOST_PENALTY)
+    return penalties.masked_fill_(longest < allowed, 0.0).to(logits.dtype)

@@ -1,0 +1,89 @@
+"""Filters that few requests use: top-n-sigma, XTC and dynamic temperature, with names and meanings of llama.cpp.
+
+top_n_sigma          before all other filters: it looks at the logits of the whole vocabulary, and scaling them by a
+                     temperature changes nothing
+xtc                  behind them: it drops the best of what they have left
+dynamic temperature  last: how sure the model is, it says of the tokens that are left; the filters before it see the
+                     probabilities at temperature 1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvern.device.transfer import upload
+from kvern.sample.random import uniform
+from kvern.sampling_params import SamplingParams
+
+COIN = 2**31 - 1
+"""No token has this id: the number that decides about XTC is none of those that tokens are drawn with."""
+
+
+def has_rare_filters(params: SamplingParams) -> bool:
+    """Whether the request uses anything of this module."""
+    return params.top_n_sigma > 0 or params.xtc_probability > 0 or params.dynatemp_range > 0
+
+
+@dataclass(frozen=True)
+class RareFilters:
+    """What N rows ask for, [N, 1] float32 each."""
+
+    sigmas: torch.Tensor
+    xtc_probability: torch.Tensor
+    xtc_threshold: torch.Tensor
+    temperature_range: torch.Tensor
+    exponent: torch.Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> "RareFilters":
+        """Sent to the device in one piece."""
+        numbers = [
+            number
+            for item in params
+            for number in (
+                item.top_n_sigma,
+                item.xtc_probability,
+                item.xtc_threshold,
+                item.dynatemp_range,
+                item.dynatemp_exponent,
+            )
+        ]
+        return cls(*upload(numbers, torch.float32, device).view(-1, 5, 1).unbind(1))
+
+    def scale(self, logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocabulary] without what top_n_sigma drops, over temperatures [N, 1] that are not dynamic."""
+        known = logits > float("-inf")
+        count = known.sum(-1, keepdim=True)
+        mean = logits.masked_fill(~known, 0).sum(-1, keepdim=True) / count
+        deviation = ((logits - mean).masked_fill(~known, 0).square().sum(-1, keepdim=True) / count).sqrt()
+        limit = logits.amax(-1, keepdim=True) - self.sigmas * deviation
+        kept = logits.masked_fill((self.sigmas > 0) & (logits < limit), float("-inf"))
+        return kept / torch.where(self.temperature_range > 0, 1.0, temperature)
+
+    def reshape(
+        self, probabilities: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Probabilities [N, candidates], not normalised, after XTC and dynamic temperature; positions and seeds [N]."""
+        probabilities = self._without_top_choices(probabilities, seeds, positions)
+        return torch.where(self.temperature_range > 0, self._heated(probabilities, temperature), probabilities)
+
+    def _without_top_choices(
+        self, probabilities: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """XTC: drop what is more probable than the least probable one that reaches the threshold."""
+        shares = probabilities / probabilities.sum(-1, keepdim=True)
+        reached = (shares >= self.xtc_threshold) & (shares > 0)
+        least = shares.masked_fill(~reached, float("inf")).amin(-1, keepdim=True)
+        coin = uniform(seeds, positions, upload([COIN], torch.int64, shares.device)[None])
+        return probabilities.masked_fill((coin < self.xtc_probability) & (shares > least), 0)
+
+    def _heated(self, probabilities: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """A temperature between the ends of the range, by the entropy of each row."""
+        shares = probabilities / probabilities.sum(-1, keepdim=True)
+        entropy = -torch.where(shares > 0, shares * shares.log(), 0).sum(-1, keepdim=True)
+        most = (shares > 0).sum(-1, keepdim=True).float().log()
+        unsure = torch.where(most > 0, entropy / most, 0).clamp_(0, 1)
+        low, high = (temperature - self.temperature_range).clamp_(min=0), temperature + self.temperature_range
+        heat = low + (high - low) * unsure**self.exponent
+        return (shares / shares.amax(-1, keepdim=True)) ** (1 / heat)

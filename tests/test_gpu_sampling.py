@@ -1,0 +1,72 @@
+"""DRY, XTC, top-n-sigma and dynamic temperature on a GPU: the CPU's answers, in any company.
+
+Run with `pytest -m gpu`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from tests.speculation import speculating
+from tests.test_gpu import SMALL, held_out, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+LENGTH: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+DRY: dict[str, Any] = {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["\n", "the fox"]}
+PARAMS = [
+    SamplingParams(temperature=0, **DRY, **LENGTH),
+    SamplingParams(temperature=0.8, seed=1, **LENGTH),
+    SamplingParams(temperature=0.9, seed=2, dry_multiplier=0.8, dry_penalty_last_n=20, logprobs=1, **LENGTH),
+    SamplingParams(temperature=0.9, seed=3, xtc_probability=0.5, xtc_threshold=0.05, n=2, **LENGTH),
+    SamplingParams(temperature=1.2, seed=4, top_n_sigma=1.0, top_k=30, presence_penalty=1.0, **LENGTH),
+    SamplingParams(temperature=1.0, seed=5, dynatemp_range=0.6, min_p=0.02, **DRY, **LENGTH),
+]
+GREEDY = [SamplingParams(temperature=0, **DRY, **LENGTH), SamplingParams(beam_width=3, n=2, max_tokens=20, **DRY)]
+
+
+def asked(params: list[SamplingParams], count: int) -> list[SamplingParams]:
+    return [params[index % len(params)] for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": False},
+        {"cuda_graphs": False},
+        {"triton_kernels": False},
+        {"max_batch_tokens": 64, "max_batch_requests": 32},
+        {"kv_cache_tokens": 1024},
+    ],
+    ids=str,
+)
+def test_no_switch_no_company_and_no_draft_changes_the_answers(options: dict[str, Any]) -> None:
+    conversations = held_out()[:36]
+    llm = LLM(device="cuda", **(SMALL | options))
+    expected = llm.chat(conversations, asked(PARAMS, 36))
+    alone = [llm.chat([conversations[index]], [PARAMS[index]])[0] for index in range(len(PARAMS))]
+    assert tokens(alone) == tokens(expected[: len(PARAMS)])
+    with speculating(llm, expected, 0.7) as oracle:
+        assert tokens(llm.chat(conversations, asked(PARAMS, 36))) == tokens(expected)
+    assert oracle.guessed > 500
+    llm._engine.core.scheduler.check_integrity()
+
+
+def test_greedy_and_beams_are_the_cpus() -> None:
+    conversations = held_out()[:20]
+    expected = LLM(device="cpu", **SMALL).chat(conversations, asked(GREEDY, 20))
+    assert tokens(LLM(device="cuda", **SMALL).chat(conversations, asked(GREEDY, 20))) == tokens(expected)
+
+
+def test_batches_without_them_stay_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(device="cuda", **SMALL)
+    llm.chat(held_out()[:6], asked(PARAMS, 6))
+    graphs = llm._engine.core.executor._worker.runner._graphs
+    monkeypatch.setattr(graphs, "run_to_states", lambda *_: pytest.fail("not one graph from embedding to token"))
+    llm.chat(held_out()[:6], SamplingParams(temperature=0.8, top_p=0.9, max_tokens=20))
