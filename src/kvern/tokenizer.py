@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from kvern.chat_template import ChatTemplate
-from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
+from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
@@ -79,9 +79,10 @@ class Tokenizer:
         if most_tokens is not None and self.longest_token is not None:
             most = most_tokens * self.longest_token
             if len(text) > most:
-                raise InvalidRequest(
+                message = (
                     f"the prompt has {len(text)} characters, and {most_tokens} tokens have {most} at most: shorten it"
                 )
+                raise PromptTooLong(message, len(text) // self.longest_token, most_tokens)
         try:
             # of the library's ways to encode, this one lets other threads run meanwhile
             return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
@@ -130,11 +131,14 @@ class Tokenizer:
     ) -> str:
         """Return the messages as one prompt, written by the model's chat template.
 
+        System messages where the template takes none go where it does.
+
         Raises:
             InvalidRequest: no template, malformed messages, or the template refuses them.
         """
         names = {**self._special_tokens, **variables}
-        return self.chat_template.render(messages, tools or None, add_generation_prompt, names)
+        fitted = self.chat_template.fit_system_messages(messages, bool(tools), self._special_tokens)
+        return self.chat_template.render(fitted, tools or None, add_generation_prompt, names)
 
     def chat_prompt_ids(
         self,

@@ -14,7 +14,7 @@ from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.pieces import Content, Message, Piece
-from kvern.tools.thinking import ThinkingSplitter, beginning_of, thinking_of
+from kvern.tools.thinking import ThinkingFormat, ThinkingSplitter, beginning_of, thinking_of
 from kvern.tools.tool_format import ToolFormat, ToolParser
 
 PROMPT_END = 32
@@ -123,6 +123,13 @@ class Chat:
         )
         return ChatRequest(prompt, params, form, frozenset(tool.name for tool in use.tools), thought)
 
+    def knows_thinking(self, tools: bool) -> bool:
+        """Whether the template, with or without tools, has marks around thinking."""
+        return self._thinking(tools) is not None
+
+    def _thinking(self, tools: bool) -> ThinkingFormat | None:
+        return thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
+
     def _format(self, use: ToolUse) -> ToolFormat | None:
         form = self._form
         if form is None and (self._tool_parser == "auto" or use.choice == "required"):
@@ -137,7 +144,7 @@ class Chat:
         return format_of(self._tokenizer.chat_template.source(tools=True), self._tool_parser)
 
     def _thought(self, prompt: Sequence[int], budget: int | None, tools: bool) -> Thought | None:
-        form = thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
+        form = self._thinking(tools)
         if budget is not None:
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
                 raise InvalidParameter(f"thinking_budget is {shown(budget)}: it must be a number of tokens, 0 or more")
