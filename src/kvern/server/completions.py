@@ -55,7 +55,7 @@ class Completions:
         engine, asked = self._service.engine_of(model), read_completion(body, url)
         chat, prompts, params = None, asked.prompts, asked.params
         if asked.conversation is not None:
-            chat = await engine.chat(asked.conversation, params, key)
+            chat = await engine.chat(asked.conversation, params, key, self._service.namespace(asked.common, key))
             prompts, params = [chat.prompt], chat.params
         ask = self._service.ask(model, asked.common, prompts, params, key)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream

@@ -31,7 +31,7 @@ class MessagesApi:
         engine, conversation = service.engine_of(model), asked.conversation
         if not engine.client.inputs.knows_thinking(bool(conversation.use.definitions)):
             conversation = dataclasses.replace(conversation, thinking_budget=None)  # which this model never exceeds
-        chat = await engine.chat(conversation, asked.params, key)
+        chat = await engine.chat(conversation, asked.params, key, service.namespace(asked.common, key))
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
         left_out = header_of_names(IGNORED_TOOLS_HEADER, ignored_tools(typed(body, "tools", list, [])))
         headers = ignored_header(body, KNOWN) | left_out

@@ -34,6 +34,7 @@ MESSAGE = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(PART
 CLAUDE_MESSAGE = record(
     {"role": one_of("user", "assistant", "system"), "content": {"anyOf": [TEXT, listed(PART)]}}, "role", "content"
 )
+FITTING = record({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")
 THINKS: Schema = {
     "chat_template_kwargs": optional(OBJECT),
     "thinking_budget": optional({"type": "integer", "minimum": 0}),
@@ -161,6 +162,6 @@ def claude_fields(models: list[str]) -> Schema:
         "thinking": optional(
             record({"type": one_of("enabled", "adaptive", "disabled"), "budget_tokens": WHOLE}, "type")
         ),
-        "output_config": optional(record({"effort": optional(one_of("low", "medium", "high", "xhigh", "max"))})),
+        "output_config": optional(record({"effort": optional(TEXT), "format": optional(FITTING)})),
         "chat_template_kwargs": THINKS["chat_template_kwargs"],
     }

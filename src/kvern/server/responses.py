@@ -36,7 +36,8 @@ class Responses:
         merge_extra(body)
         model = self._service.model(body)
         asked = read_response(body, model, lambda name: self._earlier(key.name, name))
-        chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key)
+        namespace = self._service.namespace(asked.common, key)
+        chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key, namespace)
         ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
         stored, stream = Stored(key.name, asked.response, asked.messages), asked.stream
         headers = ignored_header(body, KNOWN)

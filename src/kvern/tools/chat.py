@@ -10,6 +10,7 @@ from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import Grammars
 from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
+from kvern.tools.conversation_tokens import ConversationEncoder
 from kvern.tools.definitions import NO_TOOLS, ToolUse
 from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter, Thought
@@ -86,6 +87,7 @@ class Chat:
         self, tokenizer: Tokenizer, grammars: Grammars, tool_parser: str, reasoning_parser: str, max_model_len: int
     ) -> None:
         self._tokenizer = tokenizer
+        self._encoder = ConversationEncoder(tokenizer)
         self._max_model_len = max_model_len
         self._grammars = grammars
         self._writer = GrammarWriter(tokenizer, grammars)
@@ -101,14 +103,16 @@ class Chat:
         thinking_budget: int | None = None,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        namespace: bytes = b"",
     ) -> ChatRequest:
         """The prompt, and parameters that make the answer what was asked.
 
-        `variables` are names that the template can see. Raises InvalidRequest or InvalidParameter.
+        `variables` are names that the template can see; conversations of one `namespace` share what is cached. Raises
+        InvalidRequest or InvalidParameter.
         """
         definitions = list(use.definitions) or None
         text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
-        prompt = self._tokenizer.encode(text, add_special_tokens=False, most_tokens=self._max_model_len)
+        prompt = self._encoder.encode(text, definitions is not None, namespace, self._max_model_len)
         form = self._format(use) if use.choice != "none" else None
         thought = self._thought(prompt, thinking_budget, definitions is not None)
         if form is None and thought is None:
