@@ -20,7 +20,7 @@ TEMPLATES = {
         "  {{ message.content | trim }}\n{% endfor %}\n"
     ),
     "loop controls": (
-        "{% for message in messages %}{% if message.role == 'system' %}{% continue %}{% endif %}"
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% continue %}{% endif %}"
         "{% if loop.index > 2 %}{% break %}{% endif %}{{ loop.index }}{{ message.content }}{% endfor %}"
     ),
     "tools": (

@@ -171,5 +171,8 @@ def test_every_api_shows_the_thinking(server: Served) -> None:
         assert (thinking.type, thinking.thinking) == ("thinking", whole.reasoning_content)
         assert text.text == whole.content
         with claude.messages.stream(**message) as stream:
-            kinds = [block.type for block in stream.get_final_message().content]
-        assert kinds == ["thinking", "text"]
+            streamed = stream.get_final_message().content
+        assert [block.type for block in streamed] == ["thinking", "text"]
+        assert streamed[0].signature == thinking.signature != ""  # without one, some clients hand no thinking back
+        again = [*QUESTION, {"role": "assistant", "content": streamed}, {"role": "user", "content": "And now?"}]
+        assert claude.messages.create(**{**message, "messages": again}).stop_reason

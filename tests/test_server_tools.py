@@ -296,7 +296,6 @@ def test_messages_call_and_go_on(claude: anthropic.Anthropic) -> None:
     for extra, said in (
         ({"tool_choice": {"type": "tool", "name": "g"}}, "none of the tools"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\] is"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "knows no thinking"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, "tool_use_id is None"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=said):

@@ -22,7 +22,14 @@ import jinja2.runtime
 
 from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
 from kvern.files import read_object, read_whole, reason
+from kvern.system_messages import SystemPlaces
 from kvern.template_sandbox import BoundedEnvironment
+
+PROBED_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+}
+"""Stands for the tools of a request while a template is tried out."""
 
 
 class GenerationBlock(jinja2.ext.Extension):
@@ -71,6 +78,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = dict(sources)
         self._compiled: dict[str, jinja2.Template] = {}
+        self._system_places: dict[bool, SystemPlaces] = {}
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate:
@@ -100,6 +108,20 @@ class ChatTemplate:
     def source(self, tools: bool) -> str:
         """The text of the template that is used with or without tools; empty if there is none."""
         return self._sources.get("tool_use" if tools and "tool_use" in self._sources else "default", "")
+
+    def fit_system_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: bool, special_tokens: Mapping[str, str]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Messages whose system messages stand where the template takes them. Raises InvalidRequest."""
+        check_messages(messages)
+        if all(message["role"] != "system" for message in messages):
+            return messages
+        if tools not in self._system_places:
+            definitions = [PROBED_TOOL] if tools else None
+            self._system_places[tools] = SystemPlaces.of(
+                lambda probes: self.render(probes, definitions, True, special_tokens)
+            )
+        return self._system_places[tools].fit(messages)
 
     def render(
         self,

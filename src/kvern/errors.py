@@ -8,6 +8,7 @@
     |-- InvalidAdapter     the files of an adapter are not those of one that this model can use
     |-- InvalidParameter   a sampling parameter is out of range
     |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
+    |   `-- PromptTooLong      it has more tokens than the model's context
     |-- BatchFileError     an input or output file of a batch job cannot be used
     |-- DeadlineExceeded   a request did not end within the time that it was given
     |-- ServerBusy         what is asked has to wait for too long, because of others
@@ -59,6 +60,14 @@ class InvalidParameter(KvernError, ValueError):
 
 class InvalidRequest(KvernError, ValueError):
     """A prompt cannot be run by this model."""
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt has `tokens`, and may have `most`."""
+
+    def __init__(self, message: str, tokens: int, most: int) -> None:
+        super().__init__(message)
+        self.tokens, self.most = tokens, most
 
 
 class BatchFileError(KvernError):

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from kvern.chat_template import ChatTemplate
-from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
+from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
@@ -76,18 +76,44 @@ class Tokenizer:
             InvalidRequest: the text is not valid Unicode, or too long for ``most_tokens`` whatever it says, or there is
                 no tokenizer.
         """
+        if most_tokens is not None:
+            self.check_length(text, most_tokens)
+        return self.encode_each([text], add_special_tokens)[0]
+
+    def check_length(self, text: str, most_tokens: int) -> None:
+        """Raises PromptTooLong for a text that has more tokens than that whatever it says."""
+        if self.longest_token is not None and len(text) > (most := most_tokens * self.longest_token):
+            message = f"the prompt has {len(text)} characters, and {most_tokens} tokens have {most} at most: shorten it"
+            raise PromptTooLong(message, len(text) // self.longest_token, most_tokens)
+
+    def encode_each(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+        """Return the token ids of each text. Raises InvalidRequest."""
         backend = self._require()
-        if most_tokens is not None and self.longest_token is not None:
-            most = most_tokens * self.longest_token
-            if len(text) > most:
-                raise InvalidRequest(
-                    f"the prompt has {len(text)} characters, and {most_tokens} tokens have {most} at most: shorten it"
-                )
         try:
             # of the library's ways to encode, this one lets other threads run meanwhile
-            return list(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
-            raise InvalidRequest(f"the prompt is not valid Unicode text: {shown(text)}") from error
+            raise InvalidRequest(f"the prompt is not valid Unicode text: {shown(''.join(texts))}") from error
+        return [list(encoding.ids) for encoding in encodings]
+
+    def cutting_tokens(self, template: str) -> list[str]:
+        """Return the special tokens named in ``template`` behind which a text can be cut: its parts, encoded without
+        special tokens around them, have the same ids as the whole.
+
+        That is so where every part is encoded by itself, and where no other added token can hide this one or reach
+        over the cut. SentencePiece writes the beginning of a text differently, so it has none.
+        """
+        added = [] if self._backend is None else list(self._backend.get_added_tokens_decoder().values())
+        texts = [token.content for token in added]
+        if not self.is_byte_level or any(token.single_word for token in added):
+            return []
+        return [
+            token.content
+            for token in added
+            if token.special and not (token.normalized or token.lstrip or token.rstrip) and token.content in template
+            if not any(reaches_into(text, token.content) for text in texts)
+            if sum(token.content in text for text in texts) == 1
+        ]
 
     def leading_special_tokens(self) -> list[int]:
         """Return the special tokens that ``encode`` puts before a text. Raises InvalidRequest without a tokenizer."""
@@ -131,11 +157,14 @@ class Tokenizer:
     ) -> str:
         """Return the messages as one prompt, written by the model's chat template.
 
+        System messages where the template takes none go where it does.
+
         Raises:
             InvalidRequest: no template, malformed messages, or the template refuses them.
         """
         names = {**self._special_tokens, **self._variables, **variables}
-        return self.chat_template.render(messages, tools or None, add_generation_prompt, names)
+        fitted = self.chat_template.fit_system_messages(messages, bool(tools), self._special_tokens)
+        return self.chat_template.render(fitted, tools or None, add_generation_prompt, names)
 
     def chat_prompt_ids(
         self,
@@ -297,6 +326,11 @@ def byte_characters() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = byte_characters()
+
+
+def reaches_into(other: str, token: str) -> bool:
+    """Whether ``other`` can end in the middle of ``token``."""
+    return any(other.endswith(token[:end]) for end in range(1, len(token)))
 
 
 def is_byte_level(backend: tokenizers.Tokenizer) -> bool:

@@ -15,7 +15,7 @@ from kvern.api.forms import STRUCTURED, structured_of
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
 from kvern.sampling_params import MAX_LOGPROBS, SamplingParams
-from kvern.tools.encoding import AS_THE_TEMPLATE_WRITES, ROOM_FOR_ANSWER, Encoding
+from kvern.tools.encoding import ROOM_FOR_ANSWER, Encoding
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -149,7 +149,7 @@ def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams 
     if best_of > answers:
         params = params.replace(n=best_of, logprobs=logprobs or 0)
     encoding = read_encoding(body, special=not is_chat)
-    conversation = read_chat_body(body, encoding or AS_THE_TEMPLATE_WRITES) if is_chat else None
+    conversation = read_chat_body(body, encoding) if is_chat else None
     options = _answer_options(
         body, url, conversation, answers=answers, logprobs=logprobs, prompt_logprobs=of_prompt, prompt_only=prompt_only
     )

@@ -13,7 +13,7 @@ from kvern.api.thinking_fields import read_thinking
 from kvern.errors import InvalidRequest, shown
 from kvern.json_work import is_too_much
 from kvern.tools.definitions import NO_TOOLS, ToolUse, read_tools
-from kvern.tools.encoding import AS_THE_TEMPLATE_WRITES, Encoding
+from kvern.tools.encoding import Encoding
 
 if TYPE_CHECKING:
     from kvern.outputs import CompletionOutput
@@ -39,7 +39,7 @@ class ChatBody:
     variables: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    encoding: Encoding = AS_THE_TEMPLATE_WRITES
+    encoding: Encoding | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ChatBody:
         }
 
 
-def read_chat_body(body: Mapping[str, Any], encoding: Encoding = AS_THE_TEMPLATE_WRITES) -> ChatBody:
+def read_chat_body(body: Mapping[str, Any], encoding: Encoding | None = None) -> ChatBody:
     """Check all of it. Raises HttpError or InvalidRequest with the place of what is wrong."""
     thinking = read_thinking(body)
     continued = typed(body, "continue_final_message", bool, False)

@@ -11,36 +11,48 @@ from kvern.tools.pieces import Arguments, CallBegins, Content, Message, Piece, R
 
 Event = tuple[str, dict[str, Any]]
 
+ROLES = ("user", "assistant", "system")
+OF_SERVICE = ("redacted_thinking", "container_upload", "server_tool_use", "mcp_tool_use")
+SIGNATURE = "unsigned"
+"""Of thinking: some clients hand back only what has a signature. Thinking is read as it comes, whatever its is."""
+
 
 def chat_messages(message: object, place: str) -> list[dict[str, Any]]:
     """A message, whose blocks may be text, thinking, calls of tools and their results, as messages for templates."""
-    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-        raise InvalidRequest(f"{place} is {shown(message)}: it must be an object with role user or assistant")
-    content = message.get("content")
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise InvalidRequest(f"{place} is {shown(message)}: it must be an object with role {', '.join(ROLES)}")
+    role, content = message["role"], message.get("content")
     if not isinstance(content, list):
-        return [{"role": message["role"], "content": text(content)}]
+        return [{"role": role, "content": text(content)}]
     results: list[dict[str, Any]] = []
-    said: dict[str, Any] = {"role": message["role"], "content": ""}
+    said: dict[str, Any] = {"role": role, "content": ""}
     texts, calls, thoughts = [], [], []
     for number, block in enumerate(content):
         where = f"{place}.content[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
             results.append(
-                {"role": "tool", "content": _result(block), "tool_call_id": _id(block, "tool_use_id", where)}
+                {"role": "tool", "content": _result(block, where), "tool_call_id": _id(block, "tool_use_id", where)}
             )
         elif kind == "tool_use":
             calls.append(_call(block, where))
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
-        elif kind != "redacted_thinking":
-            texts.append(block)
-    said["content"] = text_of(texts, ("text",))
+        elif (written := block_text(block)) is not None:
+            texts.append(written)
+        elif not _is_of_service(kind, role):
+            raise InvalidRequest(f"{where} is of type {shown(kind or block)}: this model reads text only; leave it out")
+    said["content"] = "\n".join(texts)
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:
         said["tool_calls"] = calls
     return [*results, said] if texts or calls or thoughts or not results else results
+
+
+def _is_of_service(kind: object, role: str) -> bool:
+    """Blocks that only Anthropic's service reads and writes: of no use here, and no reason to end a session."""
+    return isinstance(kind, str) and (role == "assistant" or kind.endswith("_tool_result") or kind in OF_SERVICE)
 
 
 def text(content: object) -> str:
@@ -52,8 +64,50 @@ def text(content: object) -> str:
     raise InvalidRequest(f"messages hold content {shown(content)}: it must be a text or a list of blocks")
 
 
-def _result(block: Mapping[str, Any]) -> str:
-    return text(block.get("content") or "")
+def block_text(block: object) -> str | None:
+    """What a block says: a text, a document of text, or what a search found; None if it is something else."""
+    if not isinstance(block, dict):
+        return None
+    kind, source = block.get("type"), block.get("source")
+    if kind == "text":
+        return _text_or_none(block.get("text"))
+    if kind == "search_result":
+        return _titled(block, _text_or_none(block.get("content")))
+    if kind == "document" and isinstance(source, dict) and source.get("type") in ("text", "content"):
+        return _titled(block, _text_or_none(source.get("data", source.get("content"))))
+    return None
+
+
+def _text_or_none(content: object) -> str | None:
+    """A text, or a list of blocks of text and nothing else."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return content if isinstance(content, str) else None
+
+
+def _titled(block: Mapping[str, Any], content: str | None) -> str | None:
+    heads = [block.get(name) for name in ("title", "source", "context")]
+    return None if content is None else "\n".join([*(head for head in heads if isinstance(head, str)), content])
+
+
+def _result(block: Mapping[str, Any], place: str) -> str:
+    """What a tool answered. An image is said to be missing, since an agent that looks at one cannot take it back."""
+    content = block.get("content") or ""
+    if isinstance(content, str):
+        written = content
+    elif isinstance(content, list):
+        written = "\n".join(_result_text(part) for part in content)
+    else:
+        raise InvalidRequest(f"{place}.content is {shown(content)}: it must be a text or a list of blocks")
+    return f"Error: {written}" if block.get("is_error") is True else written
+
+
+def _result_text(block: object) -> str:
+    written = block_text(block)
+    if written is None:
+        kind = block.get("type") if isinstance(block, dict) else block
+        written = f"[{shown(kind)} left out: this model reads text only]"
+    return written
 
 
 def _id(block: Mapping[str, Any], name: str, place: str) -> str:
@@ -71,35 +125,11 @@ def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"id": _id(block, "id", place), "type": "function", "function": function}
 
 
-def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form. Raises InvalidRequest."""
-    converted = []
-    for number, tool in enumerate(tools):
-        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
-            raise InvalidRequest(f"tools[{number}] is {shown(tool)}: it must have a name and an input_schema")
-        kept = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
-        function = {**kept, "parameters": tool["input_schema"]}
-        converted.append({"type": "function", "function": function})
-    return converted
-
-
-def chat_tool_choice(choice: Mapping[str, Any]) -> tuple[object, bool]:
-    """`tool_choice` in OpenAI's form, and whether several calls may stand side by side. Raises InvalidRequest."""
-    parallel = choice.get("disable_parallel_tool_use") is not True
-    words = {"auto": "auto", "any": "required", "none": "none"}
-    kind = choice.get("type", "auto")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}, parallel
-    if not isinstance(kind, str) or kind not in words:
-        raise InvalidRequest(f"tool_choice.type is {shown(kind)}: it must be auto, any, tool or none")
-    return words[kind], parallel
-
-
 def blocks(message: Message) -> list[dict[str, Any]]:
     """A whole answer."""
     found: list[dict[str, Any]] = []
     if message.reasoning:
-        found.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        found.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
     if message.content or not message.tool_calls:
         found.append({"type": "text", "text": message.content})
     return found + [
@@ -163,4 +193,5 @@ class BlockEvents:
     def _stop(self) -> list[Event]:
         if self._kind is None:
             return []
-        return [("content_block_stop", {"type": "content_block_stop", "index": self._index})]
+        signed = [self._delta("signature_delta", signature=SIGNATURE)] if self._kind == "thinking" else []
+        return [*signed, ("content_block_stop", {"type": "content_block_stop", "index": self._index})]

@@ -1,15 +1,17 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens: bodies, answers and events, and errors in its own form."""
 
+import datetime
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, status_of
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
-from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, chat_tool_choice, chat_tools, text
-from kvern.errors import shown
+from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, text
+from kvern.api.message_tools import chat_tool_choice, chat_tools
+from kvern.errors import PromptTooLong, shown
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
 from kvern.tools.chat import ChatRequest
@@ -21,7 +23,7 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 # fmt: off
 KNOWN = frozenset({
     "messages", "model", "max_tokens", "system", "stop_sequences", "stream", "tools", "tool_choice", "thinking",
-    "metadata", "service_tier", "chat_template_kwargs",
+    "metadata", "service_tier", "output_config", "output_format", "chat_template_kwargs",
     *SamplingParams.__struct_fields__, *COMMON_FIELDS,
 })
 # fmt: on
@@ -33,7 +35,13 @@ KINDS = {
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    503: "overloaded_error",
 }
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Claude Code's first system block: an account of itself, with a digest that differs between conversations and
+requests. A prompt that begins with it begins like no other, so that nothing of it is cached."""
+EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts that templates, which know low, medium and high, have no word for."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class MessageBody:
     stream: bool
 
 
-def read_message(body: Mapping[str, Any]) -> MessageBody:
+def read_message(body: Mapping[str, Any], strip_billing_header: bool) -> MessageBody:
     """Check a body of MESSAGES. Raises HttpError, InvalidRequest or InvalidParameter."""
     if body.get("max_tokens") is None:
         raise HttpError(400, "max_tokens is missing: say how many tokens the answer may have", param="max_tokens")
@@ -54,23 +62,56 @@ def read_message(body: Mapping[str, Any]) -> MessageBody:
     values = {name: body[name] for name in names if body.get(name) is not None}
     if body.get("stop_sequences") is not None:
         values["stop"] = body["stop_sequences"]
-    conversation = read_conversation(body)
+    schema = _schema_of(body)
+    if schema is not None:
+        values["structured"] = {"json": schema}
+    conversation = read_conversation(body, strip_billing_header)
     params = sampling_params(SamplingParams(), values)
     return MessageBody(conversation, params, read_common(body), typed(body, "stream", bool, False))
 
 
-def read_conversation(body: Mapping[str, Any]) -> ChatBody:
+def read_conversation(body: Mapping[str, Any], strip_billing_header: bool) -> ChatBody:
     """What both routes read alike. Raises HttpError or InvalidRequest."""
     system, given = body.get("system"), typed(body, "messages", list, [])
     if not given:
         raise HttpError(400, "messages is missing: it must be a list of one message or more", param="messages")
-    converted = [] if system is None else [{"role": "system", "content": text(system)}]
+    instructions = "" if system is None else text(system)
+    if strip_billing_header and instructions.startswith(BILLING_HEADER):
+        instructions = instructions.partition("\n")[2]
+    converted = [{"role": "system", "content": instructions}] if instructions else []
     for number, message in enumerate(given):
         converted += chat_messages(message, f"messages[{number}]")
-    choice, parallel = chat_tool_choice(typed(body, "tool_choice", dict, {}))
-    use = read_tools(chat_tools(typed(body, "tools", list, [])), choice, parallel)
-    budget, variables = _thinking_of(typed(body, "thinking", dict, {}))
-    return ChatBody(plain_messages(converted), use, budget, True, {**variables, **template_variables(body)})
+    tools = typed(body, "tools", list, [])
+    choice, parallel = chat_tool_choice(typed(body, "tool_choice", dict, {}), tools)
+    use = read_tools(chat_tools(tools), choice, parallel)
+    budget, thinks = _thinking_of(typed(body, "thinking", dict, {}))
+    variables = {**_effort_of(body), **thinks, **template_variables(body)}
+    return ChatBody(plain_messages(converted), use, budget, True, variables)
+
+
+def _effort_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`output_config.effort` as templates call it. Raises HttpError."""
+    effort = typed(body, "output_config", dict, {}).get("effort")
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise HttpError(400, f"output_config.effort is {shown(effort)}: it must be a text", param="output_config")
+    return {"reasoning_effort": EFFORTS.get(effort, effort)}
+
+
+def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the answer's JSON must fit, if it must be JSON. Raises HttpError."""
+    asked = typed(body, "output_config", dict, {}).get("format")
+    asked = typed(body, "output_format", dict, None) if asked is None else asked
+    if asked is None:
+        return None
+    schema = asked.get("schema") if isinstance(asked, dict) and asked.get("type") == "json_schema" else None
+    if not isinstance(schema, dict):
+        message = f"the format of output_config is {shown(asked)}: it must be of type json_schema, with a schema"
+        raise HttpError(400, message, param="output_config")
+    if body.get("structured") is not None:
+        raise HttpError(400, "output_config has a format, and structured is set: give one of them", param="structured")
+    return schema
 
 
 def _thinking_of(thinking: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
@@ -79,7 +120,8 @@ def _thinking_of(thinking: Mapping[str, Any]) -> tuple[int | None, dict[str, Any
     if kind is None and not thinking:
         return None, {}
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise HttpError(400, f"thinking.type is {shown(kind)}: it must be enabled or disabled", param="thinking")
+        message = f"thinking.type is {shown(kind)}: it must be enabled, adaptive or disabled"
+        raise HttpError(400, message, param="thinking")
     budget = thinking.get("budget_tokens")
     if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
         message = f"thinking.budget_tokens is {shown(budget)}: it must be a number of tokens, 1 or more"
@@ -87,17 +129,23 @@ def _thinking_of(thinking: Mapping[str, Any]) -> tuple[int | None, dict[str, Any
     return (budget if kind == "enabled" else None), {"enable_thinking": kind != "disabled"}
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Anthropic's shape of an error."""
+def error_body(error: Exception, request_id: str) -> dict[str, Any]:
+    """What went wrong in Anthropic's shape. Clients that shorten their prompts know too long ones by these words."""
+    status, message = status_of(error), str(error)
+    if isinstance(error, PromptTooLong):
+        message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
-def _stop_reason(answer: CompletionOutput, message: Message) -> dict[str, Any]:
+def _stop_reason(answer: CompletionOutput, message: Message, most_tokens: int | None) -> dict[str, Any]:
     if isinstance(answer.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-    ended = "tool_use" if message.tool_calls else "end_turn"
-    return {"stop_reason": "max_tokens" if answer.finish_reason == "length" else ended, "stop_sequence": None}
+    reason = "tool_use" if message.tool_calls else "end_turn"
+    if answer.finish_reason == "length":
+        is_asked = most_tokens is not None and len(answer.token_ids) >= most_tokens
+        reason = "max_tokens" if is_asked else "model_context_window_exceeded"
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:
@@ -120,7 +168,7 @@ def message_answer(output: RequestOutput, chat: ChatRequest, model: str) -> dict
         "role": "assistant",
         "model": model,
         "content": blocks(message),
-        **_stop_reason(answer, message),
+        **_stop_reason(answer, message, chat.params.max_tokens),
         "usage": _usage(output),
     }
 
@@ -136,10 +184,24 @@ async def message_events(
             begun = True
             nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             yield "message_start", {"type": "message_start", "message": message_answer(output, chat, model) | nothing}
+            yield "ping", {"type": "ping"}
         for event in growing.add(reader.read(answer.text, answer.finish_reason is not None)):
             yield event
     for event in growing.end():
         yield event
-    stopped = {"type": "message_delta", "delta": _stop_reason(answer, reader.message), "usage": _usage(output)}
-    yield "message_delta", stopped
+    delta = _stop_reason(answer, reader.message, chat.params.max_tokens)
+    yield "message_delta", {"type": "message_delta", "delta": delta, "usage": _usage(output)}
     yield "message_stop", {"type": "message_stop"}
+
+
+def models_page(names: Mapping[str, int], created: int) -> dict[str, Any]:
+    """Anthropic's list of models, by name and the tokens of their contexts; one page, which holds all."""
+    entries = [model_entry(name, most, created) for name, most in names.items()]
+    return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
+
+
+def model_entry(name: str, most_tokens: int, created: int) -> dict[str, Any]:
+    """One model in Anthropic's shape."""
+    since = datetime.datetime.fromtimestamp(created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    sizes = {"max_input_tokens": most_tokens, "max_tokens": most_tokens}
+    return {"type": "model", "id": name, "display_name": name, "created_at": since, "lifecycle": "active", **sizes}

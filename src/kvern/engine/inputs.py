@@ -12,7 +12,7 @@ import msgspec
 
 from kvern.config import EngineConfig
 from kvern.engine.breakers import BreakerFinder
-from kvern.errors import InvalidParameter, InvalidRequest, shown
+from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
 from kvern.model_spec import ModelSpec
 from kvern.request import PromptInput, RequestOptions, RequestSpec
 from kvern.sample.processors import Processors, check_arguments
@@ -118,10 +118,12 @@ class InputProcessor:
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens, and at most {self.max_model_len - 1} leave room for an "
-                f"answer in the context of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
+            most = self.max_model_len - 1
+            message = (
+                f"the prompt has {len(token_ids)} tokens, and at most {most} leave room for an answer in the context "
+                f"of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
             )
+            raise PromptTooLong(message, len(token_ids), most)
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
             return
         for position, token in enumerate(token_ids):

@@ -16,9 +16,9 @@ import kvern
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.conversation import plain_messages, template_variables
 from kvern.api.embeddings import EMBEDDINGS
-from kvern.api.errors import HttpError, error_body
+from kvern.api.errors import HttpError
 from kvern.api.fields import typed
-from kvern.api.messages import COUNT_TOKENS, MESSAGES
+from kvern.api.messages import COUNT_TOKENS, MESSAGES, model_entry, models_page
 from kvern.api.scores import SCORE
 from kvern.engine.client import EngineClient
 from kvern.errors import KvernError
@@ -34,7 +34,7 @@ from kvern.server.database import DataFolder, default_folder
 from kvern.server.embeddings import Embeddings
 from kvern.server.files import Files
 from kvern.server.gate import Gate
-from kvern.server.http import CLIENT_GONE, error_response, json_response, path_of
+from kvern.server.http import CLIENT_GONE, error_response, is_anthropic, json_response, path_of
 from kvern.server.keys import ApiKey
 from kvern.server.messages import MessagesApi
 from kvern.server.openapi import document
@@ -176,13 +176,19 @@ class Server:
     async def list_models(self, request: Request) -> Response:
         """The names that `model` may have."""
         engines = self.service.engines
+        if is_anthropic(request.scope):
+            lengths = {name: engine.client.inputs.max_model_len for engine in engines for name in engine.names}
+            return json_response(models_page(lengths, self.started))
         entries = [engine.entry(name, self.started) for engine in engines for name in engine.names]
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         """One of them."""
         name = request.path_params["model"]
-        return json_response(self.service.engine_of(name).entry(name, self.started))
+        engine = self.service.engine_of(name)
+        if is_anthropic(request.scope):
+            return json_response(model_entry(name, engine.client.inputs.max_model_len, self.started))
+        return json_response(engine.entry(name, self.started))
 
     async def tokenize(self, request: Request) -> Response:
         """A text, or a conversation, as token ids."""
@@ -231,7 +237,7 @@ def _walled(app: ASGIApp) -> ASGIApp:
         path = path_of(scope)
         if scope["type"] == "http" and scope["state"]["key"].metrics and path not in METRICS_ROUTES:
             message = f"an API key with metrics=1 may only read {', '.join(METRICS_ROUTES)}: use another"
-            refusal = error_response(HttpError(403, message, code="permission_denied"), path)
+            refusal = error_response(HttpError(403, message, code="permission_denied"), scope)
             await refusal(scope, receive, send)
         else:
             await app(scope, receive, send)
@@ -240,19 +246,19 @@ def _walled(app: ASGIApp) -> ASGIApp:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(error, path_of(request.scope))
+    return error_response(error, request.scope)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail.lower()}"
-    return json_response(error_body(error.status_code, message), error.status_code, error.headers)
+    return error_response(HttpError(error.status_code, message, headers=error.headers), request.scope)
 
 
 async def _nested(request: Request, error: Exception) -> Response:
     """Only what was sent can be so deep."""
     refused = HttpError(400, "the body is nested too deeply: use fewer levels")
-    return error_response(refused, path_of(request.scope))
+    return error_response(refused, request.scope)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -262,4 +268,4 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _broken(request: Request, error: Exception) -> Response:
     """A fault of this server: its log has the traceback, under the request's id."""
     message = f"the server has a fault; its log tells more under request id {request.state.request_id}"
-    return json_response(error_body(500, message), 500)
+    return error_response(HttpError(500, message), request.scope)

@@ -56,7 +56,7 @@ class Completions:
         engine, asked = self._service.engine_of(model), read_completion(body, url)
         chat, prompts, params = None, asked.prompts, asked.params
         if asked.conversation is not None:
-            chat = await engine.chat(asked.conversation, params, key)
+            chat = await engine.chat(asked.conversation, params, key, self._service.namespace(asked.common, key))
             prompts, params = [chat.prompt], chat.params
         elif asked.encoding is not None:
             encode = engine.client.inputs.encoded

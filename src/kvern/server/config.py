@@ -50,6 +50,9 @@ class ServerConfig:
     """Tokens that a chunk of a stream waits for; more make streams cheaper and coarser. The first is sent at once."""
     share_prefix_cache: bool = False
     """Let keys reuse each other's cached prompts: each can then find out, by guessing, what others have asked."""
+    strip_billing_header: bool = True
+    """Leave out the first line of system messages of /v1/messages that begins with x-anthropic-billing-header: which
+    changes between conversations and requests, so that no prompt could reuse another's cached blocks."""
     request_timeout: float = 30.0
     """Seconds in which the head of a request must have arrived, then again its body, and in which a client reads some
     of an answer that waits for it."""

@@ -29,7 +29,7 @@ class ServedEngine:
         """The adapter that a name means; None for the model as it is."""
         return None if name in self.models else name
 
-    async def chat(self, conversation: ChatBody, params: SamplingParams, key: ApiKey) -> ChatRequest:
+    async def chat(self, conversation: ChatBody, params: SamplingParams, key: ApiKey, namespace: bytes) -> ChatRequest:
         """A conversation as prompt, parameters and a reader of its answers.
 
         Raises InvalidRequest, InvalidParameter or ServerBusy.
@@ -39,6 +39,7 @@ class ServedEngine:
             params,
             conversation.use,
             owner=key.line,
+            namespace=namespace,
             **conversation.options,
         )
 

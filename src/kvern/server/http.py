@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,8 +34,18 @@ def path_of(scope: Scope) -> str:
 
 def ignored_header(body: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
     """A header with the names of a body's fields that mean nothing, as far as a header can hold them."""
-    names = ignored(body, known)
-    return {IGNORED_HEADER: ", ".join(names)[:1000]} if names else {}
+    return header_of_names(IGNORED_HEADER, ignored(body, known))
+
+
+def header_of_names(header: str, names: Iterable[str]) -> dict[str, str]:
+    """A header with the names that it can hold; none if there are none."""
+    shown = [name for name in names if name.isascii() and name.isprintable()]
+    return {header: ", ".join(shown)[:1000]} if shown else {}
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Who asks is a client of Anthropic's API."""
+    return path_of(scope).startswith(messages.MESSAGES) or b"anthropic-version" in dict(scope["headers"])
 
 
 def log_body(config: ServerConfig, body: Mapping[str, Any], request: Request) -> None:
@@ -49,14 +59,14 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-def error_response(error: Exception, path: str = "") -> Response:
-    """The answer to what went wrong, in the shape that a path's clients know."""
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The answer to what went wrong, in the shape that the client knows."""
     headers = getattr(error, "headers", None)
     if isinstance(error, EngineUnavailable | ServerBusy):
         headers = {"retry-after": str(math.ceil(error.seconds))}
-    status = status_of(error)
-    body = messages.error_body(status, str(error)) if path.startswith(messages.MESSAGES) else body_of(error)
-    return json_response(body, status, headers)
+    request_id = scope["state"]["request_id"]
+    body = messages.error_body(error, request_id) if is_anthropic(scope) else body_of(error)
+    return json_response(body, status_of(error), headers)
 
 
 async def gone(receive: Receive) -> None:

@@ -1,13 +1,19 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens: the handlers."""
 
+import dataclasses
+import functools
+
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.errors import status_of
+from kvern.api.fields import typed
+from kvern.api.message_tools import ignored_tools
 from kvern.api.messages import KNOWN, error_body, message_answer, message_events, read_conversation, read_message
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import EventStream, ignored_header, json_response, until_gone
+from kvern.server.http import EventStream, header_of_names, ignored_header, json_response, until_gone
 from kvern.server.service import Service
+
+IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
 
 
 class MessagesApi:
@@ -21,17 +27,22 @@ class MessagesApi:
         body = await read_object(request)
         service, key = self._service, request.state.key
         model = service.model(body)
-        asked = read_message(body)
-        chat = await service.engine_of(model).chat(asked.conversation, asked.params, key)
+        asked = read_message(body, service.config.strip_billing_header)
+        engine, conversation = service.engine_of(model), asked.conversation
+        if not engine.client.inputs.knows_thinking(bool(conversation.use.definitions)):
+            conversation = dataclasses.replace(conversation, thinking_budget=None)  # which this model never exceeds
+        chat = await engine.chat(conversation, asked.params, key, service.namespace(asked.common, key))
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
-        headers = ignored_header(body, KNOWN)
-        del asked
+        left_out = header_of_names(IGNORED_TOOLS_HEADER, ignored_tools(typed(body, "tools", list, [])))
+        headers = ignored_header(body, KNOWN) | left_out
+        del asked, conversation
         let_go(request, body)
         if stream:
             running = await service.start(ask)
             [output] = running.outputs
             events = message_events(output, chat, model, running)
-            return EventStream(events, running.close, headers, last=b"", failed=_failed_event)
+            failed = functools.partial(_failed_event, request.state.request_id)
+            return EventStream(events, running.close, headers, last=b"", failed=failed)
         outputs = await until_gone(service.run(ask), request.receive)
         return json_response({} if outputs is None else message_answer(outputs[0], chat, model), headers=headers)
 
@@ -39,11 +50,12 @@ class MessagesApi:
         """POST /v1/messages/count_tokens."""
         body = await read_object(request)
         engine = self._service.engine_of(self._service.model(body))
-        chat = read_conversation(body)
+        chat = read_conversation(body, self._service.config.strip_billing_header)
         with engine.admission.enter(request.state.key):
-            prompt = await engine.client.inputs.chat_prompt(chat.messages, list(chat.use.definitions) or None)
+            definitions = list(chat.use.definitions) or None
+            prompt = await engine.client.inputs.chat_prompt(chat.messages, definitions, chat.variables)
         return json_response({"input_tokens": len(prompt)})
 
 
-def _failed_event(error: Exception) -> object:
-    return "error", error_body(status_of(error), str(error))
+def _failed_event(request_id: str, error: Exception) -> object:
+    return "error", error_body(error, request_id)

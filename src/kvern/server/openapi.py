@@ -200,7 +200,13 @@ def _message_paths(models: list[str]) -> dict[str, Schema]:
         COUNT_TOKENS: {
             "post": post(
                 "Tokens of a conversation.",
-                record({name: fields[name] for name in ("model", "messages", "system", "tools")}, "messages"),
+                record(
+                    {
+                        name: fields[name]
+                        for name in ("model", "messages", "system", "tools", "tool_choice", "thinking")
+                    },
+                    "messages",
+                ),
                 record({"input_tokens": WHOLE}, "input_tokens"),
                 error=CLAUDE_ERROR,
             )

@@ -43,8 +43,9 @@ SEARCHED: Schema = {"use_beam_search": optional(SWITCH), "best_of": optional(WHO
 PART = record({"type": one_of("text"), "text": TEXT}, "type", "text")
 MESSAGE = record({"role": TEXT, "content": optional({"anyOf": [TEXT, listed(PART)]})}, "role")
 CLAUDE_MESSAGE = record(
-    {"role": one_of("user", "assistant"), "content": {"anyOf": [TEXT, listed(PART)]}}, "role", "content"
+    {"role": one_of("user", "assistant", "system"), "content": {"anyOf": [TEXT, listed(PART)]}}, "role", "content"
 )
+FITTING = record({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")
 THINKS: Schema = {
     "chat_template_kwargs": optional(OBJECT),
     "thinking_budget": optional({"type": "integer", "minimum": 0}),
@@ -184,6 +185,9 @@ def claude_fields(models: list[str]) -> Schema:
         "stream": optional(SWITCH),
         "tools": optional(listed(record({"name": TOOL_NAME, "input_schema": OBJECT}, "name", "input_schema"))),
         "tool_choice": optional(record({"type": one_of("auto", "any", "tool", "none"), "name": TEXT}, "type")),
-        "thinking": optional(record({"type": one_of("enabled", "disabled"), "budget_tokens": WHOLE}, "type")),
+        "thinking": optional(
+            record({"type": one_of("enabled", "adaptive", "disabled"), "budget_tokens": WHOLE}, "type")
+        ),
+        "output_config": optional(record({"effort": optional(TEXT), "format": optional(FITTING)})),
         "chat_template_kwargs": THINKS["chat_template_kwargs"],
     }

@@ -56,7 +56,8 @@ class Responses:
             if conversation is not None:
                 await self._store.conversations.check_room(key.name, conversation, items)
                 asked.response["conversation"] = {"id": conversation}
-            chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key)
+            namespace = self._service.namespace(asked.common, key)
+            chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key, namespace)
             ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
             stream, is_stored = asked.stream, asked.response["store"]
             kept = items if is_stored or conversation is not None else []

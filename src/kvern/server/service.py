@@ -107,6 +107,11 @@ class Service:
         self.engine_of(model)
         return str(model)
 
+    def namespace(self, common: CommonFields, key: ApiKey) -> bytes:
+        """Requests of the same one share what is cached."""
+        owner = key.name if len(self.users) > 1 and not self.config.share_prefix_cache else ""
+        return f"{owner}\0{common.cache_salt}".encode() if owner or common.cache_salt else b""
+
     def ask(
         self,
         model: str,
@@ -120,15 +125,14 @@ class Service:
         if isinstance(params, SamplingParams):
             check_bounds(params, len(prompts))
             params = [params] * len(prompts)
-        engine, salt, timeout = self.engine_of(model), common.cache_salt, common.timeout
-        owner = key.name if len(self.users) > 1 and not self.config.share_prefix_cache else ""
+        engine, timeout = self.engine_of(model), common.timeout
         return Ask(
             engine,
             prompts,
             params,
             key,
             priority=common.priority,
-            namespace=f"{owner}\0{salt}".encode() if owner or salt else b"",
+            namespace=self.namespace(common, key),
             deadline=None if timeout is None else asyncio.get_running_loop().time() + timeout,
             embed=embed,
             adapter=engine.adapter_of(model),

@@ -12,8 +12,9 @@ from kvern.sampling_params import SamplingParams
 from kvern.structured.grammar import Grammars
 from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
+from kvern.tools.conversation_tokens import ConversationEncoder
 from kvern.tools.definitions import NO_TOOLS, ToolUse
-from kvern.tools.encoding import AS_THE_TEMPLATE_WRITES, Encoding
+from kvern.tools.encoding import Encoding
 from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.pieces import Content, Message, Piece
@@ -102,6 +103,7 @@ class Chat:
         self, tokenizer: Tokenizer, grammars: Grammars, tool_parser: str, reasoning_parser: str, max_model_len: int
     ) -> None:
         self._tokenizer = tokenizer
+        self._encoder = ConversationEncoder(tokenizer)
         self._max_model_len = max_model_len
         self._grammars = grammars
         self._writer = GrammarWriter(tokenizer, grammars)
@@ -118,12 +120,14 @@ class Chat:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        encoding: Encoding = AS_THE_TEMPLATE_WRITES,
+        encoding: Encoding | None = None,
+        namespace: bytes = b"",
     ) -> ChatRequest:
         """The prompt, and parameters that make the answer what was asked.
 
         `variables` are names that the template can see. With `continue_final_message` the answer goes on with the last
-        message, instead of being one of its own. Raises InvalidRequest or InvalidParameter.
+        message, instead of being one of its own. Conversations of one `namespace` share what is cached. Raises
+        InvalidRequest or InvalidParameter.
         """
         definitions = list(use.definitions) or None
         mark = ""
@@ -136,7 +140,10 @@ class Chat:
             messages, mark = _marked(messages)
         text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
         text = _up_to(text, mark) if mark else text
-        prompt = encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
+        if encoding is None:  # the template writes the special tokens itself
+            prompt = self._encoder.encode(text, definitions is not None, namespace, self._max_model_len)
+        else:
+            prompt = encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
         form = self._format(use) if use.choice != "none" else None
         said = messages[-1]["content"].removesuffix(mark) if mark else ""
         thought = self._thought(prompt, said, thinking_budget, definitions is not None)
@@ -151,6 +158,13 @@ class Chat:
             stop_token_ids=self._stops(params, form) or None,
         )
         return ChatRequest(prompt, params, self._tokenizer, form, frozenset(tool.name for tool in use.tools), thought)
+
+    def knows_thinking(self, tools: bool) -> bool:
+        """Whether the template, with or without tools, has marks around thinking."""
+        return self._thinking(tools) is not None
+
+    def _thinking(self, tools: bool) -> ThinkingFormat | None:
+        return thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
 
     def _format(self, use: ToolUse) -> ToolFormat | None:
         form = self._form
@@ -167,7 +181,7 @@ class Chat:
 
     def _thought(self, prompt: Sequence[int], said: str, budget: int | None, tools: bool) -> Thought | None:
         """How the answer thinks; `said` is what it has of its message already."""
-        form = thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
+        form = self._thinking(tools)
         if budget is not None:
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
                 raise InvalidParameter(f"thinking_budget is {shown(budget)}: it must be a number of tokens, 0 or more")

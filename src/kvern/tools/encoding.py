@@ -32,6 +32,3 @@ class Encoding:
         most = max(max_model_len - (answer or 1), 1) if self.most == ROOM_FOR_ANSWER else self.most
         return token_ids[-most:] if self.keeps_end else token_ids[:most]
 
-
-AS_THE_TEMPLATE_WRITES = Encoding(add_special_tokens=False)
-"""A chat template writes the special tokens itself."""
