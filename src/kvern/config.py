@@ -77,7 +77,18 @@ class EngineConfig:
     """On a GPU, make a request's logits the same to the last bit whatever shares its batch; costs speed."""
     cache_dir: str | None = None
     """Folder for built kernels and measurements of this GPU. None: kvern's among the user's caches."""
-    tool_parser: Literal["auto", "none", "hermes", "mistral", "gemma4", "functiongemma", "pythonic", "llama"] = "auto"
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "glm",
+        "mistral",
+        "gemma4",
+        "functiongemma",
+        "pythonic",
+        "llama",
+    ] = "auto"
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4"] = "auto"
     """How the model marks its thinking; auto reads it off the chat template, none leaves it in the text."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.errors import InvalidParameter, InvalidRequest, shown
@@ -15,7 +15,7 @@ from kvern.tools.formats import format_of
 from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.pieces import Content, Message, Piece
 from kvern.tools.thinking import ThinkingSplitter, beginning_of, thinking_of
-from kvern.tools.tool_format import ToolFormat, ToolParser
+from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
 
 PROMPT_END = 32
 """Tokens at the end of a prompt that tell whether it stops in the middle of thinking."""
@@ -62,12 +62,12 @@ class ChatRequest:
     prompt: list[int]
     params: SamplingParams
     form: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
+    tools: ToolSchemas = field(default_factory=dict)
     thought: Thought | None = None
 
     def reader(self) -> AnswerReader:
         """For one answer."""
-        return AnswerReader(PlainParser() if self.form is None else self.form.parser(self.names), self.thought)
+        return AnswerReader(PlainParser() if self.form is None else self.form.parser(self.tools), self.thought)
 
     def message(self, text: str) -> Message:
         """A whole answer taken apart."""
@@ -121,7 +121,7 @@ class Chat:
             visible_token_ids=self._visible(params, form, thought) or None,
             stop_token_ids=self._stops(params, form) or None,
         )
-        return ChatRequest(prompt, params, form, frozenset(tool.name for tool in use.tools), thought)
+        return ChatRequest(prompt, params, form, {tool.name: tool.parameters for tool in use.tools}, thought)
 
     def _format(self, use: ToolUse) -> ToolFormat | None:
         form = self._form
