@@ -22,14 +22,20 @@ SCHEMAS: dict[str, Any] = {
         "type": "object",
         "properties": {
             "by": {"type": "integer", "minimum": -9, "maximum": 9},
-            "to": {"enum": ["left", "[TOOL_CALLS]"]},
+            "to": {"enum": ["left", "[TOOL_CALLS]", "\n"]},
+            "so": {"type": "string", "pattern": "^[a-z/]{1,3}(/|x)?$"},
+            "maybe": {"anyOf": [{"enum": ["yes", "5"]}, {"type": "integer", "minimum": 7, "maximum": 9}]},
         },
         "required": ["by", "to"],
         "additionalProperties": False,
     },
     "say.it": {
         "type": "object",
-        "properties": {"text": SHORT, "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2}},
+        "properties": {
+            "text": SHORT,
+            "on": {"type": "string", "format": "date"},
+            "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2},
+        },
         "required": ["text"],
         "additionalProperties": False,
         "$defs": {"part": {"type": "object", "properties": {"a": SHORT}, "additionalProperties": False}},
@@ -49,11 +55,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     form = FORMS[request.param]
     folder = make_tiny_model(tmp_path_factory.mktemp(form.name))
     named = "[ARGS]" if request.param == "mistral2" else ""
-    hint = {"llama": '{"name": function name, "parameters":', "pythonic": "[func_name(a=1)]"}.get(form.name, "")
+    hints = {
+        "llama": '{"name": function name, "parameters":',
+        "pythonic": "[func_name(a=1)]",
+        "qwen3_coder": "<function=name><parameter=key>",
+    }
     template = folder / "chat_template.jinja"
-    text = "".join(form.markers[:1] if form.name == "mistral" else form.markers) + named + hint
+    text = "".join(form.markers[:1] if form.name == "mistral" else form.markers) + named + hints.get(form.name, "")
     template.write_text(template.read_text() + "{{ '' if true else '''" + text + "''' }}")
-    if form.name in ("mistral", "functiongemma", "gemma4"):
+    if form.name in ("mistral", "functiongemma", "gemma4", "glm"):
         path = folder / "tokenizer.json"
         tokenizer = json.loads(path.read_text())
         vocabulary = tokenizer["model"]["vocab"]

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from kvern.config import EngineConfig
 from kvern.tools.chat import AnswerReader, PlainParser
 from kvern.tools.formats import FORMATS, format_of
+from kvern.tools.glm import Glm
 from kvern.tools.grammar import Thought
 from kvern.tools.pieces import Message
+from kvern.tools.qwen3_coder import Qwen3Coder
 from kvern.tools.thinking import THINKING, beginning_of, thinking_of
 from kvern.tools.tool_format import ToolFormat
 
-NAMES = frozenset({"f", "get_weather", "a-b.c"})
+NAMES: dict[str, Any] = {name: {} for name in ("f", "get_weather", "a-b.c")}
 BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(FORMATS)]
 
 values = st.recursive(
@@ -30,6 +32,20 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
     max_leaves=5,
 ).filter(lambda value: "Infinity" not in json.dumps(value))
+XML = ("qwen3_coder", "glm")
+OWN_MARKS = {
+    "qwen3_coder": (
+        "<tool_call>",
+        "</parameter>",
+        "</parameter>\n<p>",
+        "\n</function>\n}",
+        "x <parameter=f>",
+        "\n",
+        "\n\n<",
+    ),
+    "glm": ("<tool_call>", "</arg_value>", "x</arg_value>\n<", "x<arg_key>", "\n", "<arg_value>"),
+}
+"""That may be in values; others end them, as they do for a model that forgot the value's own end."""
 SIGNS = ["{", "}", "[", "]", '"', "\\", "<", "</", ",", ":", " ", "\n", "'", "(", ")", ";", "🦊", "é", "=", "|", "name"]
 
 
@@ -48,11 +64,29 @@ def written(form: ToolFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> st
             return f"[TOOL_CALLS] [{listed}]"
         case "mistral":
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in pairs)
+        case "qwen3_coder":
+            return "\n".join(f"<tool_call>\n<function={n}>\n{qwen(v)}</function>\n</tool_call>" for n, v in calls)
+        case "glm":
+            return "\n".join(f"<tool_call>{n}\n{glm(v)}</tool_call>" for n, v in calls)
         case "pythonic":
             return f"[{', '.join(f'{name}(**{text})' for name, text in pairs)}]"
         case _:
             begin, end, quote = form.markers  # type: ignore[attr-defined]
             return "".join(f"{begin}call:{name}{gemma(value, quote)}{end}" for name, value in calls)
+
+
+def qwen(value: dict[str, Any]) -> str:
+    return "".join(f"<parameter={key}>\n{in_tags(item)}\n</parameter>\n" for key, item in value.items())
+
+
+def glm(value: dict[str, Any]) -> str:
+    pairs = value.items()
+    return "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{in_tags(item)}</arg_value>\n" for key, item in pairs)
+
+
+def in_tags(value: Any) -> str:
+    """As models write it that are told that strings are strings."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def gemma(value: Any, quote: str) -> str:
@@ -74,8 +108,20 @@ def read(reader: AnswerReader, text: str, cuts: Sequence[int] = ()) -> Message:
     return reader.message
 
 
-def reader_of(form: ToolFormat | None, thought: Thought | None = None) -> AnswerReader:
-    return AnswerReader(PlainParser() if form is None else form.parser(NAMES), thought)
+def reader_of(form: ToolFormat | None, thought: Thought | None = None, tools: Any = NAMES) -> AnswerReader:
+    return AnswerReader(PlainParser() if form is None else form.parser(tools), thought)
+
+
+def typed(calls: list[tuple[str, dict[str, Any]]]) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    """The same values under names that can stand in tags, and tools that say which of them are strings."""
+    named = [
+        (name, {f"{number} {index}": value for index, value in enumerate(given.values())})
+        for number, (name, given) in enumerate(calls)
+    ]
+    properties = {
+        key: {"type": "string"} if isinstance(value, str) else {} for _, given in named for key, value in given.items()
+    }
+    return named, {name: {"type": "object", "properties": properties} for name in NAMES}
 
 
 arguments = st.dictionaries(st.text(max_size=4), values, max_size=3)
@@ -88,21 +134,25 @@ everywhere = st.lists(st.integers(1, 400), max_size=30) | st.just(list(range(1, 
 @given(data=st.data())
 def test_whole_calls_arrive_whatever_the_cutting(form: ToolFormat, data: st.DataObject) -> None:
     """Also with strings that hold braces, quotes and the format's own marks."""
-    marks = st.sampled_from([mark for mark in form.markers if form.name not in ("gemma4", "functiongemma")] or ["}"])
+    given_marks = () if form.name in ("gemma4", "functiongemma") else OWN_MARKS.get(form.name, form.markers)
+    marks = st.sampled_from(given_marks or ("}",))
     calls = [(name, {**given, "m": data.draw(marks)}) for name, given in data.draw(calls_of)]
     if form.name == "pythonic":
         calls = [(name.replace("-", "_").replace(".", "_"), given) for name, given in calls]
         calls = [(name if name in NAMES else "f", given) for name, given in calls]
+    tools = NAMES
+    if form.name in XML:
+        calls, tools = typed(calls)
     if form.name.endswith(("gemma", "gemma4")):
         quote = form.markers[2]
         calls = [(name, json.loads(json.dumps(given).replace(json.dumps(quote)[1:-1], ""))) for name, given in calls]
     text = written(form, calls)
     if form.trigger is not None:
         text = data.draw(st.sampled_from(["", "Well.\n\n"])) + text
-    message = read(reader_of(form), text, data.draw(everywhere))
+    message = read(reader_of(form, tools=tools), text, data.draw(everywhere))
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == calls
     assert message.content == ("Well." if text.startswith("Well.") else "")
-    assert message == read(reader_of(form), text)
+    assert message == read(reader_of(form, tools=tools), text)
 
 
 @pytest.mark.parametrize("form", BY_NAME)
@@ -165,6 +215,108 @@ def test_examples(name: str, text: str, content: str, calls: list[tuple[str, str
         assert (message.content, [(call.name, call.arguments) for call in message.tool_calls]) == (content, calls)
 
 
+PLAN = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/word"}, {"type": "null"}]},
+        "list": {"type": "array"},
+        "mark": {"type": "string", "format": "date"},
+        "either": {"type": ["string", "number"]},
+    },
+    "required": ["text"],
+    "$defs": {"word": {"type": "string"}},
+}
+
+
+def qwen_call(*pairs: tuple[str, str], end: str = "</function>\n</tool_call>") -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+    return f"<tool_call>\n<function=plan>\n{parameters}{end}"
+
+
+def glm_call(*pairs: tuple[str, str], end: str = "</tool_call>", line: str = "") -> str:
+    parameters = "".join(f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in pairs)
+    return f"<tool_call>plan{line}{parameters}{end}"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ([("text", "42"), ("count", "42"), ("maybe", "42"), ("list", "[1]")],
+         '{"text": "42", "count": 42, "maybe": "42", "list": [1]}'),
+        ([("text", "null"), ("maybe", "null")], '{"text": "null", "maybe": null}'),
+        ([("text", "None"), ("maybe", "None")], '{"text": "None", "maybe": null}'),
+        ([("count", "about 4"), ("list", "['a', True, (1,)]")], '{"count": "about 4", "list": ["a", true, [1]]}'),
+        ([("text", ' "a"\n\n'), ("maybe", '"a"')], '{"text": " \\"a\\"\\n\\n", "maybe": "a"}'),
+        ([("either", "4"), ("either", "5"), ("other", "{'a': NaN}")], '{"either": 4, "other": "{\'a\': NaN}"}'),
+        ([("either", "true"), ("mark", "2026-01-01")], '{"either": "true", "mark": "2026-01-01"}'),
+        ([("list", '["</parameter></function></arg_value></tool_call>"]')],
+         '{"list": ["</parameter></function></arg_value></tool_call>"]}'),
+        ([("list", "[1, 2"), ("text", "x")], '{"list": "[1, 2", "text": "x"}'),
+        ([("text", "a</parameter>b</arg_value>c")], '{"text": "a</parameter>b</arg_value>c"}'),
+        ([], "{}"),
+    ],
+)  # fmt: skip
+def test_values_between_tags_are_what_the_schema_says(text: list[tuple[str, str]], calls: str) -> None:
+    for name, written_call in (("qwen3_coder", qwen_call(*text)), ("glm", glm_call(*text)),
+                               ("glm", glm_call(*text, line="\n"))):  # fmt: skip
+        form = next(form for form in FORMATS if form.name == name)
+        for cuts in ([], range(1, len(written_call))):
+            message = read(reader_of(form, tools={"plan": PLAN}), f"{written_call}\nBye.", cuts)
+            assert [(call.name, call.arguments) for call in message.tool_calls] == [("plan", calls)]
+            assert message.content == "\nBye."
+
+
+A = '{"text": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("qwen3_coder", "Hm.\n" + qwen_call(("text", "a")).removeprefix("<tool_call>\n"), "Hm.", [("plan", A)]),
+        ("qwen3_coder", qwen_call(("text", "a"), end="</function>"), "", [("plan", A)]),
+        ("qwen3_coder", qwen_call(("text", "a"), end="</tool_call>."), ".", [("plan", A)]),
+        ("qwen3_coder", qwen_call(("text", "a"), end="</func"), "", [("plan", A)]),
+        ("qwen3_coder", qwen_call(("text", "a"), end=""), "", [("plan", A)]),
+        ("qwen3_coder", qwen_call(("count", "1"), end=""), "", [("plan", '{"count": 1')]),
+        ("qwen3_coder", qwen_call(("text", "a"), end="<parameter=c"), "", [("plan", '{"text": "a"')]),
+        ("qwen3_coder", qwen_call(("text", "a"), end="<parameter=c>\n12"), "", [("plan", '{"text": "a", "c": ')]),
+        ("qwen3_coder", qwen_call(("text", "a"), end="<parameter=text>\n1"), "", [("plan", '{"text": "a"')]),
+        ("qwen3_coder", qwen_call(("text", "a")).replace("\n</parameter>", ""), "", [("plan", A)]),
+        ("qwen3_coder", qwen_call(("text", "a"), ("count", "1")).replace("\n</parameter>", ""), "",
+         [("plan", '{"text": "a", "count": 1}')]),
+        ("qwen3_coder", qwen_call(("text", "a")) * 2, "", [("plan", A), ("plan", A)]),
+        ("qwen3_coder", qwen_call(("text", "a"), end="") + qwen_call(("text", "a")), "", [("plan", A), ("plan", A)]),
+        ("qwen3_coder", "<tool_call>\n<function=plan>\n<parameter=text>\nOs", "", [("plan", '{"text": "Os')]),
+        ("qwen3_coder", "<tool_call>\n<function=new>\n</function>\n</tool_call>", "", [("new", "{}")]),
+        ("qwen3_coder", "<function=new>\n</function>", "<function=new>\n</function>", []),
+        ("qwen3_coder", '<tool_call>{"name": "plan"}</tool_call>', '<tool_call>{"name": "plan"}</tool_call>', []),
+        ("qwen3_coder", '<tool_call>\n<function=plan>\n{"text": "a"}\n</function>\n</tool_call>', "", [("plan", A)]),
+        ("glm", glm_call(("text", "a"), end=""), "", [("plan", A)]),
+        ("glm", glm_call(("text", "a")).replace("</arg_value>", ""), "", [("plan", A)]),
+        ("glm", glm_call(("text", "a"), end="<arg_key>count</arg_key>"), "", [("plan", '{"text": "a"')]),
+        ("glm", glm_call(end=" to day"), "<tool_call>plan to day", []),
+        ("glm", glm_call(end='{"text": "a"}</tool_call>'), "", [("plan", A)]),
+        ("glm", "<tool_call>new</tool_call>", "", [("new", "{}")]),
+    ],
+)  # fmt: skip
+def test_calls_between_tags_with_marks_missing(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    form = next(form for form in FORMATS if form.name == name)
+    for cuts in ([], range(1, len(text))):
+        message = read(reader_of(form, tools={"plan": PLAN}), text, cuts)
+        assert (message.content, [(call.name, call.arguments) for call in message.tool_calls]) == (content, calls)
+
+
+def test_texts_between_tags_come_while_they_form() -> None:
+    for form, text in ((Qwen3Coder(), qwen_call(("text", 'He said "n'))), (Glm(), glm_call(("text", 'He said "n')))):
+        reader = reader_of(form, tools={"plan": PLAN})
+        reader.read(text[: text.index('"n') + 2], False)
+        assert reader.message.tool_calls[0].arguments == '{"text": "He said \\"n'
+
+
 def test_arguments_come_while_they_form() -> None:
     """Of a call in JSON nothing waits that is certain."""
     reader = reader_of(FORMATS[0])
@@ -220,6 +372,8 @@ def test_prompts_that_begin_thinking() -> None:
     [
         ("{{ '<tool_call>' }}", "hermes"),
         ("{{ '<tool_call>' }} <function=", None),
+        ("{{ '<tool_call>\\n<function=' }} <parameter=", "qwen3_coder"),
+        ("{{ '<tool_call>' + name }}<arg_key>", "glm"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name', "llama"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),

@@ -97,7 +97,18 @@ class EngineConfig:
     cache_dir: str | None = None
     """Folder for built kernels, measurements of this GPU, and models with changed files. None: kvern's among the user's
     caches."""
-    tool_parser: Literal["auto", "none", "hermes", "mistral", "gemma4", "functiongemma", "pythonic", "llama"] = "auto"
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "glm",
+        "mistral",
+        "gemma4",
+        "functiongemma",
+        "pythonic",
+        "llama",
+    ] = "auto"
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4"] = "auto"
     """How the model marks its thinking; auto reads it off the chat template, none leaves it in the text."""

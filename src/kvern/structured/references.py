@@ -49,7 +49,7 @@ def _same_value(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, dict[s
     """The schemas that a value of this one must or may follow, and how they are named."""
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        target = _resolved(reference, root)
+        target = pointed_at(reference, root)
         if isinstance(target, dict):
             yield f"$ref {reference[:200]!r}", target
     for name in SAME_VALUE:
@@ -59,7 +59,7 @@ def _same_value(schema: dict[str, Any], root: Any) -> Iterator[tuple[str, dict[s
                 yield name, target
 
 
-def _resolved(reference: str, root: Any) -> Any:
+def pointed_at(reference: str, root: Any) -> Any:
     """What a JSON pointer within the schema points at; None for others, and for those that point at nothing."""
     if reference != "#" and not reference.startswith("#/"):
         return None

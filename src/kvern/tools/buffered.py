@@ -92,16 +92,17 @@ class BufferedParser(ABC):
             self._after_call = False
             self._pieces.append(Content(kept))
 
-    def content_until(self, marker: str) -> bool:
-        """Take content up to a marker, and the marker; False: it has not come yet."""
-        place = self.buffer.find(marker)
-        if place < 0:
-            kept = 0 if self.ended else held_back(self.buffer, marker)
+    def content_until(self, *markers: str) -> str:
+        """Take content up to the first of some markers, and that, which is returned; empty: none has come yet."""
+        found = [(place, marker) for marker in markers if (place := self.buffer.find(marker)) >= 0]
+        if not found:
+            kept = 0 if self.ended else max(held_back(self.buffer, marker) for marker in markers)
             self.content(self.take(len(self.buffer) - kept))
-            return False
+            return ""
+        place, marker = min(found)
         self.content(self.take(place))
         self.take(len(marker))
-        return True
+        return marker
 
     def begin(self, name: str) -> None:
         """A call for certain."""

@@ -3,7 +3,7 @@
 import functools
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.chat_template import check_messages
@@ -20,7 +20,7 @@ from kvern.tools.grammar import GrammarWriter, Thought
 from kvern.tools.pieces import Content, Message, Piece
 from kvern.tools.thinking import Beginning, ThinkingFormat, ThinkingSplitter, beginning_of, thinking_of
 from kvern.tools.thought_tokens import ThoughtTokens
-from kvern.tools.tool_format import ToolFormat, ToolParser
+from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
 
 PROMPT_END = 32
 """Tokens at the end of a prompt that tell whether it stops in the middle of thinking."""
@@ -68,12 +68,12 @@ class ChatRequest:
     params: SamplingParams
     tokenizer: Tokenizer
     form: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
+    tools: ToolSchemas = field(default_factory=dict)
     thought: Thought | None = None
 
     def reader(self) -> AnswerReader:
         """For one answer."""
-        return AnswerReader(PlainParser() if self.form is None else self.form.parser(self.names), self.thought)
+        return AnswerReader(PlainParser() if self.form is None else self.form.parser(self.tools), self.thought)
 
     def message(self, text: str) -> Message:
         """A whole answer taken apart."""
@@ -157,7 +157,8 @@ class Chat:
             visible_token_ids=self._visible(params, form, thought) or None,
             stop_token_ids=self._stops(params, form) or None,
         )
-        return ChatRequest(prompt, params, self._tokenizer, form, frozenset(tool.name for tool in use.tools), thought)
+        tools = {tool.name: tool.parameters for tool in use.tools}
+        return ChatRequest(prompt, params, self._tokenizer, form, tools, thought)
 
     def knows_thinking(self, tools: bool) -> bool:
         """Whether the template, with or without tools, has marks around thinking."""

@@ -31,4 +31,3 @@ class Encoding:
             return token_ids
         most = max(max_model_len - (answer or 1), 1) if self.most == ROOM_FOR_ANSWER else self.most
         return token_ids[-most:] if self.keeps_end else token_ids[:most]
-

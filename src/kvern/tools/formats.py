@@ -1,14 +1,18 @@
 """All formats, and which of them a chat template speaks."""
 
 from kvern.tools.gemma import Gemma
+from kvern.tools.glm import Glm
 from kvern.tools.hermes import Hermes
 from kvern.tools.llama import Llama
 from kvern.tools.mistral import Mistral
 from kvern.tools.pythonic import Pythonic
+from kvern.tools.qwen3_coder import Qwen3Coder
 from kvern.tools.tool_format import ToolFormat
 
 FORMATS: tuple[ToolFormat, ...] = (
     Hermes(),
+    Qwen3Coder(),
+    Glm(),
     Mistral(),
     Mistral(named=True),
     Gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"),

@@ -8,11 +8,10 @@ A call is handed over when it is complete: only then its notation can become JSO
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
+from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,64})(?=\{)")
 LONGEST_HEAD = 256
@@ -39,16 +38,16 @@ class Gemma:
         """The template writes earlier calls with these tokens."""
         return self.markers[0] in template and self.markers[2] in template
 
-    def parser(self, names: frozenset[str]) -> ToolParser:
+    def parser(self, tools: ToolSchemas) -> ToolParser:
         """The tokens leave no doubt, so that calls of unknown tools are calls, too."""
         return GemmaParser(*self.markers)
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """The arguments as JSON, whose schema a grammar can follow."""
         begin, end, _ = self.markers
-        one = " | ".join(f"{literal(f'call:{tool.name}')} {tool.arguments}" for tool in tools)
-        call = f"({one}) {literal(end)}"
-        return f"{call} ({literal(begin)} {call})*" if several else call
+        one = " | ".join(f"{write.literal(f'call:{name}')} {write.json(schema)}" for name, schema in tools.items())
+        call = f"({one}) {write.literal(end)}"
+        return f"{call} ({write.literal(begin)} {call})*" if several else call
 
 
 class GemmaParser(BufferedParser):

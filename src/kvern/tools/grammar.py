@@ -5,10 +5,11 @@
 Schemas stay grammars of their own, which this one refers to.
 """
 
-import functools
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from kvern.structured_output import StructuredOutput
 from kvern.tokenizer import Tokenizer
 from kvern.tools.definitions import ToolUse
 from kvern.tools.thinking import Beginning, ThinkingFormat
-from kvern.tools.tool_format import CallableTool, ToolFormat
+from kvern.tools.tool_format import ToolFormat
 
 LONGEST_CONTEXT = 1 << 20
 """No model thinks longer, so that no budget beyond needs counting."""
@@ -33,6 +34,30 @@ class Thought:
     form: ThinkingFormat
     beginning: Beginning
     budget: int | None = None
+
+
+class Pieces:
+    """What one grammar is made of; see GrammarPieces. Parts are gathered in `parts`."""
+
+    def __init__(self, writer: "GrammarWriter", markers: Iterable[str], parts: dict[str, StructuredOutput]) -> None:
+        self._writer, self._markers, self._parts = writer, markers, parts
+        self._names: dict[str, str] = {}
+
+    def literal(self, text: str) -> str:
+        """Markers that are tokens of their own stand as tokens."""
+        return self._writer.literal(text, self._markers)
+
+    def part(self, form: StructuredOutput) -> str:
+        """By name; those that are the same share one."""
+        name = self._names.setdefault(form.grammar or json.dumps(form.json), f"call_{len(self._names)}")
+        self._parts[name] = form
+        return f"@{name}"
+
+    def json(self, schema: Mapping[str, Any] | bool) -> str:
+        """A part of its own."""
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return self.part(StructuredOutput(json=dict(schema)))
 
 
 class GrammarWriter:
@@ -107,12 +132,11 @@ class GrammarWriter:
         return f"(trigger {calls} | TEXT)"
 
     def _calls(self, form: ToolFormat, use: ToolUse, parts: dict[str, StructuredOutput]) -> str:
-        tools: list[CallableTool] = []
-        for tool in use.callable_tools:
-            part = f"tool_{len(tools)}"
-            parts[part] = StructuredOutput(json=tool.parameters)
-            tools.append(CallableTool(tool.name, f"@{part}", tool.parameters))
-        return form.calls(tools, use.parallel and use.named is None, functools.partial(self._literal, form))
+        tools = {tool.name: tool.parameters for tool in use.callable_tools}
+        try:
+            return form.calls(tools, use.parallel and use.named is None, Pieces(self, form.markers, parts))
+        except RecursionError as error:
+            raise InvalidRequest("tools: the schema of one is nested too deeply") from error
 
     def _literal(self, form: ToolFormat, text: str) -> str:
         return self.literal(text, form.markers)

@@ -1,11 +1,10 @@
 """Hermes, Qwen and kvern's own models: <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them."""
 
 import json
-from collections.abc import Sequence
 
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.json_call import JsonCall
-from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
+from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -23,16 +22,16 @@ class Hermes:
         """Other formats between the same tags name what stands in them."""
         return BEGIN in template and not any(tag in template for tag in ("<function=", "<arg_key>", "<function name"))
 
-    def parser(self, names: frozenset[str]) -> ToolParser:
+    def parser(self, tools: ToolSchemas) -> ToolParser:
         """The tags leave no doubt, so that calls of unknown tools are calls, too."""
         return HermesParser()
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """With or without the line breaks that some templates have inside the tags."""
-        heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
-        one = " | ".join(f"{literal(head)} {tool.arguments}" for head, tool in zip(heads, tools, strict=True))
-        call = f'"\\n"? ({one}) "}}" "\\n"? {literal(END)}'
-        return f'{call} ("\\n"? {literal(BEGIN)} {call})*' if several else call
+        heads = {name: write.literal(f'{{"name": {json.dumps(name)}, "arguments": ') for name in tools}
+        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
+        call = f'"\\n"? ({one}) "}}" "\\n"? {write.literal(END)}'
+        return f'{call} ("\\n"? {write.literal(BEGIN)} {call})*' if several else call
 
 
 class HermesParser(BufferedParser):

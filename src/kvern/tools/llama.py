@@ -1,11 +1,11 @@
 """Llama 3: the answer is {"name": "f", "parameters": {...}} and nothing else; several are separated by semicolons."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall
-from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
+from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 TAG = "<|python_tag|>"
 
@@ -23,14 +23,14 @@ class Llama:
         """What the template tells the model to write."""
         return '{"name": function name, "parameters":' in template
 
-    def parser(self, names: frozenset[str]) -> ToolParser:
+    def parser(self, tools: ToolSchemas) -> ToolParser:
         """JSON can also be an answer: only calls of the request's tools count."""
-        return LlamaParser(names)
+        return LlamaParser(tools)
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """One after the other."""
-        heads = [f'{{"name": {json.dumps(tool.name)}, "parameters": ' for tool in tools]
-        one = " | ".join(f"{literal(head)} {tool.arguments}" for head, tool in zip(heads, tools, strict=True))
+        heads = {name: write.literal(f'{{"name": {json.dumps(name)}, "parameters": ') for name in tools}
+        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
         call = f'({one}) "}}"'
         return f'{call} ("; " {call})*' if several else call
 
@@ -38,7 +38,7 @@ class Llama:
 class LlamaParser(BufferedParser):
     """Decides at the beginning of the answer."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: Container[str]) -> None:
         super().__init__()
         self._names = names
         self._before = ""

@@ -4,11 +4,10 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall, JsonValue
-from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
+from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 BEGIN, ARGUMENTS, IDENTITY = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 HEAD = re.compile(r"([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
@@ -37,17 +36,17 @@ class Mistral:
         """Lists, or names first: one instance is of one form."""
         return BEGIN in template and (ARGUMENTS in template) == self._named
 
-    def parser(self, names: frozenset[str]) -> ToolParser:
+    def parser(self, tools: ToolSchemas) -> ToolParser:
         """Both forms are understood; the marker leaves no doubt, so that calls of unknown tools are calls, too."""
         return MistralParser()
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """In the template's form."""
         if self._named:
-            one = " | ".join(f"{literal(tool.name + ARGUMENTS)} {tool.arguments}" for tool in tools)
-            return f"({one}) ({literal(BEGIN)} ({one}))*" if several else f"({one})"
-        heads = [f'{{"name": {json.dumps(tool.name)}, "arguments": ' for tool in tools]
-        one = " | ".join(f"{literal(head)} {tool.arguments}" for head, tool in zip(heads, tools, strict=True))
+            one = " | ".join(f"{write.literal(name + ARGUMENTS)} {write.json(tools[name])}" for name in tools)
+            return f"({one}) ({write.literal(BEGIN)} ({one}))*" if several else f"({one})"
+        heads = {name: write.literal(f'{{"name": {json.dumps(name)}, "arguments": ') for name in tools}
+        one = " | ".join(f"{heads[name]} {write.json(schema)}" for name, schema in tools.items())
         call = f'({one}) "}}"'
         more = f'(", " {call})*' if several else ""
         return f'" "? "[" {call} {more} "]"'

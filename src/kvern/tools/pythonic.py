@@ -8,11 +8,11 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
+from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,63})\(")
 LONGEST_HEAD = 256
@@ -34,13 +34,13 @@ class Pythonic:
         """What the template tells the model to write."""
         return re.search(r"\[\s*func\w*\(\w+=", template) is not None
 
-    def parser(self, names: frozenset[str]) -> ToolParser:
+    def parser(self, tools: ToolSchemas) -> ToolParser:
         """A list can also be an answer: only calls of the request's tools count."""
-        return PythonicParser(names)
+        return PythonicParser(tools)
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """`**` before the arguments as JSON, whose schema a grammar can follow."""
-        one = " | ".join(f'{literal(tool.name + "(**")} {tool.arguments} ")"' for tool in tools)
+        one = " | ".join(f'{write.literal(name + "(**")} {write.json(schema)} ")"' for name, schema in tools.items())
         more = f'(", " ({one}))*' if several else ""
         return f'"[" ({one}) {more} "]"'
 
@@ -48,7 +48,7 @@ class Pythonic:
 class PythonicParser(BufferedParser):
     """Decides at the beginning of the answer."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: Container[str]) -> None:
         super().__init__()
         self._names = names
         self._before = ""

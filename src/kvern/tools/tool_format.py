@@ -2,27 +2,34 @@
 
 import re
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+from kvern.structured_output import StructuredOutput
 from kvern.tools.pieces import Piece
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 """Names that tools may have."""
 
 
-@dataclass(frozen=True)
-class CallableTool:
-    """A tool as a grammar needs it; `arguments` stands for a value of its schema, `schema` is that schema."""
-
-    name: str
-    arguments: str
-    schema: Any
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+"""By tools' names the JSON schemas of their arguments."""
 
 
-WriteLiteral = Callable[[str], str]
-"""A text as a grammar's expression: special tokens in it become tokens."""
+class GrammarPieces(Protocol):
+    """Writes what a grammar's expressions (Lark) are made of."""
+
+    def literal(self, text: str) -> str:
+        """A text; special tokens in it become tokens."""
+        ...
+
+    def part(self, form: StructuredOutput) -> str:
+        """A text of a form of its own."""
+        ...
+
+    def json(self, schema: Mapping[str, Any] | bool) -> str:
+        """JSON that a schema describes."""
+        ...
 
 
 class ToolParser(Protocol):
@@ -69,11 +76,11 @@ class ToolFormat(Protocol):
         """A chat template's text speaks this format."""
         ...
 
-    def parser(self, names: frozenset[str]) -> ToolParser:
+    def parser(self, tools: ToolSchemas) -> ToolParser:
         """For an answer to a request with these tools."""
         ...
 
-    def calls(self, tools: Sequence[CallableTool], several: bool, literal: WriteLiteral) -> str:
+    def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """A grammar's expression (Lark) for one call of one of the tools, or one or more, after `trigger`."""
         ...
 

@@ -1,0 +1,268 @@
+"""Calls whose parameters stand between XML tags, each by itself: read while they grow, and as grammars.
+
+    content -> head -> between <-> value
+                          |-> body, if all arguments are one JSON object instead
+                          -> closing -> content
+
+A format is its marks and how a call begins; the rest is here.
+"""
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.structured_output import StructuredOutput
+from kvern.tools.buffered import BLANKS, BufferedParser
+from kvern.tools.json_call import JsonValue
+from kvern.tools.tool_format import GrammarPieces, ToolSchemas
+from kvern.tools.xml_values import ParameterSchema, written_value
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+LONGEST_HEAD = 512
+"""Characters of a call's or a parameter's opening."""
+MOST_BLANKS = 64
+"""Between tags."""
+PLAIN_KEY = re.compile(r"[^<>\n]{1,256}")
+PLAIN_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
+PLAIN_KEYWORDS |= {"title", "description", "$comment"}
+"""Of schemas whose parameters can be written one by one, each for itself."""
+
+
+GRAMMAR = "start: VALUE {}\nVALUE: ({}) {}"
+
+
+@dataclass(frozen=True)
+class XmlMarks:
+    """`parameter` opens one, its name in the group, and begins with `begin`; `end` closes it, `ends` the call."""
+
+    parameter: re.Pattern[str]
+    begin: str
+    end: str
+    ends: tuple[str, ...]
+    lined: bool
+    """One line break behind the opening, and one before the end, are no part of a value."""
+
+    @property
+    def following(self) -> tuple[str, ...]:
+        """What may stand behind a value."""
+        return self.begin, *self.ends, CALL
+
+
+class XmlParser(BufferedParser):
+    """All but how a call begins, which is `content_state`; that calls `opened`."""
+
+    def __init__(self, marks: XmlMarks, tools: ToolSchemas) -> None:
+        super().__init__()
+        self._marks = marks
+        self._tools = tools
+
+    @abstractmethod
+    def content_state(self) -> bool: ...
+
+    def opened(self, name: str) -> None:
+        """A call has begun, up to its first parameter."""
+        self.begin(name)
+        self._schema = self._tools.get(name, {})
+        self._given: set[str] = set()
+        self.state = self._between_state
+
+    def _between_state(self) -> bool:
+        self.buffer = self.buffer.lstrip(BLANKS)
+        found = self._marks.parameter.match(self.buffer)
+        if found is not None and found.end() <= LONGEST_HEAD:
+            self.take(found.end())
+            self._open_value(found[1].strip(BLANKS))
+        elif self.buffer.startswith("{") and not self._given:
+            self._body, self._handed = JsonValue(0), 0
+            self.state = self._body_state
+        elif not self.ended and self._may_go_on():
+            return False
+        else:
+            self._end_between()
+        return True
+
+    def _may_go_on(self) -> bool:
+        if self.buffer.startswith(self._marks.begin):
+            return len(self.buffer) <= LONGEST_HEAD
+        return any(mark.startswith(self.buffer) for mark in self._marks.following if mark != self.buffer)
+
+    def _end_between(self) -> None:
+        cut = self.ended and self._may_go_on()
+        if not cut or self._is_whole():
+            self.arguments("}" if self._given else "{}")
+        if cut:
+            self.buffer = ""
+        self._close()
+
+    def _is_whole(self) -> bool:
+        """Where the text ends between parameters: only the call's end was forgotten if all required ones are there."""
+        required = self._schema.get("required") or ()
+        return not self.buffer.startswith(self._marks.begin) and self._given.issuperset(required)
+
+    def _open_value(self, key: str) -> None:
+        """The first of two parameters of one name counts."""
+        schema = ParameterSchema.of(self._schema, key)
+        self._types = schema.types()
+        self._streams = self._types == {"string"} and schema.text() is not None
+        self._write: Callable[[str], None] = self.arguments if key not in self._given else lambda text: None
+        self._write((", " if self._given else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+        self._write('"' if self._streams else "")
+        self._given.add(key)
+        self._place, self._at_start = 0, True
+        self.state = self._line_state
+
+    def _line_state(self) -> bool:
+        if not self.buffer and not self.ended:
+            return False
+        if self._marks.lined and self.buffer.startswith("\n"):
+            self.take(1)
+        self.state = self._value_state if self._streams else self._start_state
+        return True
+
+    def _start_state(self) -> bool:
+        """Tags in the strings of a value that is JSON are a part of it."""
+        text = self.buffer.lstrip(BLANKS)
+        if not text and not self.ended:
+            return False
+        self.state = self._value_state
+        if text.startswith(("{", "[", '"')):
+            self._json = JsonValue(len(self.buffer) - len(text))
+            self.state = self._json_state
+        return True
+
+    def _json_state(self) -> bool:
+        if self._json.ends(self.buffer):
+            self._place = self._json.place
+        elif not self.ended:  # else it has brackets that nothing closes, and is no JSON
+            return False
+        self.state = self._value_state
+        return True
+
+    def _value_state(self) -> bool:
+        found = self._find_end()
+        certain = self._place if found is None else found
+        if self.buffer[certain - 1 : certain] == "\n" and self._is_margin(found):
+            certain -= 1
+        text = self.take(certain) if self._streams or found is not None else ""
+        self._place -= len(text)
+        self._at_start = self._at_start and not text
+        if self._streams:
+            self._write(json.dumps(text, ensure_ascii=False)[1:-1])
+        if found is not None:
+            self._write('"' if self._streams else written_value(text, self._types))
+            self.buffer = self.buffer.removeprefix("\n").removeprefix(self._marks.end)
+            self.state = self._between_state
+        elif self.ended:
+            self.buffer = ""  # of what only a whole value can tell
+            self.state = self.content_state
+        return found is not None or self.ended
+
+    def _is_margin(self, end: int | None) -> bool:
+        """Whether a line break before the value's end is no part of it, or may be none."""
+        if end is None:
+            return not self.ended
+        return self._marks.lined or not self.buffer.startswith(self._marks.end, end)
+
+    def _find_end(self) -> int | None:
+        """Where the value's end begins; None: what comes before `_place` is a part of it, more is not known."""
+        while (place := self.buffer.find("<", self._place)) >= 0:
+            self._place = place
+            if (ends := self._ends_at(place)) is None:
+                return None
+            if ends:
+                return place
+            self._place = place + 1
+        self._place = len(self.buffer)
+        return None
+
+    def _ends_at(self, place: int) -> bool | None:
+        """Whether a tag ends the value: its own, or one that shows that this was forgotten; None: more must come."""
+        marks, text = self._marks, self.buffer[place : place + 2 * MOST_BLANKS]
+        if text.startswith(marks.end):
+            return self._followed(text[len(marks.end) :], marks.following)
+        on_a_line = self.buffer[place - 1] == "\n" if place else self._at_start
+        if text.startswith(CALL_END) or (on_a_line and text.startswith(marks.begin)):
+            return True
+        for mark in marks.ends[:-1]:
+            if on_a_line and text.startswith(mark):
+                return self._followed(text[len(mark) :], (CALL_END, CALL))
+        if self.ended:
+            return False
+        return None if any(mark.startswith(text) for mark in (marks.end, *marks.following)) else False
+
+    def _followed(self, text: str, marks: tuple[str, ...]) -> bool | None:
+        text = text[: MOST_BLANKS + len(CALL_END)]
+        rest = text.lstrip(BLANKS)
+        if len(text) - len(rest) > MOST_BLANKS:
+            return False
+        if rest.startswith(marks):
+            return True
+        return (True if self.ended else None) if any(mark.startswith(rest) for mark in marks) else False
+
+    def _body_state(self) -> bool:
+        ends = self._body.ends(self.buffer)
+        place = len(self.buffer) if self.ended and not ends else self._body.place
+        self.arguments(self.buffer[self._handed : place])
+        self._handed = place
+        if not ends and not self.ended:
+            return False
+        self.take(place)
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        self._closing = list(self._marks.ends)
+        self.state = self._closing_state
+
+    def _closing_state(self) -> bool:
+        while self._closing:
+            found = self.expect(self._closing[0])
+            if found is None:
+                return False
+            if found:
+                self.drop(self._closing[0])
+            self._closing.pop(0)
+        self.state = self.content_state
+        return True
+
+
+def written_parameters(
+    schema: Mapping[str, Any], opening: Callable[[str], str], marks: XmlMarks, write: GrammarPieces
+) -> str | None:
+    """A grammar's expression for the parameters of a tool, in the order of its schema, each in a line.
+
+    None if they depend on each other, are not named, or have names that cannot stand in a tag.
+    """
+    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
+    if schema.keys() - PLAIN_KEYWORDS or required - properties.keys() or schema.get("type", "object") != "object":
+        return None
+    if not properties and schema.get("additionalProperties", True) is not False:
+        return None
+    written = []
+    for key in properties:
+        parameter = ParameterSchema.of(schema, key)
+        alone = parameter.standing_alone()
+        if not PLAIN_KEY.fullmatch(key) or key.strip() != key or alone is None:
+            return None
+        if alone is not False or key in required:
+            value = _written_value(parameter.text(), alone, marks, write)
+            written.append(f"({write.literal(opening(key))} {value}){'' if key in required else '?'}")
+    return " ".join(written)
+
+
+def _written_value(text: str | None, schema: Any, marks: XmlMarks, write: GrammarPieces) -> str:
+    end = write.literal(("\n" if marks.lined else "") + marks.end)
+    if text is None:
+        return f'{write.json(schema)} {end} "\\n"'
+    tags = "|".join(re.escape(mark).replace("/", "\\/") for mark in (marks.end, *marks.following))
+    text = f"({text}) & ~/(?s:.*)({tags})(?s:.*)/"
+    inside, behind = (end, "") if end.startswith('"') else ("", end)
+    return f'{write.part(StructuredOutput(grammar=GRAMMAR.format(behind, text, inside)))} "\\n"'
+
+
+def written_body(schema: Mapping[str, Any], write: GrammarPieces) -> str:
+    """All arguments as one JSON object."""
+    return f'{write.json(schema)} "\\n"'
