@@ -127,9 +127,10 @@ class Chat:
         )
         return ChatRequest(prompt, params, form, frozenset(tool.name for tool in use.tools), thought)
 
-    def knows_thinking(self, tools: bool) -> bool:
-        """Whether the template, with or without tools, has marks around thinking."""
-        return self._thinking(tools) is not None
+    def can_bound_thinking(self, tools: bool) -> bool:
+        """Whether the template, with or without tools, has marks around thinking, and the end can be forced."""
+        form = self._thinking(tools)
+        return form is not None and self._tokenizer.token_to_id(form.end) is not None
 
     def _thinking(self, tools: bool) -> ThinkingFormat | None:
         return thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)
