@@ -41,7 +41,7 @@ SMALL = {
     "vocab_size": 4096,
     "hidden_size": 1024,
     "intermediate_size": 4096,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "head_dim": 64,

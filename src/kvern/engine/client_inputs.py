@@ -97,9 +97,9 @@ class ClientInputs:
         work = functools.partial(self._ready.chat.request, messages, params, use, **options)
         return await self._grammars.run(lambda: self._in_thread(_characters(messages), work), owner)
 
-    def knows_thinking(self, tools: bool) -> bool:
-        """`Chat.knows_thinking`."""
-        return self._ready.chat.knows_thinking(tools)
+    def can_bound_thinking(self, tools: bool) -> bool:
+        """`Chat.can_bound_thinking`."""
+        return self._ready.chat.can_bound_thinking(tools)
 
     async def chat_prompt(
         self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None = None

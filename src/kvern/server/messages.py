@@ -6,11 +6,11 @@ import functools
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.fields import typed
+from kvern.api.fields import ignored, typed
 from kvern.api.message_tools import ignored_tools
 from kvern.api.messages import KNOWN, error_body, message_answer, message_events, read_conversation, read_message
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import EventStream, header_of_names, ignored_header, json_response, until_gone
+from kvern.server.http import IGNORED_HEADER, EventStream, header_of_names, json_response, until_gone
 from kvern.server.service import Service
 
 IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"
@@ -29,12 +29,16 @@ class MessagesApi:
         model = service.model(body)
         asked = read_message(body, service.config.strip_billing_header)
         engine, conversation = service.engine_of(model), asked.conversation
-        if not engine.client.inputs.knows_thinking(bool(conversation.use.definitions)):
-            conversation = dataclasses.replace(conversation, thinking_budget=None)  # which this model never exceeds
+        unused = ignored(body, KNOWN)
+        has_budget = conversation.thinking_budget is not None
+        if has_budget and not engine.client.inputs.can_bound_thinking(bool(conversation.use.definitions)):
+            # agents send one to models of some names, whatever the model is
+            conversation = dataclasses.replace(conversation, thinking_budget=None)
+            unused.append("thinking.budget_tokens")
         chat = await engine.chat(conversation, asked.params, key, service.namespace(asked.common, key))
         ask, stream = service.ask(model, asked.common, [chat.prompt], chat.params, key), asked.stream
-        left_out = header_of_names(IGNORED_TOOLS_HEADER, ignored_tools(typed(body, "tools", list, [])))
-        headers = ignored_header(body, KNOWN) | left_out
+        left_out = ignored_tools(typed(body, "tools", list, []))
+        headers = header_of_names(IGNORED_HEADER, unused) | header_of_names(IGNORED_TOOLS_HEADER, left_out)
         del asked, conversation
         let_go(request, body)
         if stream:

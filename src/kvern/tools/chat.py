@@ -160,9 +160,10 @@ class Chat:
         tools = {tool.name: tool.parameters for tool in use.tools}
         return ChatRequest(prompt, params, self._tokenizer, form, tools, thought)
 
-    def knows_thinking(self, tools: bool) -> bool:
-        """Whether the template, with or without tools, has marks around thinking."""
-        return self._thinking(tools) is not None
+    def can_bound_thinking(self, tools: bool) -> bool:
+        """Whether the template, with or without tools, has marks around thinking, and the end can be forced."""
+        form = self._thinking(tools)
+        return form is not None and self._tokenizer.token_to_id(form.end) is not None
 
     def _thinking(self, tools: bool) -> ThinkingFormat | None:
         return thinking_of(self._tokenizer.chat_template.source(tools), self._reasoning_parser)

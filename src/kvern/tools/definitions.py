@@ -94,7 +94,7 @@ def _tool(definition: object, place: str) -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidRequest(
-            f"{place}.function.name is {shown(name)}: it must be 1 to 64 letters, digits, underscores, dots and dashes"
+            f"{place}.function.name is {shown(name)}: it must be 1 to 128 letters, digits, underscores, dots and dashes"
         )
     description = function.get("description")
     if description is not None and not isinstance(description, str):

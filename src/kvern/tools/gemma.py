@@ -13,7 +13,7 @@ from typing import Any
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
-HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,64})(?=\{)")
+HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,128})(?=\{)")
 LONGEST_HEAD = 256
 IN_JSON = re.compile(r'["\\]')
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)

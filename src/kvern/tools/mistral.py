@@ -10,7 +10,7 @@ from kvern.tools.json_call import JsonCall, JsonValue
 from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
 BEGIN, ARGUMENTS, IDENTITY = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-HEAD = re.compile(r"([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
+HEAD = re.compile(r"([a-zA-Z0-9_.-]{1,128})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
 LONGEST_HEAD = 256
 
 

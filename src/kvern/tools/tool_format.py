@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from kvern.structured_output import StructuredOutput
 from kvern.tools.pieces import Piece
 
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 """Names that tools may have."""
 
 
