@@ -126,10 +126,10 @@ def _penalties(
     recent: torch.Tensor, lengths: torch.Tensor, params: Sequence[SamplingParams], logits: torch.Tensor
 ) -> torch.Tensor:
     """What each token loses, [N, vocabulary]."""
-    longest = torch.zeros(len(params), logits.shape[-1], dtype=torch.int64, device=logits.device)
-    followers = recent[:, :-1].clamp(min=0)  # what follows the tokens from a place on stands before it
-    longest.scatter_reduce_(1, followers, lengths[:, 1:], "amax")
     numbers = [number for item in params for number in (item.dry_multiplier, item.dry_base, item.dry_allowed_length)]
     multiplier, base, allowed = upload(numbers, torch.float32, logits.device).view(-1, 3, 1).unbind(1)
-    penalties = (multiplier * base ** (longest - allowed).clamp_(min=0)).clamp_(max=MOST_PENALTY)
-    return penalties.masked_fill_(longest < allowed, 0.0).to(logits.dtype)
+    beyond = lengths[:, 1:] - allowed
+    penalties = (multiplier * base ** beyond.clamp(min=0)).clamp_(max=MOST_PENALTY).masked_fill_(beyond < 0, 0.0)
+    followers = recent[:, :-1].clamp(min=0)  # what follows the tokens from a place on stands before it
+    result = torch.zeros(len(params), logits.shape[-1], device=logits.device)
+    return result.scatter_reduce_(1, followers, penalties, "amax").to(logits.dtype)
