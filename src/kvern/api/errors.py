@@ -12,6 +12,7 @@ from kvern.errors import (
     InvalidParameter,
     InvalidRequest,
     KvernError,
+    PromptTooLong,
     RequestFailed,
     ServerBusy,
 )
@@ -51,7 +52,8 @@ def body_of(error: Exception) -> dict[str, Any]:
     if isinstance(error, InvalidParameter | InvalidRequest):  # its message begins with the field's name
         first = re.match(r"\w+", str(error))
         param = first[0] if first is not None and first[0] in NAMED_FIELDS else None
-    return error_body(status_of(error), str(error), param)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return error_body(status_of(error), str(error), param, code)
 
 
 def status_of(error: Exception) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import msgspec
 
 from kvern.config import EngineConfig
-from kvern.errors import InvalidParameter, InvalidRequest, shown
+from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
 from kvern.model_spec import ModelSpec
 from kvern.request import PromptInput, RequestOptions, RequestSpec
 from kvern.sample.processors import Processors, check_arguments
@@ -115,9 +115,10 @@ class InputProcessor:
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
-            raise InvalidRequest(
+            raise PromptTooLong(
                 f"the prompt has {len(token_ids)} tokens, and at most {self.max_model_len - 1} leave room for an "
-                f"answer in the context of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
+                f"answer in the maximum context length of {self.max_model_len} tokens: the prompt is too long; shorten "
+                "it, or raise max_model_len if the model allows"
             )
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
             return
