@@ -7,8 +7,8 @@
     |-- CorruptCheckpoint  a weight file is truncated, or its tensors do not fit the model
     |-- InvalidAdapter     the files of an adapter are not those of one that this model can use
     |-- InvalidParameter   a sampling parameter is out of range
-    |-- InvalidRequest     the prompt is empty, or holds token ids that do not exist
-    |   `-- PromptTooLong      it does not fit into the model's context
+    |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
+    |   `-- PromptTooLong      it has more tokens than the model's context
     |-- BatchFileError     an input or output file of a batch job cannot be used
     |-- DeadlineExceeded   a request did not end within the time that it was given
     |-- ServerBusy         what is asked has to wait for too long, because of others
@@ -63,10 +63,11 @@ class InvalidRequest(KvernError, ValueError):
 
 
 class PromptTooLong(InvalidRequest):
-    """A prompt has more tokens than the model's context.
+    """A prompt has `tokens`, and may have `most`."""
 
-    Agents find out from the words "maximum context length" and "prompt is too long" that they have to shorten it.
-    """
+    def __init__(self, message: str, tokens: int, most: int) -> None:
+        super().__init__(message)
+        self.tokens, self.most = tokens, most
 
 
 class BatchFileError(KvernError):

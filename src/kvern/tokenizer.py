@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from kvern.chat_template import ChatTemplate
-from kvern.errors import CorruptCheckpoint, InvalidRequest, PromptTooLong, shown
+from kvern.errors import CorruptCheckpoint, InvalidRequest, shown
 from kvern.files import MEBIBYTE, read_object, read_whole, reason
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
@@ -79,9 +79,8 @@ class Tokenizer:
         if most_tokens is not None and self.longest_token is not None:
             most = most_tokens * self.longest_token
             if len(text) > most:
-                raise PromptTooLong(
-                    f"the prompt has {len(text)} characters, and {most_tokens} tokens, the maximum context length, "
-                    f"have {most} at most: the prompt is too long; shorten it"
+                raise InvalidRequest(
+                    f"the prompt has {len(text)} characters, and {most_tokens} tokens have {most} at most: shorten it"
                 )
         try:
             # of the library's ways to encode, this one lets other threads run meanwhile

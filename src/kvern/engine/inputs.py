@@ -115,11 +115,13 @@ class InputProcessor:
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens, and at most {self.max_model_len - 1} leave room for an "
-                f"answer in the maximum context length of {self.max_model_len} tokens: the prompt is too long; shorten "
-                "it, or raise max_model_len if the model allows"
+            most = self.max_model_len - 1
+            message = (  # agents shorten their conversations where they read "maximum context length"
+                f"the prompt has {len(token_ids)} tokens, and at most {most} leave room for an answer in the maximum "
+                f"context length of {self.max_model_len} tokens: the prompt is too long; shorten it, or raise "
+                "max_model_len if the model allows"
             )
+            raise PromptTooLong(message, len(token_ids), most)
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
             return
         for position, token in enumerate(token_ids):
