@@ -147,12 +147,17 @@ def test_openai_batch_rows_are_answered_in_their_format(llm: LLM, tmp_path: Path
     body = first["response"]["body"]
     assert (body["object"], len(body["choices"])) == ("chat.completion", 2)
     expected = llm.chat(messages, GREEDY.replace(max_tokens=4))[0]
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": expected.outputs[0].text}
-    assert [len(entry["top_logprobs"]) >= 2 for entry in body["choices"][0]["logprobs"]["content"]] == [True] * 4
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": expected.outputs[0].text,
+        "refusal": None,
+    }
+    assert [len(entry["top_logprobs"]) == 2 for entry in body["choices"][0]["logprobs"]["content"]] == [True] * 4
     assert body["usage"] == {
         "prompt_tokens": len(expected.prompt_token_ids),
         "completion_tokens": 8,
         "total_tokens": len(expected.prompt_token_ids) + 8,
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     body = second["response"]["body"]
     assert body["object"] == "text_completion"

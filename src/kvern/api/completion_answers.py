@@ -35,10 +35,10 @@ class CompletionWriter:
                 if options.echo:
                     self._echo(choice, output)
                 if not options.is_chat:
-                    choice |= self._of_prompt(output)
+                    choice |= of_prompt(output, options)
                 choices.append(choice)
         head = self._head("chat.completion" if options.is_chat else "text_completion")
-        head |= self._of_prompt(outputs[0]) if options.is_chat else {}
+        head |= of_prompt(outputs[0], options) if options.is_chat else {}
         counts = usage(outputs, 0 if options.prompt_only else None) | thought(outputs, self._chat)
         return {**head, **self._server, "choices": choices, "usage": counts}
 
@@ -86,11 +86,6 @@ class CompletionWriter:
         tier = {"service_tier": "default"} if self._options.service_tier else {}
         return {"system_fingerprint": FINGERPRINT, **tier}
 
-    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """What was asked of the prompt."""
-        found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self._options.token_ids else {}
-        return found | ({"prompt_logprobs": prompt_logprobs(output)} if self._options.prompt_logprobs else {})
-
     def _prompt(self, output: RequestOutput) -> str:
         return output.prompt if output.prompt is not None else self._tokenizer.decode(output.prompt_token_ids)
 
@@ -128,6 +123,12 @@ def best(answers: list[CompletionOutput], count: int) -> list[CompletionOutput]:
     if len(answers) == count:
         return answers
     return sorted(answers, key=lambda item: -(item.cumulative_logprob or 0.0) / max(len(item.token_ids), 1))[:count]
+
+
+def of_prompt(output: RequestOutput, options: AnswerOptions) -> dict[str, Any]:
+    """What was asked of the prompt: beside the answers to a conversation, and in each answer to a text."""
+    found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if options.token_ids else {}
+    return found | ({"prompt_logprobs": prompt_logprobs(output)} if options.prompt_logprobs else {})
 
 
 def usage(outputs: Sequence[RequestOutput], generated: int | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.choices import choice_of
-from kvern.api.completion_answers import thought, token_counts
+from kvern.api.completion_answers import of_prompt, thought, token_counts
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.batch.requests import BatchRequest
 from kvern.errors import InvalidRequest, shown
@@ -69,12 +69,15 @@ def openai_answer(
 ) -> dict[str, Any]:
     """Return the output row. Its ids derive from the row, so that a resumed job writes the same ones."""
     key = hashlib.sha256(f"{custom_id}/{output.request_id}".encode()).hexdigest()[:24]
+    asked = of_prompt(output, options)
+    choices = [choice_of(item, chat, options) | ({} if options.is_chat else asked) for item in output.outputs]
     body = {
         "id": f"{'cmpl' if chat is None else 'chatcmpl'}-{key}",
         "object": "text_completion" if chat is None else "chat.completion",
         "created": created,
         "model": model,
-        "choices": [choice_of(item, chat, options) for item in output.outputs],
+        **(asked if options.is_chat else {}),
+        "choices": choices,
         "usage": token_counts([output]) | thought([output], chat),
     }
     return answer_row(custom_id, key, 200, body)

@@ -119,9 +119,10 @@ class InputProcessor:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
             most = self.max_model_len - 1
-            message = (
-                f"the prompt has {len(token_ids)} tokens, and at most {most} leave room for an answer in the context "
-                f"of {self.max_model_len}: shorten it, or raise max_model_len if the model allows"
+            message = (  # agents shorten their conversations where they read "maximum context length"
+                f"the prompt has {len(token_ids)} tokens, and at most {most} leave room for an answer in the maximum "
+                f"context length of {self.max_model_len} tokens: the prompt is too long; shorten it, or raise "
+                "max_model_len if the model allows"
             )
             raise PromptTooLong(message, len(token_ids), most)
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
