@@ -13,16 +13,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
-from kvern.api.errors import HttpError, error_body
+from kvern.api.errors import HttpError
 from kvern.server.bodies import Lane
 from kvern.server.config import ServerConfig
-from kvern.server.http import error_response, json_response, path_of
+from kvern.server.http import error_response, path_of
 from kvern.server.keys import ApiKey, find_key
 from kvern.server.origins import Origins, is_preflight
 
 logger = logging.getLogger("kvern.requests")
 
-OPEN_ROUTES = ("/health",)
+OPEN_ROUTES = ("/health", "/ping")
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 
 
@@ -88,16 +88,17 @@ class Gate:
         path, method = path_of(scope), scope["method"]
         if is_bad_id:
             message = "x-request-id may have 128 letters, digits and . : / + = - _ at most"
-            return json_response(error_body(400, message), 400), self._default
+            return error_response(HttpError(400, message), scope), self._default
         refusal = self._origins.refusal(method, path, headers)
         if refusal is not None:
-            return error_response(HttpError(403, refusal, code="permission_denied"), path), self._default
+            return error_response(HttpError(403, refusal, code="permission_denied"), scope), self._default
         if self._origins.allows(headers.get(b"origin")) and is_preflight(method, headers):
             return Response(status_code=204), self._default
         if not self._keys or path in OPEN_ROUTES:
             return self._app, self._default
-        found = find_key(self._keys, secret_of(method, headers))
-        return (_no_key(path), self._default) if found is None else (self._app, found)
+        secret = secret_of(method, headers)
+        found = find_key(self._keys, secret)
+        return (_no_key(scope, bool(secret)), self._default) if found is None else (self._app, found)
 
 
 def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:
@@ -118,7 +119,8 @@ def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:
     return headers.get(b"x-api-key", b"")
 
 
-def _no_key(path: str) -> ASGIApp:
-    message = "the API key is missing or unknown: send it as Authorization: Bearer KEY"
+def _no_key(scope: Scope, was_sent: bool) -> ASGIApp:
+    what = "the API key is none of this server's" if was_sent else "this server needs an API key"
+    message = f"{what}: send one as Authorization: Bearer KEY, or as x-api-key: KEY"
     headers = {"www-authenticate": 'Basic realm="kvern", charset="UTF-8"'}
-    return error_response(HttpError(401, message, code="invalid_api_key", headers=headers), path)
+    return error_response(HttpError(401, message, code="invalid_api_key", headers=headers), scope)
