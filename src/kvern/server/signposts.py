@@ -1,6 +1,7 @@
 """Requests that no route answers: told which one would, and how to ask it. And the other names that routes have."""
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
@@ -28,7 +29,7 @@ EXAMPLES = {
 """Bodies that show how a route is asked."""
 COMPARED = 64
 """Characters of a path that are compared with those of routes."""
-VERSIONS = ("/v1/", "/v2/")
+VERSIONS = re.compile(r"(?:/v[12])*(?=/)")
 
 
 class Signposts:
@@ -66,14 +67,14 @@ class Signposts:
 
 def by_all_names(app: ASGIApp, routes: Sequence[Route]) -> ASGIApp:
     """Lets routes be asked without their /v1, and with one too many: base URLs of clients are given both ways."""
-    versioned = {route.path.split("/")[2] for route in routes if route.path.startswith(VERSIONS)}
-    others = {route.path.split("/")[1] for route in routes if not route.path.startswith(VERSIONS)} - {""}
+    paths = [route.path.split("/") for route in routes]
+    versioned = {parts[2] for parts in paths if parts[1] == "v1"}
+    others = {parts[1] for parts in paths} - {"v1", ""}
 
     def own_name(path: str) -> str:
-        rest = path
-        while rest.startswith(VERSIONS):
-            rest = rest[3:]
-        name = rest.split("/", 2)[1] if rest.startswith("/") else ""
+        found = VERSIONS.match(path)
+        rest = path[found.end() :] if found else path
+        name = rest.split("/", 2)[1] if found else ""
         return f"/v1{rest}" if name in versioned else rest if name in others else path
 
     async def renamed(scope: Scope, receive: Receive, send: Send) -> None:

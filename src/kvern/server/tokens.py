@@ -29,6 +29,9 @@ class Tokens:
         body = await read_object(request)
         engine = self._service.engine_of(self._service.model(body))
         inputs = engine.client.inputs
+        if typed(body, "continue_final_message", bool, False):
+            message = "continue_final_message is true: this route counts whole messages; leave it out"
+            raise HttpError(400, message, param="continue_final_message")
         variables, tools = template_variables(body), read_tools(typed(body, "tools", list, None)).definitions
         with engine.admission.enter(request.state.key):
             if "messages" in body:
