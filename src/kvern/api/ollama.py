@@ -71,7 +71,8 @@ def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
         messages.append({"role": "user", "content": prompt})
     tools, variables = read_tools(body.get("tools") if url == CHAT else None), _thinking(body.get("think"))
     conversation = None
-    if messages and not typed(body, "raw", bool, False):
+    is_raw = typed(body, "raw", bool, False) and url == GENERATE
+    if messages and not is_raw:
         conversation = ChatBody(plain_messages(messages), tools, variables=variables)
     stream = typed(body, "stream", bool, True)
     return OllamaBody(conversation, prompt, context, _params(body), read_common(body), stream, not messages)
