@@ -283,6 +283,8 @@ def problem_of(probe: Probe, status: int, content_type: str, content: bytes) -> 
     """What is wrong with an answer."""
     if not (200 <= status < 300 or status == 307 or 400 <= status < 500):
         return "the status is neither done nor refused"
+    if content_type.startswith("application/x-ndjson"):
+        return "the stream tells of an error" if b'{"error"' in content and b"timeout has" not in content else None
     if content_type.startswith("text/event-stream"):
         faulty = b'"server_error"' in content or b'"api_error"' in content
         return "the stream tells of a fault" if faulty and b"timeout has passed" not in content else None
@@ -294,7 +296,8 @@ def problem_of(probe: Probe, status: int, content_type: str, content: bytes) -> 
         return "it is not valid JSON"
     if status < 300:
         return None
-    message = answer.get("error", {}).get("message") if isinstance(answer.get("error"), dict) else None
+    error = answer.get("error")
+    message = error.get("message") if isinstance(error, dict) else error  # a text in ollama's API
     if not isinstance(message, str) or not message or "\n" in message:
         return "the error has no message of one line"
     return "the message is long" if len(message) > 1500 else None

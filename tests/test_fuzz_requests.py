@@ -20,6 +20,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"max_tokens": 1, "temperature": 1},
     "/v1/responses": {"max_output_tokens": 1, "temperature": 1},
     "/v1/messages": {"max_tokens": 1, "temperature": 1},
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 1, "temperature": 1}},
+    "/api/generate": {"prompt": "a", "options": {"num_predict": 1, "temperature": 1}},
 }
 """Short, and drawn: where the checkpoint says to take the best token, the filters would have nothing to do."""
 PAIRS = 1500

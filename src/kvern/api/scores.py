@@ -73,8 +73,8 @@ def _read_pairs(body: Mapping[str, Any]) -> list[Pair]:
     for name in ("text_1", "text_2"):
         if name in body:
             message = (
-                f"{name} is for models that compare two texts; this server says how likely texts are: send context "
-                "and continuations"
+                f"{name} is for models that compare two texts, and this route says how likely texts are: send context "
+                "and continuations, or query and documents to /v1/rerank"
             )
             raise HttpError(400, message, param=name)
     context: Any = body.get("context")

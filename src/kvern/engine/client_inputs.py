@@ -102,12 +102,19 @@ class ClientInputs:
         return self._ready.chat.can_bound_thinking(tools)
 
     async def chat_prompt(
-        self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The conversation as token ids. Raises InvalidRequest."""
 
         def work() -> list[int]:
-            return self._counted(self._tokenizer.chat_prompt(messages, tools, **(variables or {})), False)
+            text = self._tokenizer.chat_prompt(messages, tools, add_generation_prompt, **(variables or {}))
+            return self._counted(text, add_special_tokens)
 
         return await self._in_thread(_characters(messages), work)
 

@@ -22,6 +22,11 @@ class KeyLimits:
         self._concurrent: Counter[str] = Counter()
         self._begun: dict[str, deque[float]] = {}
 
+    @property
+    def running(self) -> int:
+        """Of all keys."""
+        return self._concurrent.total()
+
     def begin(self, key: ApiKey) -> None:
         """One more runs."""
         self._concurrent[key.line] += 1

@@ -1,9 +1,7 @@
 """The HTTP application: which handler a route has, and what happens to errors."""
 
-import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,18 +12,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kvern
 from kvern.api.completions import CHAT, COMPLETIONS
-from kvern.api.conversation import plain_messages, template_variables
 from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.errors import HttpError
-from kvern.api.fields import typed
 from kvern.api.messages import COUNT_TOKENS, MESSAGES, model_entry, models_page
+from kvern.api.rerank import RERANK
 from kvern.api.scores import SCORE
 from kvern.engine.client import EngineClient
 from kvern.errors import KvernError
 from kvern.observe.metrics import together
 from kvern.server.adapters import AdaptersApi
 from kvern.server.batch_routes import Batches
-from kvern.server.bodies import let_go, read_object
 from kvern.server.chat_page import page_routes
 from kvern.server.completions import Completions
 from kvern.server.config import ServerConfig
@@ -34,22 +30,23 @@ from kvern.server.database import DataFolder, default_folder
 from kvern.server.embeddings import Embeddings
 from kvern.server.files import Files
 from kvern.server.gate import Gate
-from kvern.server.http import CLIENT_GONE, error_response, is_anthropic, json_response, path_of
+from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
 from kvern.server.keys import ApiKey
 from kvern.server.messages import MessagesApi
+from kvern.server.ollama import OllamaApi
 from kvern.server.openapi import document
 from kvern.server.openapi_page import page
 from kvern.server.openapi_schemas import Schema
+from kvern.server.rerank import Rerank
 from kvern.server.response_store import ResponseStore
 from kvern.server.responses import Responses
 from kvern.server.scores import Scores
 from kvern.server.service import Service
+from kvern.server.signposts import Signposts, by_all_names
 from kvern.server.store import Store
-from kvern.tools.definitions import read_tools
+from kvern.server.tokens import Tokens
 
-MOST_DECODED = 1 << 17
-"""Token ids to turn into text at once, where the model's context is shorter."""
-METRICS_ROUTES = ("/metrics", "/ready", "/version", "/health")
+METRICS_ROUTES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")
 """What a key with metrics=1 may read."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -74,23 +71,26 @@ class Server:
         self.started = int(time.time())
 
     def app(self) -> ASGIApp:
-        """The ASGI application. With keys, every route but /health needs one of them."""
-        responses, claude, files, batches, adapters = (
+        """The ASGI application. With keys, every route but /health and /ping needs one of them."""
+        responses, claude, files, batches, adapters, tokens = (
             self.responses,
             MessagesApi(self.service),
             Files(self.store),
             self.batches,
             AdaptersApi(self.service),
+            Tokens(self.service),
         )
         routes = [
             Route("/health", self.health),
+            Route("/ping", self.ping, methods=["GET", "POST"]),
             Route("/ready", self.ready),
+            Route("/load", self.load),
             Route("/version", self.version),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.description),
             Route("/docs", self.documentation),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
@@ -99,6 +99,7 @@ class Server:
             Route(CHAT, self.completions.create, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),
             Route(SCORE, self.scores.create, methods=["POST"]),
+            Route(RERANK, Rerank(self.service).create, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
@@ -116,19 +117,20 @@ class Server:
             Route("/v1/batches", batches.list, methods=["GET"]),
             Route("/v1/batches/{batch_id}", batches.retrieve, methods=["GET"]),
             Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+            *OllamaApi(self.service).routes(),
             *page_routes(),
         ]
         handled = {
             HttpError: _failed,
             KvernError: _failed,
-            HTTPException: _refused,
+            HTTPException: Signposts(routes).refused,
             ClientDisconnect: _gone,
             RecursionError: _nested,
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
-        config = self.service.config
-        return Gate(_walled(app), self._keys, self.service.users, config)
+        gate = Gate(_walled(app), self._keys, self.service.users, self.service.config)
+        return by_all_names(gate, routes)
 
     async def stop(self) -> None:
         """End what runs in the background, and let go of the folder."""
@@ -147,18 +149,31 @@ class Server:
             return json_response({"ready": True})
         return json_response({"ready": False, "reason": trouble}, 503)
 
+    async def ping(self, request: Request) -> Response:
+        """The same for who has no key, without a word of what is wrong."""
+        return Response(status_code=503 if self.service.trouble else 200, media_type="text/plain")
+
+    async def load(self, request: Request) -> Response:
+        """How many requests are there, for whoever spreads them over servers."""
+        self._check_watcher(request)
+        return json_response({"server_load": self.service.load})
+
     async def version(self, request: Request) -> Response:
         """Which kvern this is."""
         return json_response({"version": kvern.__version__})
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus. Those of several keys are for a key of Prometheus's own, or an administrator's."""
+        """Figures for Prometheus."""
+        self._check_watcher(request)
+        text = together([engine.client.metrics for engine in self.service.engines])
+        return Response(text, headers={"content-type": METRICS_TYPE})
+
+    def _check_watcher(self, request: Request) -> None:
+        """Figures of several keys are for a key of Prometheus's own, or an administrator's."""
         key: ApiKey = request.state.key
         if len(self.service.users) > 1 and not (key.admin or key.metrics):
             message = "the metrics tell what other keys do: read them with an API key with metrics=1 or admin=1"
             raise HttpError(403, message, code="permission_denied")
-        text = together([engine.client.metrics for engine in self.service.engines])
-        return Response(text, headers={"content-type": METRICS_TYPE})
 
     async def description(self, request: Request) -> Response:
         """The API as an OpenAPI document."""
@@ -166,8 +181,7 @@ class Server:
 
     async def documentation(self, request: Request) -> Response:
         """The same for readers."""
-        headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return HTMLResponse(page(self._described()), headers=headers)
+        return HTMLResponse(page(self._described()), headers=PAGE_HEADERS)
 
     def _described(self) -> Schema:
         vocab_size = max(engine.client.inputs.vocab_size for engine in self.service.engines)
@@ -190,45 +204,6 @@ class Server:
             return json_response(model_entry(name, engine.client.inputs.max_model_len, self.started))
         return json_response(engine.entry(name, self.started))
 
-    async def tokenize(self, request: Request) -> Response:
-        """A text, or a conversation, as token ids."""
-        body = await read_object(request)
-        engine = self.service.engine_of(self.service.model(body))
-        client = engine.client
-        with engine.admission.enter(request.state.key):
-            if "messages" in body:
-                variables, tools = template_variables(body), read_tools(typed(body, "tools", list, None)).definitions
-                token_ids = await client.inputs.chat_prompt(
-                    plain_messages(body["messages"]), list(tools) or None, variables
-                )
-            else:
-                special = typed(body, "add_special_tokens", bool, True)
-                token_ids = await client.inputs.encode(typed(body, "prompt", str, ""), special)
-        with_texts = typed(body, "return_token_strs", bool, False)
-        let_go(request, body)
-        answer: dict[str, Any] = {
-            "tokens": token_ids,
-            "count": len(token_ids),
-            "max_model_len": client.inputs.max_model_len,
-        }
-        if with_texts:
-            name = client.tokenizer.id_to_token
-            answer["token_strs"] = await asyncio.to_thread(lambda: [name(token) for token in token_ids])
-        return json_response(answer)
-
-    async def detokenize(self, request: Request) -> Response:
-        """Token ids as text."""
-        body = await read_object(request)
-        engine = self.service.engine_of(self.service.model(body))
-        tokens = typed(body, "tokens", list, [])
-        most = max(engine.client.inputs.max_model_len, MOST_DECODED)
-        if len(tokens) > most:
-            raise HttpError(400, f"tokens holds {len(tokens)}: this server takes {most} at most", param="tokens")
-        if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-            raise HttpError(400, "tokens must be a list of token ids", param="tokens")
-        with engine.admission.enter(request.state.key):
-            return json_response({"prompt": await engine.client.inputs.decode(tokens)})
-
 
 def _walled(app: ASGIApp) -> ASGIApp:
     """Keys of Prometheus see nothing but figures."""
@@ -247,12 +222,6 @@ def _walled(app: ASGIApp) -> ASGIApp:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return error_response(error, request.scope)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
-    return error_response(HttpError(error.status_code, message, headers=error.headers), request.scope)
 
 
 async def _nested(request: Request, error: Exception) -> Response:

@@ -131,7 +131,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     except TimeoutError as error:
         raise _too_slow(seconds) from error
     if size > MAX_BODY_BYTES:
-        raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less")
+        raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less at once, or files to /v1/files")
     if not is_large:
         return decode_object(b"".join(parts))
     return await asyncio.get_running_loop().run_in_executor(lane.threads, _decode_parts, parts)
@@ -175,6 +175,8 @@ def decode_object(data: bytes) -> dict[str, Any]:
     """JSON as an object that handlers can work on at once. Raises HttpError."""
     if len(data) > SMALL_BODY_BYTES and is_too_much(data):
         raise HttpError(400, "the body holds more values than fit in one request, about a million: send fewer at once")
+    if not data:
+        raise HttpError(400, "the body is empty: send a JSON object, whose fields /docs tells")
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

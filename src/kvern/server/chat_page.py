@@ -3,10 +3,13 @@
 import mimetypes
 from pathlib import Path
 
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 FOLDER = Path(__file__).parent / "page"
+INDEX = "index.html"
+GREETING = "kvern is running: OpenAI's API is at /v1, Anthropic's at /v1/messages, ollama's at /api; /docs lists all\n"
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'self'; style-src 'self'; object-src 'none'; base-uri 'none'; "
@@ -18,10 +21,16 @@ HEADERS = {
 
 def page_routes() -> list[Route]:
     """`/` and the files that it loads, which are read here."""
-    return [
-        Route("/" if file.name == "index.html" else f"/{file.name}", _response(file), methods=["GET"])
-        for file in sorted(FOLDER.iterdir())
-    ]
+    files = sorted(FOLDER.iterdir())
+    others = [Route(f"/{file.name}", _response(file), methods=["GET"]) for file in files if file.name != INDEX]
+    return [Route("/", _greet, methods=["GET"]), *others]
+
+
+async def _greet(request: Request) -> Response:
+    """The page for browsers, and a line for programs that look whether somebody is there."""
+    if "text/html" in request.headers.get("accept", ""):
+        return _response(FOLDER / INDEX)
+    return PlainTextResponse(GREETING, headers={"Vary": "Accept"})
 
 
 def _response(file: Path) -> Response:

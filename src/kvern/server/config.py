@@ -1,11 +1,15 @@
 """Every option of the HTTP server."""
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from kvern.config import LONGEST_SECONDS
 from kvern.errors import ConfigError
+
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,19 @@ class ServerConfig:
     tls_key: Path | None = None
     """Private key of the certificate, PEM. None: it is in the certificate's file."""
     api_key: tuple[str, ...] = ()
-    """Keys, one of which every request but /health must then carry."""
+    """Keys, one of which every request but /health and /ping must then carry."""
     api_key_file: Path | None = None
     """File of more keys, one a line: KEY or NAME:KEY, then, if wanted, concurrent=N, per_minute=N, admin=1 and
     metrics=1, which lets it read /metrics and nothing else."""
     allowed_origins: tuple[str, ...] = ()
     """Origins, such as https://chat.example.org, of sites whose pages may use this server in a browser; * is all."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """HTTP methods that pages of allowed origins may use; * is all that there are."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Headers that pages of allowed origins may send; * is whichever they ask for."""
+    allow_credentials: bool = False
+    """Let browsers send what they keep for this server (a password, cookies) with requests of pages of allowed origins,
+    which must then be named."""
     allowed_hosts: tuple[str, ...] = ()
     """Names in the Host header that a server without keys answers to beside its own address, such as a proxy's."""
     adapter_folder: Path | None = None
@@ -64,6 +75,13 @@ class ServerConfig:
     """Write a line for each request: not at all, without anything it holds, or with its body."""
 
     def __post_init__(self) -> None:
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
+        for origin in self.allowed_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed_origins has {origin!r}: an origin is * or like https://chat.example.org")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("allow_credentials is set and allowed_origins has *: name the origins that are trusted")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}: it must be between 0 and 65535")
         if self.tls_key is not None and self.tls_cert is None:
@@ -89,3 +107,17 @@ class ServerConfig:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name} is {value}: it must not be negative")
+
+
+def _listed(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Texts, of which each may also be several as a JSON list. Raises ConfigError."""
+    found: list[str] = []
+    for value in values:
+        try:
+            several = json.loads(value) if value.startswith("[") else [value]
+        except ValueError:
+            several = [None]
+        if not all(isinstance(text, str) for text in several):
+            raise ConfigError(f"{name} has {value!r}: it must be a text, or a JSON list of texts")
+        found += several
+    return tuple(found)

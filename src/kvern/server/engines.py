@@ -47,5 +47,6 @@ class ServedEngine:
         """One of its names in OpenAI's list of models, with the sizes of the model behind it."""
         inputs = self.client.inputs
         sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
-        parent = {} if name in self.models else {"parent": self.models[0]}
-        return {"id": name, "object": "model", "created": created, "owned_by": "kvern", **sizes, **parent}
+        root, parent = (self.models[0], None) if name in self.models else (name, self.models[0])
+        origin: dict[str, object] = {"root": root, "parent": parent, "permission": []}
+        return {"id": name, "object": "model", "created": created, "owned_by": "kvern", **sizes, **origin}

@@ -22,7 +22,7 @@ from kvern.server.origins import Origins, is_preflight
 
 logger = logging.getLogger("kvern.requests")
 
-OPEN_ROUTES = ("/health",)
+OPEN_ROUTES = ("/health", "/ping")
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 
 
@@ -99,8 +99,9 @@ class Gate:
             return Response(status_code=204), self._default
         if not self._keys or path in OPEN_ROUTES:
             return self._app, self._default
-        found = find_key(self._keys, secret_of(method, headers))
-        return (_no_key(scope), self._default) if found is None else (self._app, found)
+        secret = secret_of(method, headers)
+        found = find_key(self._keys, secret)
+        return (_no_key(scope, bool(secret)), self._default) if found is None else (self._app, found)
 
 
 def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:
@@ -121,7 +122,8 @@ def secret_of(method: str, headers: dict[bytes, bytes]) -> bytes:
     return headers.get(b"x-api-key", b"")
 
 
-def _no_key(scope: Scope) -> ASGIApp:
-    message = "the API key is missing or unknown: send it as Authorization: Bearer KEY"
+def _no_key(scope: Scope, was_sent: bool) -> ASGIApp:
+    what = "the API key is none of this server's" if was_sent else "this server needs an API key"
+    message = f"{what}: send one as Authorization: Bearer KEY, or as x-api-key: KEY"
     headers = {"www-authenticate": 'Basic realm="kvern", charset="UTF-8"'}
     return error_response(HttpError(401, message, code="invalid_api_key", headers=headers), scope)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import html
+import http
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
@@ -9,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvern.api import messages
+from kvern.api import messages, ollama
 from kvern.api.errors import body_of, status_of
 from kvern.api.fields import ignored
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
@@ -23,6 +25,8 @@ logger = logging.getLogger("kvern.requests")
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
 IGNORED_HEADER = "x-kvern-ignored-fields"
+PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+"""Of pages that load nothing."""
 
 T = TypeVar("T")
 
@@ -60,13 +64,31 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """The answer to what went wrong, in the shape that the client knows."""
+    """The answer to what went wrong: a page for a browser, else JSON in the shape that the client knows."""
     headers = getattr(error, "headers", None)
     if isinstance(error, EngineUnavailable | ServerBusy):
         headers = {"retry-after": str(math.ceil(error.seconds))}
+    status, path = status_of(error), path_of(scope)
+    if any(name == b"accept" and b"text/html" in value for name, value in scope["headers"]):
+        content = error_page(status, str(error), scope.get("root_path", ""))
+        return HTMLResponse(content, status, {**(headers or {}), **PAGE_HEADERS})
+    if path.startswith(ollama.PREFIX):
+        return json_response(ollama.error_body(error), status, headers)
     request_id = scope["state"]["request_id"]
     body = messages.error_body(error, request_id) if is_anthropic(scope) else body_of(error)
-    return json_response(body, status_of(error), headers)
+    return json_response(body, status, headers)
+
+
+def error_page(status: int, message: str, root_path: str) -> str:
+    """What went wrong, for who looks at it in a browser."""
+    phrase, base = http.HTTPStatus(status).phrase, html.escape(root_path)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{status} {phrase}</title><style>:root{{color-scheme:light dark}}body{{font:16px/1.5 system-ui;"
+        "max-width:40rem;margin:4rem auto;padding:0 1rem;overflow-wrap:anywhere}</style>"
+        f"<h1>{status} {phrase}</h1><p>{html.escape(message)}</p>"
+        f'<p><a href="{base}/">Chat</a> · <a href="{base}/docs">All routes</a></html>'
+    )
 
 
 async def gone(receive: Receive) -> None:
@@ -94,6 +116,7 @@ class EventStream:
     """An ASGI answer of server-sent events, each a JSON value, or (name, JSON value) for a named event.
 
     `close` is called at its end, whatever that is; `last` is sent after the last event; `failed` shapes an error.
+    A stream of another `kind` has its own `frame` around what it sends.
     """
 
     def __init__(
@@ -103,16 +126,20 @@ class EventStream:
         headers: Mapping[str, str] | None = None,
         last: bytes = b"data: [DONE]\n\n",
         failed: Callable[[Exception], object] | None = None,
+        kind: str = "text/event-stream; charset=utf-8",
+        frame: Callable[[object], bytes] | None = None,
     ) -> None:
         self._events = events
         self._close = close
         self._headers = headers or {}
         self._last = last
         self._failed = failed or body_of
+        self._kind = kind
+        self._frame = frame or event_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers}
+            headers = {"content-type": self._kind, "cache-control": "no-cache", **self._headers}
             raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": raw})
             await until_gone(self._write(send), receive)
@@ -123,9 +150,9 @@ class EventStream:
         events = self._events
         try:
             async for content in events:
-                await send({"type": "http.response.body", "body": event_bytes(content), "more_body": True})
+                await send({"type": "http.response.body", "body": self._frame(content), "more_body": True})
         except KvernError as error:
-            await send({"type": "http.response.body", "body": event_bytes(self._failed(error)), "more_body": True})
+            await send({"type": "http.response.body", "body": self._frame(self._failed(error)), "more_body": True})
         finally:
             await events.aclose()  # type: ignore[attr-defined]
         await send({"type": "http.response.body", "body": self._last, "more_body": False})

@@ -7,10 +7,13 @@ from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
 from kvern.api.limits import MOST_SEQUENCES
 from kvern.api.messages import COUNT_TOKENS, MESSAGES
+from kvern.api.rerank import MOST_DOCUMENTS, RERANK
 from kvern.api.scores import SCORE
 from kvern.server.batches import ENDPOINTS
 from kvern.server.files import OUTPUT, PURPOSES
 from kvern.server.openapi_bodies import (
+    MESSAGE,
+    TOOLS,
     chat_fields,
     claude_fields,
     common_fields,
@@ -19,11 +22,13 @@ from kvern.server.openapi_bodies import (
     prompts,
     token_of,
 )
+from kvern.server.openapi_ollama import ollama_paths
 from kvern.server.openapi_responses import conversation_paths, response_paths
 from kvern.server.openapi_schemas import (
     CLAUDE_ERROR,
     IDENTIFIED,
     LISTING,
+    NUMBER,
     OBJECT,
     PAGE,
     SCORED,
@@ -63,6 +68,7 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         **response_paths(models),
         **conversation_paths(),
         **_message_paths(models),
+        **ollama_paths(models),
         **_file_paths(),
         **_batch_paths(),
     }
@@ -82,6 +88,8 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
         "/ready": {
             "get": get("The engine takes requests; 503 while it does not.", record({"ready": SWITCH}, "ready"), 503)
         },
+        "/ping": {"get": get("Requests are taken, for load balancers.", None, kind="text/plain", open_to_all=True)},
+        "/load": {"get": get("Requests that are in flight.", record({"server_load": WHOLE}, "server_load"), 403)},
         "/version": {"get": get("Which kvern this is.", record({"version": TEXT}, "version"))},
         "/metrics": {"get": get("Figures for Prometheus.", None, kind="text/plain")},
         "/tokenize": {
@@ -91,7 +99,11 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
                     {
                         "model": common_fields(models)["model"],
                         "prompt": optional(TEXT),
+                        "messages": listed(MESSAGE, minItems=1),
+                        "tools": TOOLS,
                         "add_special_tokens": optional(SWITCH),
+                        "add_generation_prompt": optional(SWITCH),
+                        "chat_template_kwargs": optional(OBJECT),
                         "return_token_strs": optional(SWITCH),
                     }
                 ),
@@ -164,6 +176,7 @@ def _vector_and_score_paths(models: list[str], vocab_size: int) -> dict[str, Sch
                 LISTING,
             )
         },
+        RERANK: {"post": _rerank(models)},
         SCORE: {
             "post": post(
                 "How likely continuations are after their contexts.",
@@ -182,6 +195,27 @@ def _vector_and_score_paths(models: list[str], vocab_size: int) -> dict[str, Sch
             )
         },
     }
+
+
+def _rerank(models: list[str]) -> Schema:
+    document = {"anyOf": [NAMED, record({"text": NAMED}, "text")]}
+    result = record({"index": WHOLE, "relevance_score": NUMBER}, "index", "relevance_score")
+    return post(
+        "Documents by how well they answer a query; also as /rerank and /v2/rerank.",
+        record(
+            {
+                **common_fields(models),
+                "query": NAMED,
+                "documents": listed(document, minItems=1, maxItems=MOST_DOCUMENTS),
+                "top_n": optional({"type": "integer", "minimum": 0}),
+                "return_documents": optional(SWITCH),
+                "instruction": optional(TEXT),
+            },
+            "query",
+            "documents",
+        ),
+        record({"id": TEXT, "results": listed(result), "usage": OBJECT}, "id", "results", "usage"),
+    )
 
 
 def _message_paths(models: list[str]) -> dict[str, Schema]:

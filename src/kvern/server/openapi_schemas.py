@@ -90,13 +90,14 @@ def get(
     path: tuple[str, ...] = (),
     query: Mapping[str, Schema] | None = None,
     kind: str = "application/json",
+    error: Schema = ERROR,
     open_to_all: bool = False,
 ) -> Schema:
     """An operation without a body."""
     parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in path]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
     refusals = () if open_to_all else (401, *statuses)
-    operation = {"summary": summary, "parameters": parameters, "responses": _responses(answer, kind, refusals, ERROR)}
+    operation = {"summary": summary, "parameters": parameters, "responses": _responses(answer, kind, refusals, error)}
     return {**operation, "security": []} if open_to_all else operation
 
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from kvern.server.config import ServerConfig
 
-PUBLIC = ("/", "/health", "/docs", "/openapi.json")
+PUBLIC = ("/", "/health", "/ping", "/docs", "/openapi.json")
 """Pages that may be looked at from anywhere."""
 SAFE_METHODS = ("GET", "HEAD")
-CORS_METHODS = b"GET, HEAD, POST, DELETE"
+CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 CORS_SEEN = b"x-request-id, retry-after, x-kvern-ignored-fields"
 PREFLIGHT_SECONDS = b"600"
 
@@ -33,6 +33,9 @@ class Origins:
     def __init__(self, config: ServerConfig, has_keys: bool) -> None:
         self._origins = frozenset(origin.encode() for origin in config.allowed_origins)
         self._hosts = frozenset(name.lower() for name in ("localhost", config.host, *config.allowed_hosts))
+        self._methods = ", ".join(CORS_METHODS if "*" in config.allowed_methods else config.allowed_methods).encode()
+        self._headers = None if "*" in config.allowed_headers else ", ".join(config.allowed_headers).encode()
+        self._credentials = config.allow_credentials
         self._guards_host = not has_keys and config.uds is None and is_loopback(config.host)
 
     def refusal(self, method: str, path: str, headers: Headers) -> str | None:
@@ -62,11 +65,14 @@ class Origins:
         if origin is None or not self.allows(origin):
             return []
         found = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        if self._credentials:
+            found.append((b"access-control-allow-credentials", b"true"))
         if not is_preflight(method, headers):
             return [*found, (b"access-control-expose-headers", CORS_SEEN)]
         asked = headers.get(b"access-control-request-headers", b"")
-        found += [(b"access-control-allow-methods", CORS_METHODS), (b"access-control-max-age", PREFLIGHT_SECONDS)]
-        return [*found, (b"access-control-allow-headers", asked)] if asked else found
+        found += [(b"access-control-allow-methods", self._methods), (b"access-control-max-age", PREFLIGHT_SECONDS)]
+        allowed = asked if self._headers is None else self._headers
+        return [*found, (b"access-control-allow-headers", allowed)] if allowed else found
 
     def _knows(self, host: bytes) -> bool:
         name = host.decode("latin-1").lower()

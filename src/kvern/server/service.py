@@ -60,6 +60,14 @@ class Running:
     def __aiter__(self) -> AsyncIterator[None]:
         return self._ask.engine.client.generations.follow(self._generations, self._news, self._ask.deadline)
 
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of the first prompt: from its first step to its first token, and from there to its last so far."""
+        first = self._generations[0]
+        if not first.first:
+            return 0.0, 0.0
+        return max(0.0, first.first - first.asked - first.output.queue_seconds), first.last - first.first
+
     def close(self) -> None:
         """End what has not ended."""
         self._held.close()
@@ -71,7 +79,7 @@ class Service:
     def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: Sequence[ApiKey] = ()) -> None:
         self.config = config
         self.users = users_of(keys, config)
-        limits = KeyLimits()
+        self._limits = limits = KeyLimits()
         self.engines = [
             ServedEngine(client, Admission(client, config.max_queue, len(self.users), limits)) for client in clients
         ]
@@ -84,6 +92,11 @@ class Service:
     def names(self) -> list[str]:
         """What `model` may be: the models' names, and those of their adapters."""
         return [name for engine in self.engines for name in engine.names]
+
+    @property
+    def load(self) -> int:
+        """Requests that have been let in and have no answer yet."""
+        return self._limits.running
 
     @property
     def trouble(self) -> str | None:

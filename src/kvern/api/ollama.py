@@ -1,0 +1,264 @@
+"""ollama's /api/chat, /api/generate and embeddings: bodies as what is asked, answers and lines of streams."""
+
+import datetime
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvern.api.choices import finite
+from kvern.api.conversation import ChatBody, plain_messages, template_variables
+from kvern.api.errors import HttpError
+from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
+from kvern.api.message_blocks import blocks
+from kvern.errors import InvalidRequest, shown
+from kvern.outputs import CompletionOutput, RequestOutput
+from kvern.sampling_params import SamplingParams
+from kvern.tools.chat import AnswerReader, ChatRequest, PlainParser
+from kvern.tools.definitions import read_tools
+from kvern.tools.pieces import Content, Message, Piece, Reasoning
+
+PREFIX = "/api/"
+CHAT = "/api/chat"
+GENERATE = "/api/generate"
+VERSION = "0.12.11"
+"""Of ollama, whose API this is: clients look at it before they use what is new."""
+LATEST = ":latest"
+"""What ollama's names of models end with if they say nothing else."""
+RENAMED = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
+PER_ANSWER = {"n", "beam_width", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "structured"}
+OPTIONS = frozenset({*SamplingParams.__struct_fields__, *RENAMED}) - PER_ANSWER
+"""What may stand in `options`; the others are ignored."""
+REFUSED_OPTIONS: dict[str, tuple[object, ...]] = {"mirostat": (None, 0), "tfs_z": (None, 1)}
+"""With the values that ask for nothing: with another the answer would not be what was asked."""
+REFUSED = {
+    "images": "this model takes text only",
+    "suffix": "this server does not fill gaps",
+    "template": "the model's own is used",
+}
+KNOWN = frozenset(
+    {"model", "name", "messages", "tools", "prompt", "system", "raw", "context", "format", "options", "stream", "think"}
+    | {"logprobs", "top_logprobs", "keep_alive", *REFUSED, *COMMON_FIELDS}
+)
+
+
+@dataclass(frozen=True)
+class OllamaBody:
+    """What a body of either route asks for. Nothing at all means that the model should be loaded."""
+
+    conversation: ChatBody | None
+    """None if `prompt` goes to the model as it is."""
+    prompt: str
+    context: list[int]
+    """Token ids of an earlier prompt and its answer, which go before."""
+    params: SamplingParams
+    common: CommonFields
+    stream: bool
+    is_empty: bool
+
+
+def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
+    """Check a body of CHAT or GENERATE. Raises HttpError, InvalidRequest or InvalidParameter."""
+    for name, why in REFUSED.items():
+        if body.get(name):
+            raise HttpError(400, f"{name} is {shown(body[name])}: {why}; leave it out")
+    prompt, context = typed(body, "prompt", str, ""), typed(body, "context", list, [])
+    messages = _messages(typed(body, "messages", list, [])) if url == CHAT else []
+    if url == GENERATE and prompt:
+        system = typed(body, "system", str, "")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+    tools, variables = read_tools(body.get("tools") if url == CHAT else None), _thinking(body.get("think"))
+    conversation = None
+    is_raw = typed(body, "raw", bool, False) and url == GENERATE
+    if messages and not is_raw:
+        conversation = ChatBody(plain_messages(messages), tools, variables=variables)
+    stream = typed(body, "stream", bool, True)
+    return OllamaBody(conversation, prompt, context, _params(body), read_common(body), stream, not messages)
+
+
+def ignored_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body as one in which options that mean nothing have names of their own."""
+    options = body.get("options")
+    names = [name for name in options if name not in OPTIONS] if isinstance(options, dict) else []
+    return {**body, **{f"options.{name}": None for name in names}}
+
+
+def _params(body: Mapping[str, Any]) -> SamplingParams:
+    options: dict[str, Any] = typed(body, "options", dict, {})
+    for name, nothing in REFUSED_OPTIONS.items():
+        if options.get(name) not in nothing:
+            raise HttpError(400, f"options.{name} is {shown(options[name])}: kvern has no such sampling; leave it out")
+    values = {RENAMED.get(name, name): value for name, value in options.items() if name in OPTIONS}
+    if typed(options, "num_predict", int, 1) <= 0:
+        del values["max_tokens"]  # no end but the model's
+    if values.get("seed") == -1:
+        del values["seed"]
+    form = body.get("format")
+    if form not in (None, ""):
+        if form != "json" and not isinstance(form, dict):
+            raise HttpError(400, f"format is {shown(form)}: it must be json or a JSON schema", param="format")
+        values["structured"] = {"json": True if form == "json" else form}
+    params = sampling_params(SamplingParams(), {**values, "logprobs": typed(body, "top_logprobs", int, 0)})
+    return params if typed(body, "logprobs", bool, False) else params.replace(logprobs=None)
+
+
+def _thinking(think: object) -> dict[str, Any]:
+    """`think`, true, false or how hard, as templates call it."""
+    if think is None or isinstance(think, bool):
+        return {} if think is None else {"enable_thinking": think}
+    if not isinstance(think, str):
+        raise InvalidRequest(f"think is {shown(think)}: it must be true, false, or a text such as high")
+    return template_variables({"reasoning_effort": think})
+
+
+def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """In OpenAI's form: results of tools belong to calls by their ids, not by the tools' names."""
+    waiting: dict[str | None, deque[str]] = defaultdict(deque)
+    count, converted = 0, []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"messages[{number}] is {shown(message)}: it must be an object")
+        if message.get("images"):
+            raise InvalidRequest(f"messages[{number}].images: {REFUSED['images']}; leave them out")
+        plain = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+        tool, thinking, calls = plain.pop("tool_name", None), plain.pop("thinking", None), plain.get("tool_calls")
+        if isinstance(thinking, str):
+            plain["reasoning_content"] = thinking
+        if isinstance(calls, list):
+            plain["tool_calls"] = []
+            for call in calls:
+                function = call.get("function") if isinstance(call, dict) else None
+                name = function.get("name") if isinstance(function, dict) else None
+                found = {"id": f"call{count:05d}", "type": "function", **(call if isinstance(call, dict) else {})}
+                count += 1
+                for key in {None, name if isinstance(name, str) else None}:
+                    waiting[key].append(found["id"])
+                plain["tool_calls"].append(found)
+        if plain.get("role") == "tool" and "tool_call_id" not in plain:
+            queue = waiting[tool if isinstance(tool, str) else None]
+            plain["tool_call_id"] = queue.popleft() if queue else f"call{count:05d}"
+            if isinstance(tool, str):
+                plain["name"] = tool
+        converted.append(plain)
+    return converted
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """How long a request has taken: from its first step to its first token, from there to the last, and in all."""
+
+    prompt: float
+    answer: float
+    whole: float
+
+
+@dataclass
+class OllamaWriter:
+    """Writes the answer to one body; `seconds` tells the time it took so far."""
+
+    url: str
+    model: str
+    chat: ChatRequest | None
+    """How the answer is read; None: as it is."""
+    _tokens: int = field(default=0, init=False)
+    """Whose log-probabilities have been written."""
+
+    def whole(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
+        """All of it."""
+        answer, reader = output.outputs[0], self._reader()
+        reader.read(answer.text, True)
+        return {**self._head(), **self._said(reader.message, answer), **self._end(output, seconds)}
+
+    async def lines(
+        self, output: RequestOutput, news: AsyncIterable[None], seconds: Callable[[], Seconds]
+    ) -> AsyncIterator[object]:
+        """What is new at each of the news, then calls of tools, then the end."""
+        answer, reader = output.outputs[0], self._reader()
+        async for _ in news:
+            message = said_by(reader.read(answer.text, answer.finish_reason is not None))
+            if message.content or message.reasoning:
+                yield {**self._head(), **self._said(message, answer), "done": False}
+        if reader.message.tool_calls:
+            yield {**self._head(), **self._said(Message(tool_calls=reader.message.tool_calls), answer), "done": False}
+        yield {**self._head(), **self._said(Message(), answer), **self._end(output, seconds())}
+
+    def loaded(self) -> dict[str, Any]:
+        """The answer to a body that asks for nothing: the model is there, as always."""
+        nothing = self._said(Message(), CompletionOutput(0))
+        return {**self._head(), **nothing, "done": True, "done_reason": "load"}
+
+    def _reader(self) -> AnswerReader:
+        return AnswerReader(PlainParser(), None) if self.chat is None else self.chat.reader()
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self.model, "created_at": timestamp(time.time())}
+
+    def _said(self, message: Message, answer: CompletionOutput) -> dict[str, Any]:
+        thought = {"thinking": message.reasoning} if message.reasoning else {}
+        said: dict[str, Any] = {"response": message.content, **thought}
+        if self.url == CHAT:
+            content = {"role": "assistant", "content": message.content, **thought}
+            calls = [tool_call(block) for block in blocks(message) if block["type"] == "tool_use"]
+            said = {"message": {**content, **({"tool_calls": calls} if calls else {})}}
+        if answer.logprobs is not None and len(answer.token_ids) > self._tokens:
+            said["logprobs"] = token_logprobs(answer, self._tokens)
+            self._tokens = len(answer.token_ids)
+        return said
+
+    def _end(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
+        """Why it ended, and how long it took; what is neither prompt nor answer is what came before its first step."""
+        answer = output.outputs[0]
+        has_context = self.url == GENERATE and self.chat is not None
+        known = {"context": [*output.prompt_token_ids, *answer.token_ids]} if has_context else {}
+        return {
+            "done": True,
+            "done_reason": "length" if answer.finish_reason == "length" else "stop",
+            **known,
+            "total_duration": nanoseconds(seconds.whole),
+            "load_duration": nanoseconds(seconds.whole - seconds.prompt - seconds.answer),
+            "prompt_eval_count": len(output.prompt_token_ids),
+            "prompt_eval_duration": nanoseconds(seconds.prompt),
+            "eval_count": len(answer.token_ids),
+            "eval_duration": nanoseconds(seconds.answer),
+        }
+
+
+def said_by(pieces: Sequence[Piece]) -> Message:
+    """What pieces say, without calls."""
+    message = Message()
+    message.add(piece for piece in pieces if isinstance(piece, Content | Reasoning))
+    return message
+
+
+def tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in ollama's form: its arguments are an object."""
+    return {"id": block["id"], "function": {"name": block["name"], "arguments": block["input"]}}
+
+
+def token_logprobs(answer: CompletionOutput, start: int) -> list[dict[str, Any]]:
+    """Of an answer's tokens from one on, each with the most probable ones in its place."""
+    found = []
+    for token_id, table in zip(answer.token_ids[start:], (answer.logprobs or [])[start:], strict=True):
+        entries = {
+            candidate: {"token": entry.token or "", "logprob": finite(entry.logprob)}
+            for candidate, entry in table.items()
+        }
+        found.append({**entries[token_id], "top_logprobs": list(entries.values())})
+    return found
+
+
+def nanoseconds(seconds: float) -> int:
+    """A duration as ollama writes it."""
+    return max(0, round(seconds * 1e9))
+
+
+def timestamp(seconds: float) -> str:
+    """A time since 1970 as text."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """ollama's shape of an error."""
+    return {"error": str(error)}

@@ -1,0 +1,85 @@
+"""Requests that no route answers: told which one would, and how to ask it. And the other names that routes have."""
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvern.api.completions import CHAT, COMPLETIONS
+from kvern.api.embeddings import EMBEDDINGS
+from kvern.api.errors import HttpError
+from kvern.api.messages import MESSAGES
+from kvern.errors import shown
+from kvern.server.http import error_response, path_of
+
+EXAMPLES = {
+    CHAT: '{"messages": [{"role": "user", "content": "Hello"}]}',
+    COMPLETIONS: '{"prompt": "Once upon a time"}',
+    EMBEDDINGS: '{"input": "Hello"}',
+    MESSAGES: '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}',
+    "/v1/responses": '{"input": "Hello"}',
+    "/api/chat": '{"model": "NAME", "messages": [{"role": "user", "content": "Hello"}]}',
+    "/api/generate": '{"model": "NAME", "prompt": "Hello"}',
+}
+"""Bodies that show how a route is asked."""
+COMPARED = 64
+"""Characters of a path that are compared with those of routes."""
+VERSIONS = re.compile(r"(?:/v[12])*(?=/)")
+
+
+class Signposts:
+    """What is said of paths and methods that these routes do not have."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = routes
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        """404 and 405 with the way to go on, and the answer to OPTIONS."""
+        assert isinstance(error, HTTPException)
+        methods = self._methods(request.scope)
+        path = path_of(request.scope)
+        asked = f"{request.method} {shown(path)}"
+        if not methods:
+            message = f"{asked}: there is no such route{self._nearest(path)}; /docs lists them"
+            return error_response(HttpError(404, message), request.scope)
+        headers = {"allow": ", ".join([*methods, "OPTIONS"])}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        body = f" with a body such as {EXAMPLES[path]}" if path in EXAMPLES else ""
+        message = f"{asked}: this route takes {' and '.join(methods)}{body}; /docs tells its fields"
+        return error_response(HttpError(405, message, headers=headers), request.scope)
+
+    def _methods(self, scope: Scope) -> list[str]:
+        """Of all routes with the path."""
+        fitting = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
+        return sorted({method for route in fitting for method in route.methods or ()})
+
+    def _nearest(self, path: str) -> str:
+        paths = {route.path for route in self._routes}
+        found = difflib.get_close_matches(path[:COMPARED], sorted(paths), n=2)
+        return f", the nearest are {' and '.join(found)}" if found else ""
+
+
+def by_all_names(app: ASGIApp, routes: Sequence[Route]) -> ASGIApp:
+    """Lets routes be asked without their /v1, and with one too many: base URLs of clients are given both ways."""
+    paths = [route.path.split("/") for route in routes]
+    versioned = {parts[2] for parts in paths if parts[1] == "v1"}
+    others = {parts[1] for parts in paths} - {"v1", ""}
+
+    def own_name(path: str) -> str:
+        found = VERSIONS.match(path)
+        rest = path[found.end() :] if found else path
+        name = rest.split("/", 2)[1] if found else ""
+        return f"/v1{rest}" if name in versioned else rest if name in others else path
+
+    async def renamed(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = scope.get("root_path", "") + own_name(path_of(scope))
+        await app(scope, receive, send)
+
+    return renamed
