@@ -154,6 +154,11 @@ def test_tokens_of_a_conversation_that_is_not_answered_yet(server: Served) -> No
 
     assert tokens()[: len(tokens(add_generation_prompt=False))] == tokens(add_generation_prompt=False) != tokens()
     assert tokens(add_special_tokens=True)[1:] == tokens()
+    begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    whole, going_on = (
+        tokens(messages=begun, add_generation_prompt=False, continue_final_message=on) for on in (False, True)
+    )
+    assert going_on == tokens(messages=begun, continue_final_message=True) == whole[:-1]
 
 
 def test_names_of_models_say_where_they_come_from(server: Served) -> None:

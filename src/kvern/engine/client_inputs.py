@@ -108,12 +108,14 @@ class ClientInputs:
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """The conversation as token ids. Raises InvalidRequest."""
 
         def work() -> list[int]:
-            text = self._tokenizer.chat_prompt(messages, tools, add_generation_prompt, **(variables or {}))
+            write = self._ready.chat.written
+            text, _ = write(messages, tools, variables, add_generation_prompt, continue_final_message)
             return self._counted(text, add_special_tokens)
 
         return await self._in_thread(_characters(messages), work)

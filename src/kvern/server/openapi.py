@@ -103,6 +103,7 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
                         "tools": TOOLS,
                         "add_special_tokens": optional(SWITCH),
                         "add_generation_prompt": optional(SWITCH),
+                        "continue_final_message": optional(SWITCH),
                         "chat_template_kwargs": optional(OBJECT),
                         "return_token_strs": optional(SWITCH),
                     }

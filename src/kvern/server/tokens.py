@@ -29,9 +29,7 @@ class Tokens:
         body = await read_object(request)
         engine = self._service.engine_of(self._service.model(body))
         inputs = engine.client.inputs
-        if typed(body, "continue_final_message", bool, False):
-            message = "continue_final_message is true: this route counts whole messages; leave it out"
-            raise HttpError(400, message, param="continue_final_message")
+        continued = typed(body, "continue_final_message", bool, False)
         variables, tools = template_variables(body), read_tools(typed(body, "tools", list, None)).definitions
         with engine.admission.enter(request.state.key):
             if "messages" in body:
@@ -39,7 +37,8 @@ class Tokens:
                     plain_messages(body["messages"]),
                     list(tools) or None,
                     variables,
-                    add_generation_prompt=typed(body, "add_generation_prompt", bool, True),
+                    add_generation_prompt=typed(body, "add_generation_prompt", bool, not continued),
+                    continue_final_message=continued,
                     add_special_tokens=typed(body, "add_special_tokens", bool, False),
                 )
             else:

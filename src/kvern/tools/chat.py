@@ -130,22 +130,12 @@ class Chat:
         InvalidRequest or InvalidParameter.
         """
         definitions = list(use.definitions) or None
-        mark = ""
-        if continue_final_message:
-            if add_generation_prompt:
-                raise InvalidRequest(
-                    "add_generation_prompt and continue_final_message are both set: a new message begins, or the last "
-                    "one goes on; set one of them"
-                )
-            messages, mark = _marked(messages)
-        text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
-        text = _up_to(text, mark) if mark else text
+        text, said = self.written(messages, definitions, variables, add_generation_prompt, continue_final_message)
         if encoding is None:  # the template writes the special tokens itself
             prompt = self._encoder.encode(text, definitions is not None, namespace, self._max_model_len)
         else:
             prompt = encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
         form = self._format(use) if use.choice != "none" else None
-        said = messages[-1]["content"].removesuffix(mark) if mark else ""
         thought = self._thought(prompt, said, thinking_budget, definitions is not None)
         if form is None and thought is None:
             return ChatRequest(prompt, params, self._tokenizer)
@@ -159,6 +149,27 @@ class Chat:
         )
         tools = {tool.name: tool.parameters for tool in use.tools}
         return ChatRequest(prompt, params, self._tokenizer, form, tools, thought)
+
+    def written(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        definitions: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> tuple[str, str]:
+        """The prompt as text, and what it has of the answer's message already. Raises InvalidRequest."""
+        if not continue_final_message:
+            text = self._tokenizer.chat_prompt(messages, definitions, add_generation_prompt, **(variables or {}))
+            return text, ""
+        if add_generation_prompt:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message are both set: a new message begins, or the last "
+                "one goes on; set one of them"
+            )
+        marked, mark = _marked(messages)
+        text = self._tokenizer.chat_prompt(marked, definitions, add_generation_prompt, **(variables or {}))
+        return _up_to(text, mark), str(messages[-1]["content"])
 
     def can_bound_thinking(self, tools: bool) -> bool:
         """Whether the template, with or without tools, has marks around thinking, and the end can be forced."""
