@@ -32,7 +32,7 @@ class EngineConfig:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """JSON object of names that the template sees, such as {"enable_thinking": false}; requests' own go before them."""
     hf_overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """JSON object whose values go before those of the model's config.json."""
+    """JSON object whose values go before those of the model's config.json. Changed models are kept below cache_dir."""
     generation_config: str = "auto"
     """Where defaults of sampling come from: auto takes the model's, none no file's; else a folder with the file."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -95,8 +95,7 @@ class EngineConfig:
     deterministic: bool = False
     """On a GPU, make a request's logits the same to the last bit whatever shares its batch; costs speed."""
     cache_dir: str | None = None
-    """Folder for built kernels, measurements of this GPU, and models with changed files. None: kvern's among the user's
-    caches."""
+    """Folder for built kernels and measurements of this GPU. None: kvern's among the user's caches."""
     tool_parser: Literal["auto", "none", "hermes", "mistral", "gemma4", "functiongemma", "pythonic", "llama"] = "auto"
     """How the model writes calls of tools; auto reads it off the chat template, none leaves them in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral", "seed", "gemma4"] = "auto"
