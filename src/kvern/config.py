@@ -32,7 +32,7 @@ class EngineConfig:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """JSON object of names that the template sees, such as {"enable_thinking": false}; requests' own go before them."""
     hf_overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """JSON object whose values go before those of the model's config.json."""
+    """JSON object whose values go before those of the model's config.json. Changed models are kept below cache_dir."""
     generation_config: str = "auto"
     """Where defaults of sampling come from: auto takes the model's, none no file's; else a folder with the file."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
