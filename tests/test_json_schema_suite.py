@@ -5,6 +5,7 @@ The suite comes with the sources of the `jsonschema` package, which are fetched 
 
 import collections
 import importlib.metadata
+import itertools
 import json
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def accepted(cases: list[Case], grammars: Grammars, draft: str) -> list[Case]:
     return kept
 
 
-@pytest.fixture(scope="module", params=["random weights", "embedded model", "xgrammar"])
+@pytest.fixture(scope="module")
 def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
     model, backend = "kvern-1m" if request.param == "embedded model" else str(tiny_model), "llguidance"
     if request.param == "xgrammar":
@@ -112,7 +113,16 @@ def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+MODELS = ("random weights", "embedded model", "xgrammar")
+BY_DAY = {*itertools.product(MODELS, ["draft2020-12"]), *zip(MODELS, ["draft2019-09", "draft7", "draft4"], strict=True)}
+EACH = [
+    pytest.param(model, draft, marks=[] if (model, draft) in BY_DAY else [pytest.mark.nightly])
+    for model in MODELS
+    for draft in DRAFTS
+]
+
+
+@pytest.mark.parametrize(("llm", "draft"), EACH, indirect=["llm"])
 def test_every_answer_validates(llm: LLM, suite: Path, draft: str) -> None:
     cases = cases_of(suite, draft)
     folder = llm._engine.folder

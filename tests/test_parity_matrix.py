@@ -2,7 +2,9 @@
 
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,20 @@ SHARED = 5 * BLOCK + 1
 LENGTHS = (1, BLOCK, SHARED + BLOCK, SHARED + WINDOW, SHARED + 2 * CHUNK + 2)
 """Prompts within a block, at its end, over several, over the window, and over several chunks."""
 
-SWITCHES = list(itertools.product(("paged", "contiguous"), (True, False), (True, False), ("continuous", "static")))
+SWITCHES = (("paged", "contiguous"), (True, False), (True, False), ("continuous", "static"))
+COVERING = {(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)}
+"""Any two switches meet in all four ways."""
+
+
+def matrix() -> Iterator[Any]:
+    """All switches for all families. By day each family has the usual ones, and five that cover pairs; they are others
+    for the next family, so that together they are all."""
+    for number, family in enumerate(FAMILIES):
+        for choice in itertools.product((0, 1), repeat=len(SWITCHES)):
+            turned = tuple(one ^ number >> place & 1 for place, one in enumerate(choice))
+            by_day = turned in COVERING or not any(choice)
+            values = [options[one] for options, one in zip(SWITCHES, choice, strict=True)]
+            yield pytest.param(family, *values, marks=[] if by_day else [pytest.mark.nightly])
 
 
 class Reference:
@@ -44,7 +59,7 @@ class Reference:
             self.logprobs.append(logits.log_softmax(-1))  # row i predicts token i + 1
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     return Reference(folder)
@@ -79,7 +94,9 @@ def check(outputs: list[RequestOutput], reference: Reference) -> None:
             torch.testing.assert_close(actual, expected[ids], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(("kv_cache", "prefix_cache", "chunked_prefill", "batching"), SWITCHES)
+@pytest.mark.parametrize(
+    ("reference", "kv_cache", "prefix_cache", "chunked_prefill", "batching"), list(matrix()), indirect=["reference"]
+)
 def test_tokens_and_logits_equal_transformers(
     reference: Reference, kv_cache: str, prefix_cache: bool, chunked_prefill: bool, batching: str
 ) -> None:
@@ -91,6 +108,7 @@ def test_tokens_and_logits_equal_transformers(
 
 
 @pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])
+@pytest.mark.parametrize("reference", FAMILIES, indirect=True)
 def test_prompt_logprobs_equal_transformers(reference: Reference, kv_cache: str) -> None:
     llm = engine(reference, kv_cache, True, True, "continuous")
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
