@@ -172,7 +172,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": ["f"]}, r"tools\[0\] is 'f'"),
     ({"tools": "f"}, "tools is 'f'"),
     ({"tools": [{"type": "function", "function": {"name": "no blanks"}}]}, "letters, digits"),
-    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "1 to 64"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "1 to 128"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, r"tools\[1\].function.name is 'get_weather', as in tools\[0\]"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type is 'web_search'"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "none of the tools"),

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
+from kvern.tools.tool_format import NAME, CallableTool, ToolParser, WriteLiteral
 
-HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,64})(?=\{)")
+HEAD = re.compile(rf"\s*call:({NAME.pattern})(?=\{{)")
 LONGEST_HEAD = 256
 IN_JSON = re.compile(r'["\\]')
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)

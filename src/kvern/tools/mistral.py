@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall, JsonValue
-from kvern.tools.tool_format import CallableTool, ToolParser, WriteLiteral
+from kvern.tools.tool_format import NAME, CallableTool, ToolParser, WriteLiteral
 
 BEGIN, ARGUMENTS, IDENTITY = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-HEAD = re.compile(r"([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
+HEAD = re.compile(rf"({NAME.pattern})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{)")
 LONGEST_HEAD = 256
 
 
