@@ -1,18 +1,20 @@
 """The input items of /v1/responses, as messages of a conversation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from kvern.api.conversation import text_of
+from kvern.api.fields import typed
 from kvern.api.response_reasoning import MOST_CHARACTERS, opened_reasoning
-from kvern.api.response_tools import FIXED, INPUT, qualified
+from kvern.api.response_tools import FIXED, INPUT, qualified, read_tool_list
 from kvern.errors import InvalidRequest, shown
 from kvern.json_work import is_too_much
 
 CALLS = frozenset({"function_call", "custom_tool_call", *FIXED})
-OUTPUTS = frozenset(f"{call}_output" for call in CALLS)
+OUTPUTS = frozenset({"tool_search_output", *(f"{call}_output" for call in CALLS if call != "tool_search_call")})
 PASSED_OVER = frozenset(
     {
         "additional_tools",
@@ -29,20 +31,29 @@ PASSED_OVER = frozenset(
         "mcp_list_tools",
         "program",
         "program_output",
-        "tool_search_call",
-        "tool_search_output",
         "web_search_call",
     }
 )
 """Items that mean something to services that run tools themselves."""
+ADDING = ("additional_tools", "tool_search_output")
+SEARCHES = ("tool_search_call", "tool_search_output")
 UNSEEN = {"input_image": "an image", "input_file": "a file"}
 """Parts of a tool's output that stand in the conversation as a note: the model asked for them, and must go on."""
 
-StoredItem = Callable[[str], dict[str, Any] | None]
+Items = Mapping[str, Mapping[str, Any]]
+"""By their ids."""
+NO_ITEMS: Items = MappingProxyType({})
 
 
-def input_messages(value: object, stored_item: StoredItem = lambda item_id: None) -> list[dict[str, Any]]:
-    """`input`, a text or a list of items, as messages; `stored_item` finds what an item refers to.
+def references(value: object) -> list[str]:
+    """The ids that an input refers to."""
+    items = value if isinstance(value, list) else []
+    ids = (item.get("id") for item in items if isinstance(item, dict) and _kind(item) == "item_reference")
+    return [item_id for item_id in ids if isinstance(item_id, str)]
+
+
+def input_messages(value: object, stored: Items = NO_ITEMS) -> list[dict[str, Any]]:
+    """`input`, a text or a list of items, as messages; `stored` holds what it refers to.
 
     Raises InvalidRequest.
     """
@@ -56,7 +67,7 @@ def input_messages(value: object, stored_item: StoredItem = lambda item_id: None
     reader = _Reader()
     for number, item in enumerate(value):
         place = f"input[{number}]"
-        reader.read(_resolved(item, place, stored_item), place)
+        reader.read(_resolved(item, place, stored), place)
     return reader.end()
 
 
@@ -64,11 +75,11 @@ def _kind(item: Mapping[str, Any]) -> object:
     return item.get("type") or ("message" if "role" in item else "item_reference")
 
 
-def _resolved(item: dict[str, Any], place: str, stored_item: StoredItem) -> dict[str, Any]:
+def _resolved(item: Mapping[str, Any], place: str, stored: Items) -> Mapping[str, Any]:
     if _kind(item) != "item_reference":
         return item
     item_id = item.get("id")
-    found = stored_item(item_id) if isinstance(item_id, str) else None
+    found = stored.get(item_id) if isinstance(item_id, str) else None
     if found is None:
         raise InvalidRequest(f"{place} refers to the item {shown(item_id)}, which is not stored: send the item itself")
     return found
@@ -89,6 +100,8 @@ class _Reader:
             raise InvalidRequest(f"{place}.type is {shown(kind)}: it must be a text")
         if kind == "reasoning":
             self._reasoning.append(self._thought(item, place))
+        elif kind in SEARCHES and item.get("call_id") is None:
+            return  # of a service
         elif kind in CALLS:
             function = {"name": _function_name(item, place), "arguments": _arguments(item, place)}
             call = {"id": _call_id(item, place), "type": "function", "function": function}
@@ -163,7 +176,7 @@ def _arguments(item: Mapping[str, Any], place: str) -> dict[str, Any]:
         name = FIXED[kind][1]
         if not isinstance(item.get(name), dict):
             raise InvalidRequest(f"{place}.{name} is {shown(item.get(name))}: it must be an object")
-        return {part: value for part, value in item[name].items() if value is not None and value != "exec"}
+        return {part: value for part, value in item[name].items() if (part, value) != ("type", "exec")}
     text = item.get("arguments")
     if not isinstance(text, str):
         raise InvalidRequest(f"{place}.arguments is {shown(text)}: it must be JSON in a text")
@@ -196,6 +209,8 @@ def _is_refusal(part: object) -> bool:
 def _output(item: Mapping[str, Any], place: str) -> str:
     """What a tool has said."""
     kind, output = item["type"], item.get("output")
+    if kind == "tool_search_output":
+        return f"Tools that can be called now: {', '.join(_names(item, place))}"
     if kind == "apply_patch_call_output" and isinstance(item.get("status"), str):
         output = item["status"] if output is None else f"{item['status']}\n{output}"
     if isinstance(output, str):
@@ -205,6 +220,20 @@ def _output(item: Mapping[str, Any], place: str) -> str:
     if kind == "shell_call_output":
         return msgspec.json.encode(output).decode()
     return text_of([_seen(part) for part in output])
+
+
+def _names(item: Mapping[str, Any], place: str) -> Iterator[str]:
+    """Of functions that a search has found."""
+    tools = item.get("tools")
+    if not isinstance(tools, list):
+        raise InvalidRequest(f"{place}.tools is {shown(tools)}: it must be a list of tools")
+    return (tool.function["name"] for tool in read_tool_list(tools).offered)
+
+
+def added_tools(value: object) -> list[Any]:
+    """Tools that items of an input, which has been read, add to those of the body."""
+    items = [item for item in value if _kind(item) in ADDING] if isinstance(value, list) else []
+    return [tool for item in items for tool in typed(item, "tools", list, [])]
 
 
 def _seen(part: object) -> object:

@@ -20,8 +20,9 @@ PREFIXES = {
     "local_shell_call": "lsh",
     "shell_call": "sh",
     "apply_patch_call": "apc",
+    "tool_search_call": "tsc",
 }
-ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})_(\d{1,6})")
+ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})_\d{1,6}")
 INPUT_BEGINS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 HEX = "[0-9a-fA-F]"
 HIGH, LOW = rf"\\u[dD][89abAB]{HEX}{{2}}", rf"\\u[dD][c-fC-F]{HEX}{{2}}"
@@ -59,17 +60,18 @@ class FileOperation(msgspec.Struct):
     diff: str
 
 
-ACTIONS: dict[str, type[msgspec.Struct]] = {
+ACTIONS: dict[str, Any] = {
     "local_shell_call": LocalShellAction,
     "shell_call": ShellAction,
     "apply_patch_call": FileOperation,
+    "tool_search_call": dict[str, Any],
 }
 
 
-def place_of_item(item_id: str) -> tuple[str, int] | None:
-    """The response that an item is of, and which of its output it is; None for an id of someone else's making."""
+def response_of(item_id: str) -> str | None:
+    """The response that an item is of; None for an id of someone else's making."""
     found = ITEM_ID.fullmatch(item_id)
-    return None if found is None else (f"resp_{found[1]}", int(found[2]))
+    return None if found is None else f"resp_{found[1]}"
 
 
 class OutputItems:
@@ -243,7 +245,7 @@ def _call(tool: OfferedTool | None, call_id: str, name: str) -> _Item:
     if tool is None:
         return _FunctionCall({"call_id": call_id, "name": name, "arguments": ""})
     if tool.item in FIXED:
-        return _FixedCall(tool.item, call_id)
+        return _FixedCall(tool.item, {"call_id": call_id, **tool.fields})
     fields = {"call_id": call_id, **tool.fields}
     if tool.item == "custom_tool_call":
         return _CustomCall({**fields, "input": ""})
@@ -308,10 +310,10 @@ def _character(written: str) -> str:
 
 
 class _FixedCall(_Item):
-    """A call whose arguments have a fixed shape is told when it has ended; one that was cut off, as a function's."""
+    """A call with a type of its own is told when it has ended; one that was cut off, as a function's."""
 
-    def __init__(self, kind: str, call_id: str) -> None:
-        super().__init__(kind, {"call_id": call_id})
+    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__init__(kind, fields)
 
     def begin(self) -> list[Event]:
         if self.fields["type"] == "local_shell_call":

@@ -14,8 +14,9 @@ FIXED: dict[str, tuple[str, str]] = {
     "local_shell_call": ("local_shell", "action"),
     "shell_call": ("shell", "action"),
     "apply_patch_call": ("apply_patch", "operation"),
+    "tool_search_call": ("tool_search", "arguments"),
 }
-"""Items of calls whose arguments have a fixed shape: the tool, and the field that holds the arguments."""
+"""Items of calls that have a type of their own: the tool, and the field that holds the arguments."""
 INPUT = "input"
 """The one argument of a custom tool."""
 GRAMMARS = {"lark": "Lark grammar", "regex": "regular expression"}
@@ -67,11 +68,24 @@ def qualified(namespace: object, name: str) -> str:
     return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
 
 
-def read_tool_list(tools: Sequence[object]) -> ToolList:
-    """`tools` of a body. Raises InvalidRequest, but for types that are not known or not offered."""
+def read_tool_list(tools: Sequence[object], added: Sequence[object] = ()) -> ToolList:
+    """`tools` of a body, and those that its input adds, again and again perhaps.
+
+    Raises InvalidRequest, but for types that are not known or not offered.
+    """
+    found, more = _read(tools, "tools"), _read(added, "added tools")
+    known = found.by_function()
+    for tool in more.offered:
+        if tool.function["name"] not in known:
+            known[tool.function["name"]] = tool
+            found.offered.append(tool)
+    return ToolList(found.offered, found.left_out + more.left_out)
+
+
+def _read(tools: Sequence[object], where: str) -> ToolList:
     found = ToolList([], [])
     for number, tool in enumerate(tools):
-        place = f"tools[{number}]"
+        place = f"{where}[{number}]"
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
             raise InvalidRequest(f"{place} is {shown(tool)}: it must be an object with a type")
         if tool["type"] == "namespace":
@@ -113,6 +127,9 @@ def _add(found: ToolList, tool: Mapping[str, Any], place: str, namespace: str | 
         found.offered.append(OfferedTool(place, function, item, fields))
     elif kind in SHAPES and not _is_hosted(tool):
         found.offered.append(OfferedTool(place, {"name": kind, "strict": True, **SHAPES[kind]}, f"{kind}_call"))
+    elif kind == "tool_search" and tool.get("execution") == "client":
+        function = {"name": kind, **{part: tool[part] for part in ("description", "parameters") if part in tool}}
+        found.offered.append(OfferedTool(place, function, "tool_search_call", {"execution": "client"}))
     else:
         label = tool.get("server_label")
         found.left_out.append(f"{kind}:{label}" if isinstance(label, str) else kind)

@@ -20,7 +20,7 @@ from kvern.api.fields import (
     typed,
 )
 from kvern.api.forms import response_format
-from kvern.api.response_items import StoredItem, input_messages
+from kvern.api.response_items import NO_ITEMS, Items, added_tools, input_messages
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.errors import shown
@@ -77,21 +77,24 @@ def read_response(
     body: Mapping[str, Any],
     model: str,
     earlier: Callable[[str], Messages],
-    stored_item: StoredItem = lambda item_id: None,
+    items: Items = NO_ITEMS,
 ) -> ResponseBody:
-    """Check a body. `earlier` gives the messages up to the end of a response that was before, by its id, and
-    `stored_item` an item of one.
+    """Check a body. `earlier` gives the messages up to the end of a response that was before, by its id;
+    `items` are those that the input refers to.
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
     for name, value in REFUSED.items():
         if body.get(name) not in (None, value):
             raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
+    if body.get("truncation") not in (None, "auto", "disabled"):
+        message = f"truncation is {shown(body['truncation'])}: it must be auto or disabled"
+        raise HttpError(400, message, param="truncation")
     previous = typed(body, "previous_response_id", str, None)
-    messages = [*([] if previous is None else earlier(previous)), *input_messages(body.get("input"), stored_item)]
+    messages = [*([] if previous is None else earlier(previous)), *input_messages(body.get("input"), items)]
     instructions = typed(body, "instructions", str, None)
     prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
-    tools = read_tool_list(_tools(body))
+    tools = read_tool_list(typed(body, "tools", list, []), added_tools(body.get("input")))
     choice, choice_note = chat_tool_choice(body.get("tool_choice"), tools)
     definitions, places = [tool.definition for tool in tools.offered], [tool.place for tool in tools.offered]
     use = read_tools(definitions, choice, body.get("parallel_tool_calls"), places)
@@ -107,16 +110,6 @@ def read_response(
     if stream and response["background"]:
         raise HttpError(400, "stream and background are both set: choose one", param="background")
     return ResponseBody(conversation, params, read_common(body), messages, response, stream)
-
-
-def _tools(body: Mapping[str, Any]) -> list[Any]:
-    """Those of the body, and those that its input adds."""
-    tools: list[Any] = list(typed(body, "tools", list, []))
-    given = body.get("input")
-    for item in given if isinstance(given, list) else ():
-        if item.get("type") == "additional_tools":
-            tools += typed(item, "tools", list, [])
-    return tools
 
 
 def _notes(metadata: Mapping[str, str], tools: ToolList, choice: str | None) -> dict[str, str]:
@@ -196,7 +189,7 @@ def _begun(body: Mapping[str, Any], model: str, params: SamplingParams, form: ob
         "temperature": params.temperature if params.temperature is not None else 1.0,
         "text": {"format": form, "verbosity": typed(body, "text", dict, {}).get("verbosity")},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": _tools(body),
+        "tools": [*typed(body, "tools", list, []), *added_tools(body.get("input"))],
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p if params.top_p is not None else 1.0,
         "truncation": "disabled",
@@ -291,7 +284,7 @@ def _conclude(response: dict[str, Any], output: RequestOutput) -> str:
     prompt, generated = len(output.prompt_token_ids), len(answer.token_ids)
     response["usage"] = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + generated,

@@ -16,6 +16,7 @@ from kvern.errors import KvernError
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import EventStream, ignored_header, json_response, until_gone
 from kvern.server.response_memory import Packed, ResponseMemory, Stored
+from kvern.server.response_references import referred_items
 from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
 
@@ -35,12 +36,13 @@ class Responses:
         key = request.state.key
         merge_extra(body)
         model = self._service.model(body)
-        asked = read_response(body, model, lambda name: self._earlier(key.name, name))
+        items = await referred_items(body.get("input"), functools.partial(self._ended, key.name))
+        asked = read_response(body, model, lambda name: self._earlier(key.name, name), items)
         chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key)
         ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
         stored, stream = Stored(key.name, asked.response, asked.messages), asked.stream
         headers = ignored_header(body, KNOWN)
-        del asked
+        del asked, items
         let_go(request, body)
         if stored.body["store"] or stored.background:
             self._memory.add(stored)
@@ -99,6 +101,13 @@ class Responses:
             message = f"response {response_id} is {stored.body['status']}: wait until it is completed"
             raise HttpError(400, message, param="previous_response_id")
         return [*stored.messages, *input_messages(stored.body["output"])]
+
+    async def _ended(self, owner: str, response_id: str) -> bytes | None:
+        """A response that has ended, as JSON."""
+        with contextlib.suppress(HttpError):
+            found = self._memory.find(owner, response_id)
+            return bytes(found.body) if isinstance(found, Packed) else None
+        return None
 
     async def _work(self, stored: Stored, ask: Ask, chat: ChatRequest) -> None:
         """In the background; what goes wrong is told by the response."""

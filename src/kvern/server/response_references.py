@@ -1,0 +1,38 @@
+"""Items that the input of /v1/responses refers to: parts of what stored responses gave."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from kvern.api.errors import HttpError
+from kvern.api.response_items import references
+from kvern.api.response_output import response_of
+
+MOST_BYTES = 16 << 20
+"""Of all responses that are read for one request."""
+
+
+async def referred_items(value: object, find: Callable[[str], Awaitable[bytes | None]]) -> dict[str, dict[str, Any]]:
+    """Those that are found, by their ids; `find` gives a response as JSON, None for one that is not there.
+
+    Raises HttpError if too much would have to be read.
+    """
+    wanted: dict[str, set[str]] = {}
+    for item_id in references(value):
+        response_id = response_of(item_id)
+        if response_id is not None:
+            wanted.setdefault(response_id, set()).add(item_id)
+    found: dict[str, dict[str, Any]] = {}
+    left = MOST_BYTES
+    for response_id, item_ids in wanted.items():
+        response = await find(response_id)
+        if response is None:
+            continue
+        left -= len(response)
+        if left < 0:
+            message = f"input refers to items of responses of more than {MOST_BYTES} bytes: send the items themselves"
+            raise HttpError(413, message, param="input")
+        output = msgspec.json.decode(response)["output"]
+        found |= {item["id"]: item for item in output if item["id"] in item_ids}
+    return found
