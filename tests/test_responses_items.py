@@ -2,15 +2,17 @@
 
 import json
 import re
+import typing
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from kvern.api.response_items import input_messages
+from kvern.api.response_items import CALLS, PASSED_OVER, input_messages
+from kvern.api.response_items import OUTPUTS as OUTPUT_KINDS
 from kvern.api.response_output import OutputItems
 from kvern.api.response_reasoning import packed_reasoning
 from kvern.errors import InvalidRequest
@@ -200,6 +202,14 @@ def test_bad_items_name_the_place(value: Any, said: str) -> None:
         input_messages(value)
 
 
+def test_every_type_of_item_is_known() -> None:
+    hints = [typing.get_type_hints(item).get("type") for item in typing.get_args(ResponseInputItemParam)]
+    kinds = {kind for hint in hints for part in (hint, *typing.get_args(hint)) for kind in typing.get_args(part)}
+    assert {kind for kind in kinds if isinstance(kind, str)} == {
+        *CALLS, *OUTPUT_KINDS, *PASSED_OVER, "message", "reasoning", "item_reference",
+    }  # fmt: skip
+
+
 def test_packed_thinking_cannot_grow_without_bound() -> None:
     bomb = {"type": "reasoning", "encrypted_content": packed_reasoning("a" * (3 << 20))}
     messages = input_messages([bomb, MESSAGE, {"role": "user", "content": "a"}, bomb, MESSAGE])
@@ -308,7 +318,9 @@ def test_what_is_accepted_and_what_is_refused(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "namespace", "name": "a"}]}, r"tools\[0\].tools is None"),
         ({"tools": [{**CODE, "format": {"type": "grammar"}}]}, r"tools\[0\].format is"),
         ({"tools": [WEATHER, WEATHER]}, "names must differ"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity is 'loud'"),
+        ({"input": [{"type": "configuration_update", "text": {"format": {"type": "a"}}}, *QUESTION]}, "'a'"),
     ]
     for body, said in refused:
         with pytest.raises(openai.BadRequestError, match=said):
-            client.responses.create(**asked, **body)
+            client.responses.create(**{**asked, **body})

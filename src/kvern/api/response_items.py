@@ -23,6 +23,7 @@ PASSED_OVER = frozenset(
         "compaction_trigger",
         "computer_call",
         "computer_call_output",
+        "configuration_update",
         "file_search_call",
         "image_generation_call",
         "mcp_approval_request",
@@ -34,7 +35,7 @@ PASSED_OVER = frozenset(
         "web_search_call",
     }
 )
-"""Items that mean something to services that run tools themselves."""
+"""Items that say nothing to the model: of services that run tools themselves, and what is read elsewhere."""
 ADDING = ("additional_tools", "tool_search_output")
 SEARCHES = ("tool_search_call", "tool_search_output")
 UNSEEN = {"input_image": "an image", "input_file": "a file"}

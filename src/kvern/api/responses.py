@@ -84,6 +84,7 @@ def read_response(
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
+    body = _configured(body)
     for name, value in REFUSED.items():
         if body.get(name) not in (None, value):
             raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
@@ -112,6 +113,16 @@ def read_response(
     return ResponseBody(conversation, params, read_common(body), messages, response, stream)
 
 
+def _configured(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With what items of its input change."""
+    given = body.get("input")
+    for item in given if isinstance(given, list) else ():
+        if isinstance(item, dict) and item.get("type") == "configuration_update":
+            changes = {name: typed(item, name, dict, {}) for name in ("reasoning", "text")}
+            body = {**body, **{name: {**typed(body, name, dict, {}), **change} for name, change in changes.items()}}
+    return body
+
+
 def _notes(metadata: Mapping[str, str], tools: ToolList, choice: str | None) -> dict[str, str]:
     """What was asked and is not done, as far as metadata has room."""
     left_out = ", ".join(dict.fromkeys(tools.left_out))[:LONGEST_METADATA]
@@ -135,6 +146,15 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
         message = f"reasoning.summary is {shown(summary)}: it must be one of {', '.join(SUMMARIES)}"
         raise HttpError(400, message, param="reasoning")
     return {"effort": reasoning.get("effort"), "summary": None if summary == "none" else summary}
+
+
+def _verbosity(body: Mapping[str, Any]) -> str | None:
+    """How much a model is to say; it is not told, as chat templates know no word for it."""
+    verbosity: str | None = typed(body, "text", dict, {}).get("verbosity")
+    if verbosity not in (None, "low", "medium", "high"):
+        message = f"text.verbosity is {shown(verbosity)}: it must be low, medium or high"
+        raise HttpError(400, message, param="text")
+    return verbosity
 
 
 def _name(body: Mapping[str, Any], field: str) -> str | None:
@@ -181,13 +201,13 @@ def _begun(body: Mapping[str, Any], model: str, params: SamplingParams, form: ob
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"),
         "prompt_cache_key": _name(body, "prompt_cache_key"),
-        "prompt_cache_retention": typed(body, "prompt_cache_retention", str, None),
+        "prompt_cache_retention": _name(body, "prompt_cache_retention"),
         "reasoning": _reasoning(body),
         "safety_identifier": _name(body, "safety_identifier"),
         "service_tier": "default",
         "store": typed(body, "store", bool, True),
         "temperature": params.temperature if params.temperature is not None else 1.0,
-        "text": {"format": form, "verbosity": typed(body, "text", dict, {}).get("verbosity")},
+        "text": {"format": form, "verbosity": _verbosity(body)},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [*typed(body, "tools", list, []), *added_tools(body.get("input"))],
         "top_logprobs": params.logprobs or 0,
@@ -264,10 +284,14 @@ class ResponseEvents:
 
     def failed(self, error: Exception) -> object:
         """Let the response fail; the event that says so."""
-        self._items.close("incomplete")
-        self._response["output"] = self._items.items
+        self._cut_off()
         fail(self._response, error)
         return self._event("response.failed", response=self._response)
+
+    def _cut_off(self) -> None:
+        """What was told so far is the output."""
+        self._items.close("incomplete")
+        self._response["output"] = self._items.items
 
     def _event(self, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         number, self._number = self._number, self._number + 1
