@@ -6,7 +6,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Ma
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.api.choices import chat_logprobs
+from kvern.api.choices import finite
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError
 from kvern.api.fields import (
@@ -26,6 +26,7 @@ from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.errors import shown
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
+from kvern.step import Logprob
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools
 
@@ -221,35 +222,40 @@ def _begun(body: Mapping[str, Any], model: str, params: SamplingParams, form: ob
 def complete(response: dict[str, Any], chat: ChatRequest, output: RequestOutput) -> None:
     """Give a response its whole answer."""
     items, reader, answer = OutputItems(response), chat.reader(), output.outputs[0]
-    for text, logprobs in _told_again(answer):
+    for text, logprobs in _told_again(answer, response["top_logprobs"]):
         items.add(reader.read(text, False), logprobs)
     items.add(reader.read(answer.text, True))
     items.end(_conclude(response, output))
     response["output"] = items.items
 
 
-def _told_again(answer: CompletionOutput) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _told_again(answer: CompletionOutput, most: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A whole answer with log-probabilities as it has grown, token by token."""
     length = 0
-    for entry in _logprobs(answer, 0):
+    for entry in _logprobs(answer, 0, most):
         length += len(entry["token"])
         yield answer.text[:length], [entry]
 
 
-def _logprobs(answer: CompletionOutput, first: int) -> list[dict[str, Any]]:
-    """Of all tokens from the one of this number on; none if they were not asked for."""
+def _logprobs(answer: CompletionOutput, first: int, most: int) -> list[dict[str, Any]]:
+    """Of all tokens from the one of this number on, each with the `most` probable; none if they were not asked for."""
     if answer.logprobs is None:
         return []
-    new = CompletionOutput(0, token_ids=answer.token_ids[first:], logprobs=answer.logprobs[first:])
-    told = chat_logprobs(new) or {"content": []}
-    return [
-        {
-            **entry,
-            "bytes": entry["bytes"] or [],
-            "top_logprobs": [{**top, "bytes": top["bytes"] or []} for top in entry["top_logprobs"]],
-        }
-        for entry in told["content"]
-    ]
+    told = []
+    for token_id, table in zip(answer.token_ids[first:], answer.logprobs[first:], strict=True):
+        best = sorted(table.values(), key=lambda entry: -entry.logprob)[:most]
+        told.append({**_logprob(table[token_id]), "top_logprobs": [_logprob(entry) for entry in best]})
+    return told
+
+
+def _logprob(entry: Logprob) -> dict[str, Any]:
+    """A token that is a part of a character has no bytes of its own."""
+    token = entry.token or ""
+    return {
+        "token": token,
+        "logprob": finite(entry.logprob),
+        "bytes": [] if "\ufffd" in token else list(token.encode()),
+    }
 
 
 def fail(response: dict[str, Any], error: Exception) -> None:
@@ -272,9 +278,9 @@ class ResponseEvents:
         items = self._items
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
-        tokens = 0
+        tokens, most = 0, response["top_logprobs"]
         async for _ in news:
-            logprobs, tokens = _logprobs(answer, tokens), len(answer.token_ids)
+            logprobs, tokens = _logprobs(answer, tokens, most), len(answer.token_ids)
             for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None), logprobs):
                 yield self._event(kind, **fields)
         for kind, fields in items.end(_conclude(response, output)):

@@ -9,6 +9,7 @@ from kvern.api.errors import HttpError
 from kvern.api.response_items import references
 from kvern.api.response_output import response_of
 
+MOST_RESPONSES = 1000
 MOST_BYTES = 16 << 20
 """Of all responses that are read for one request."""
 
@@ -23,6 +24,9 @@ async def referred_items(value: object, find: Callable[[str], Awaitable[bytes | 
         response_id = response_of(item_id)
         if response_id is not None:
             wanted.setdefault(response_id, set()).add(item_id)
+    if len(wanted) > MOST_RESPONSES:
+        message = f"input refers to items of {len(wanted)} responses: at most {MOST_RESPONSES}"
+        raise HttpError(400, message, param="input")
     found: dict[str, dict[str, Any]] = {}
     left = MOST_BYTES
     for response_id, item_ids in wanted.items():
