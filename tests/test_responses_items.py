@@ -147,7 +147,6 @@ PASSED: list[dict[str, Any]] = [
     {"type": "mcp_list_tools", "id": "a", "server_label": "a", "tools": []},
     {"type": "tool_search_call", "arguments": {}, "execution": "server"},
     {"type": "compaction", "encrypted_content": "gAAA"},
-    {"type": "item_reference", "id": "known"},
     {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAforeign"},
     {"type": "reasoning", "summary": [], "encrypted_content": "kvern1.????"},
 ]
@@ -155,7 +154,7 @@ PASSED: list[dict[str, Any]] = [
 
 def test_a_turn_of_the_assistant_is_one_message() -> None:
     items = [THOUGHT, MESSAGE, {**THOUGHT, "content": [{"type": "reasoning_text", "text": "long"}]}, CALL, *PASSED]
-    [message] = input_messages(items, {"known": PASSED[0]})
+    [message] = input_messages(items)
     assert (message["content"], message["reasoning_content"]) == ("Hm.", "short\nlong")
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
     first, _, last = input_messages([CALL, MESSAGE, {"role": "user", "content": "a"}, THOUGHT])
@@ -248,6 +247,8 @@ def test_calls_of_a_namespace_streamed_and_whole(client: openai.OpenAI, choice: 
     after = client.responses.create(**{**asked, "tool_choice": "none"}, previous_response_id=whole.id)
     given: list[Any] = [{"type": "item_reference", "id": item.id}, output]
     assert after.status == client.responses.create(**{**asked, "tool_choice": "none", "input": given}).status
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\] refers to the item"):
+        client.responses.create(**{**asked, "input": [given[0], given[0]]})
 
 
 def test_tools_of_every_type(client: openai.OpenAI) -> None:

@@ -1,7 +1,6 @@
 """The input items of /v1/responses, as messages of a conversation."""
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -41,23 +40,15 @@ SEARCHES = ("tool_search_call", "tool_search_output")
 UNSEEN = {"input_image": "an image", "input_file": "a file"}
 """Parts of a tool's output that stand in the conversation as a note: the model asked for them, and must go on."""
 
-Items = Mapping[str, Mapping[str, Any]]
-"""By their ids."""
-NO_ITEMS: Items = MappingProxyType({})
+
+def referred(item: object) -> str | None:
+    """The id of the item that an item of an input stands for; None if it stands for itself."""
+    item_id = item.get("id") if isinstance(item, dict) and _kind(item) == "item_reference" else None
+    return item_id if isinstance(item_id, str) else None
 
 
-def references(value: object) -> list[str]:
-    """The ids that an input refers to."""
-    items = value if isinstance(value, list) else []
-    ids = (item.get("id") for item in items if isinstance(item, dict) and _kind(item) == "item_reference")
-    return [item_id for item_id in ids if isinstance(item_id, str)]
-
-
-def input_messages(value: object, stored: Items = NO_ITEMS) -> list[dict[str, Any]]:
-    """`input`, a text or a list of items, as messages; `stored` holds what it refers to.
-
-    Raises InvalidRequest.
-    """
+def input_messages(value: object) -> list[dict[str, Any]]:
+    """`input`, a text or a list of items, as messages. Raises InvalidRequest."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
@@ -67,23 +58,12 @@ def input_messages(value: object, stored: Items = NO_ITEMS) -> list[dict[str, An
         raise InvalidRequest("input: the arguments of all calls hold more values than fit in one request")
     reader = _Reader()
     for number, item in enumerate(value):
-        place = f"input[{number}]"
-        reader.read(_resolved(item, place, stored), place)
+        reader.read(item, f"input[{number}]")
     return reader.end()
 
 
 def _kind(item: Mapping[str, Any]) -> object:
     return item.get("type") or ("message" if "role" in item else "item_reference")
-
-
-def _resolved(item: Mapping[str, Any], place: str, stored: Items) -> Mapping[str, Any]:
-    if _kind(item) != "item_reference":
-        return item
-    item_id = item.get("id")
-    found = stored.get(item_id) if isinstance(item_id, str) else None
-    if found is None:
-        raise InvalidRequest(f"{place} refers to the item {shown(item_id)}, which is not stored: send the item itself")
-    return found
 
 
 class _Reader:
@@ -111,6 +91,10 @@ class _Reader:
             self._add({"role": "tool", "content": _output(item, place), "tool_call_id": _call_id(item, place)})
         elif kind == "message" and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list):
             self._add({"role": item["role"], "content": _text(item["content"])})
+        elif kind == "item_reference":
+            item_id = shown(item.get("id"))
+            message = f"{place} refers to the item {item_id}, which is not stored, or stands before"
+            raise InvalidRequest(f"{message}: send the item itself")
         elif kind not in PASSED_OVER:
             raise InvalidRequest(f"{place} of type {shown(kind)} is not understood: {shown(dict(item))}")
 

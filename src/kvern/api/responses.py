@@ -20,7 +20,7 @@ from kvern.api.fields import (
     typed,
 )
 from kvern.api.forms import response_format
-from kvern.api.response_items import NO_ITEMS, Items, added_tools, input_messages
+from kvern.api.response_items import added_tools, input_messages
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.errors import shown
@@ -74,14 +74,8 @@ class ResponseBody:
     stream: bool
 
 
-def read_response(
-    body: Mapping[str, Any],
-    model: str,
-    earlier: Callable[[str], Messages],
-    items: Items = NO_ITEMS,
-) -> ResponseBody:
-    """Check a body. `earlier` gives the messages up to the end of a response that was before, by its id;
-    `items` are those that the input refers to.
+def read_response(body: Mapping[str, Any], model: str, earlier: Callable[[str], Messages]) -> ResponseBody:
+    """Check a body; `earlier` gives the messages up to the end of a response that was before, by its id.
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
@@ -93,7 +87,7 @@ def read_response(
         message = f"truncation is {shown(body['truncation'])}: it must be auto or disabled"
         raise HttpError(400, message, param="truncation")
     previous = typed(body, "previous_response_id", str, None)
-    messages = [*([] if previous is None else earlier(previous)), *input_messages(body.get("input"), items)]
+    messages = [*([] if previous is None else earlier(previous)), *input_messages(body.get("input"))]
     instructions = typed(body, "instructions", str, None)
     prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
     tools = read_tool_list(typed(body, "tools", list, []), added_tools(body.get("input")))

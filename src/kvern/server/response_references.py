@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvern.api.errors import HttpError
-from kvern.api.response_items import references
+from kvern.api.response_items import referred
 from kvern.api.response_output import response_of
 
 MOST_RESPONSES = 1000
@@ -14,20 +14,22 @@ MOST_BYTES = 16 << 20
 """Of all responses that are read for one request."""
 
 
-async def referred_items(value: object, find: Callable[[str], Awaitable[bytes | None]]) -> dict[str, dict[str, Any]]:
-    """Those that are found, by their ids; `find` gives a response as JSON, None for one that is not there.
+async def with_referred_items(value: object, find: Callable[[str], Awaitable[bytes | None]]) -> object:
+    """The input with the items that it refers to; `find` gives a response as JSON, None for one that is not there.
 
-    Raises HttpError if too much would have to be read.
+    What is not found, or referred to again, stays as it is. Raises HttpError if too much would have to be read.
     """
     wanted: dict[str, set[str]] = {}
-    for item_id in references(value):
-        response_id = response_of(item_id)
-        if response_id is not None:
+    for item_id in map(referred, value if isinstance(value, list) else ()):
+        response_id = None if item_id is None else response_of(item_id)
+        if item_id is not None and response_id is not None:
             wanted.setdefault(response_id, set()).add(item_id)
+    if not wanted or not isinstance(value, list):
+        return value
     if len(wanted) > MOST_RESPONSES:
         message = f"input refers to items of {len(wanted)} responses: at most {MOST_RESPONSES}"
         raise HttpError(400, message, param="input")
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str | None, Any] = {}
     left = MOST_BYTES
     for response_id, item_ids in wanted.items():
         response = await find(response_id)
@@ -39,4 +41,4 @@ async def referred_items(value: object, find: Callable[[str], Awaitable[bytes | 
             raise HttpError(413, message, param="input")
         output = msgspec.json.decode(response)["output"]
         found |= {item["id"]: item for item in output if item["id"] in item_ids}
-    return found
+    return [found.pop(referred(item), item) for item in value]

@@ -16,7 +16,7 @@ from kvern.errors import KvernError
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import EventStream, ignored_header, json_response, until_gone
 from kvern.server.response_memory import Packed, ResponseMemory, Stored
-from kvern.server.response_references import referred_items
+from kvern.server.response_references import with_referred_items
 from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
 
@@ -36,13 +36,13 @@ class Responses:
         key = request.state.key
         merge_extra(body)
         model = self._service.model(body)
-        items = await referred_items(body.get("input"), functools.partial(self._ended, key.name))
-        asked = read_response(body, model, lambda name: self._earlier(key.name, name), items)
+        body["input"] = await with_referred_items(body.get("input"), functools.partial(self._ended, key.name))
+        asked = read_response(body, model, lambda name: self._earlier(key.name, name))
         chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key)
         ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
         stored, stream = Stored(key.name, asked.response, asked.messages), asked.stream
         headers = ignored_header(body, KNOWN)
-        del asked, items
+        del asked
         let_go(request, body)
         if stored.body["store"] or stored.background:
             self._memory.add(stored)
