@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvern.tools.definitions import read_tools
 
 Messages = list[dict[str, Any]]
 
-REFUSED = {"conversation": None, "prompt": None, "max_tool_calls": None, "truncation": "disabled"}
+REFUSED = {"prompt": None, "max_tool_calls": None, "truncation": "disabled"}
 """Fields that are accepted only with the value that asks for nothing."""
 LONGEST_USER = 512
 """Characters."""
@@ -28,7 +28,7 @@ LONGEST_USER = 512
 KNOWN = frozenset({
     "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
     "metadata", "tools", "tool_choice", "text", "user", "parallel_tool_calls", "service_tier", "reasoning", "include",
-    "truncation", "safety_identifier", "stream_options", "thinking_budget", "chat_template_kwargs",
+    "truncation", "safety_identifier", "stream_options", "thinking_budget", "chat_template_kwargs", "conversation",
     *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED,
 })
 # fmt: on
@@ -41,14 +41,12 @@ class ResponseBody:
     conversation: ChatBody
     params: SamplingParams
     common: CommonFields
-    messages: Messages
-    """What a later response goes on from: without the instructions."""
     response: dict[str, Any]
     stream: bool
 
 
-def read_response(body: Mapping[str, Any], model: str, earlier: Callable[[str], Messages]) -> ResponseBody:
-    """Check a body; `earlier` gives the messages up to the end of a response that was before, by its id.
+def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> ResponseBody:
+    """Check a body; `earlier` are the messages that its input goes on from.
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
@@ -57,8 +55,7 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Callable[[str], 
             raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
     text = typed(body, "text", dict, {})
     tools = typed(body, "tools", list, [])
-    previous = typed(body, "previous_response_id", str, None)
-    messages = [*([] if previous is None else earlier(previous)), *input_messages(body.get("input"))]
+    messages = [*earlier, *input_messages(body.get("input"))]
     instructions = typed(body, "instructions", str, None)
     prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
     use = read_tools(chat_tools(tools), chat_tool_choice(body.get("tool_choice")), body.get("parallel_tool_calls"))
@@ -72,9 +69,11 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Callable[[str], 
     conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
     response = _begun(body, model, params, form)
     stream = typed(body, "stream", bool, False)
-    if stream and response["background"]:
-        raise HttpError(400, "stream and background are both set: choose one", param="background")
-    return ResponseBody(conversation, params, read_common(body), messages, response, stream)
+    if response["background"] and not response["store"]:
+        raise HttpError(
+            400, "background is set and store is false: what is asked for later must be kept", param="store"
+        )
+    return ResponseBody(conversation, params, read_common(body), response, stream)
 
 
 def _params(body: Mapping[str, Any], form: object) -> SamplingParams:
@@ -142,7 +141,7 @@ class ResponseEvents:
         self._response, self._chat = response, chat
         self._number = 0
 
-    async def of(self, output: RequestOutput, news: AsyncIterable[None]) -> AsyncIterator[object]:
+    async def of(self, output: RequestOutput, news: AsyncIterable[None]) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         """All events of an output that has grown at each of the news, each a name and what it holds."""
         response, answer, reader = self._response, output.outputs[0], self._chat.reader()
         items = OutputItems()
@@ -156,10 +155,15 @@ class ResponseEvents:
         response["output"] = items.items
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: Exception) -> object:
+    def failed(self, error: Exception) -> tuple[str, dict[str, Any]]:
         """Let the response fail; the event that says so."""
         fail(self._response, error)
         return self._event("response.failed", response=self._response)
+
+    def cancelled(self) -> tuple[str, dict[str, Any]]:
+        """Cancel the response; the event that says so, for which clients know no other kind."""
+        self._response["status"] = "cancelled"
+        return self._event("response.incomplete", response=self._response)
 
     def _event(self, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         number, self._number = self._number, self._number + 1
