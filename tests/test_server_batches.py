@@ -18,6 +18,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.server.batch_routes import Batches
 from kvern.server.batches import Answerer
+from kvern.server.database import DataFolder
 from kvern.server.keys import ApiKey
 from kvern.server.store import Store
 from tests.served import KEY, Served, eventually
@@ -258,7 +259,7 @@ def work_of(folder: Path, answer: Answerer, content: bytes | None = None) -> lis
     owner = "alice"
 
     async def work() -> list[Any]:
-        store = Store(folder, 1 << 30, 0)
+        store = Store(DataFolder(folder, 0), 1 << 30)
         key = ApiKey(owner, b"", per_minute=7)
         others = [ApiKey(str(number), b"") for number in range(3)]
 
@@ -312,7 +313,7 @@ def test_a_key_has_a_share_for_its_large_rows(tmp_path: Path, size: int, togethe
 
 def test_a_batch_whose_key_is_gone_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def resume() -> list[str]:
-        store = Store(tmp_path, 1 << 20, 0)
+        store = Store(DataFolder(tmp_path, 0), 1 << 20)
         await store.save("batch", "gone", {"id": "batch_1", "status": "in_progress", "endpoint": CHAT})
         batches = Batches(store, [ApiKey("here", b"")], {}, 2)
         await batches.resume()

@@ -8,19 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from kvern.api.errors import HttpError
 from kvern.errors import ConfigError
 from kvern.server.bodies import LARGE_BODIES_BYTES, MAX_BODY_BYTES, Lane
 from kvern.server.config import ServerConfig
 from kvern.server.keys import read_keys
-from kvern.server.response_memory import (
-    MOST_RESPONSE_BYTES,
-    MOST_STORED,
-    MOST_STORED_BYTES,
-    Packed,
-    ResponseMemory,
-    Stored,
-)
 from tests.served import SMALL, STORY, Served, eventually
 
 KEYS = """
@@ -172,54 +163,6 @@ def test_a_response_that_was_left_has_ended(server: Served) -> None:
     events = list(client.responses.create(**late, max_output_tokens=400, stream=True))
     assert events[-1].type == "response.failed"
     assert client.responses.retrieve(events[0].response.id).status == "failed"
-
-
-def response(key: str, name: str, size: int = 0) -> Stored:
-    body = {"id": name, "status": "in_progress", "background": False, "metadata": {"a": "a" * size}}
-    return Stored(key, body, [{"role": "user"}])
-
-
-def ended(memory: ResponseMemory, key: str, name: str) -> Stored:
-    found = memory.find(key, name)
-    assert isinstance(found, Packed)
-    return found.unpacked()
-
-
-def test_responses_of_one_key_take_no_room_of_another() -> None:
-    memory = ResponseMemory(2)
-    kept = response("bob", "bob's")
-    memory.add(kept)
-    memory.end(kept)
-    running = response("alice", "running")
-    memory.add(running)
-    for number in range(MOST_STORED + 1):
-        one = response("alice", str(number))
-        memory.add(one)
-        memory.end(one)
-    assert ended(memory, "bob", "bob's") == Stored("bob", kept.body, kept.messages)
-    assert memory.find("alice", "running") is running
-    assert ended(memory, "alice", "2").body["id"] == "2"
-    for key, name in (("alice", "1"), ("alice", "bob's"), ("bob", "running")):
-        with pytest.raises(HttpError, match="there is no response"):
-            memory.find(key, name)
-
-
-def test_what_is_remembered_is_counted_and_what_runs_stays() -> None:
-    memory = ResponseMemory(2)
-    with pytest.raises(HttpError, match=f"and at most {MOST_RESPONSE_BYTES} are kept: send less, or store false"):
-        memory.add(response("alice", "large", MOST_RESPONSE_BYTES))
-    size, fit = MOST_RESPONSE_BYTES - 1024, MOST_STORED_BYTES // 2 // MOST_RESPONSE_BYTES
-    first, *others = [response("alice", str(number), size) for number in range(fit)]
-    for one in (first, *others):
-        memory.add(one)
-    with pytest.raises(HttpError, match=f"alice has {fit} responses that run") as full:
-        memory.add(response("alice", "more", size))
-    assert full.value.status == 429
-    memory.end(first)
-    assert ended(memory, "alice", "0").body == first.body
-    memory.add(response("alice", "more", size))
-    with pytest.raises(HttpError):
-        memory.find("alice", "0")
 
 
 def test_large_bodies_of_one_key_leave_room_for_another() -> None:

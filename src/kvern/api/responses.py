@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from kvern.tools.definitions import read_tools
 
 Messages = list[dict[str, Any]]
 
-REFUSED = {"conversation": None, "prompt": None, "moderation": None}
+REFUSED = {"prompt": None, "moderation": None}
 """Fields that are accepted only with the value that asks for nothing."""
 WITHOUT_EFFECT = (
     "access_programs", "client_metadata", "context_management", "image", "prompt_cache_options", "stream_options",
@@ -56,7 +56,7 @@ KNOWN = frozenset({
     "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
     "metadata", "tools", "tool_choice", "text", "parallel_tool_calls", "service_tier", "reasoning", "include",
     "truncation", "max_tool_calls", "top_logprobs", "prompt_cache_retention", "thinking_budget", "chat_template_kwargs",
-    *NAMES, *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED, *WITHOUT_EFFECT,
+    "conversation", *NAMES, *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED, *WITHOUT_EFFECT,
 })
 # fmt: on
 
@@ -68,14 +68,12 @@ class ResponseBody:
     conversation: ChatBody
     params: SamplingParams
     common: CommonFields
-    messages: Messages
-    """What a later response goes on from: without the instructions."""
     response: dict[str, Any]
     stream: bool
 
 
-def read_response(body: Mapping[str, Any], model: str, earlier: Callable[[str], Messages]) -> ResponseBody:
-    """Check a body; `earlier` gives the messages up to the end of a response that was before, by its id.
+def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> ResponseBody:
+    """Check a body; `earlier` are the messages that its input goes on from.
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
@@ -86,8 +84,7 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Callable[[str], 
     if body.get("truncation") not in (None, "auto", "disabled"):
         message = f"truncation is {shown(body['truncation'])}: it must be auto or disabled"
         raise HttpError(400, message, param="truncation")
-    previous = typed(body, "previous_response_id", str, None)
-    messages = [*([] if previous is None else earlier(previous)), *input_messages(body.get("input"))]
+    messages = [*earlier, *input_messages(body.get("input"))]
     instructions = typed(body, "instructions", str, None)
     prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
     tools = read_tool_list(typed(body, "tools", list, []), added_tools(body.get("input")))
@@ -103,9 +100,11 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Callable[[str], 
     variables = template_variables({"reasoning_effort": response["reasoning"]["effort"], **body})
     conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
     stream = typed(body, "stream", bool, False)
-    if stream and response["background"]:
-        raise HttpError(400, "stream and background are both set: choose one", param="background")
-    return ResponseBody(conversation, params, read_common(body), messages, response, stream)
+    if response["background"] and not response["store"]:
+        raise HttpError(
+            400, "background is set and store is false: what is asked for later must be kept", param="store"
+        )
+    return ResponseBody(conversation, params, read_common(body), response, stream)
 
 
 def _configured(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -266,7 +265,7 @@ class ResponseEvents:
         self._items = OutputItems(response)
         self._number = 0
 
-    async def of(self, output: RequestOutput, news: AsyncIterable[None]) -> AsyncIterator[object]:
+    async def of(self, output: RequestOutput, news: AsyncIterable[None]) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         """All events of an output that has grown at each of the news, each a name and what it holds."""
         response, answer, reader = self._response, output.outputs[0], self._chat.reader()
         items = self._items
@@ -282,11 +281,17 @@ class ResponseEvents:
         response["output"] = items.items
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: Exception) -> object:
+    def failed(self, error: Exception) -> tuple[str, dict[str, Any]]:
         """Let the response fail; the event that says so."""
         self._cut_off()
         fail(self._response, error)
         return self._event("response.failed", response=self._response)
+
+    def cancelled(self) -> tuple[str, dict[str, Any]]:
+        """Cancel the response; the event that says so, for which clients know no other kind."""
+        self._cut_off()
+        self._response["status"] = "cancelled"
+        return self._event("response.incomplete", response=self._response)
 
     def _cut_off(self) -> None:
         """What was told so far is the output."""

@@ -29,6 +29,8 @@ from kvern.server.bodies import let_go, read_object
 from kvern.server.chat_page import page_routes
 from kvern.server.completions import Completions
 from kvern.server.config import ServerConfig
+from kvern.server.conversations import Conversations
+from kvern.server.database import DataFolder, default_folder
 from kvern.server.embeddings import Embeddings
 from kvern.server.files import Files
 from kvern.server.gate import Gate
@@ -38,10 +40,11 @@ from kvern.server.messages import MessagesApi
 from kvern.server.openapi import document
 from kvern.server.openapi_page import page
 from kvern.server.openapi_schemas import Schema
+from kvern.server.response_store import ResponseStore
 from kvern.server.responses import Responses
 from kvern.server.scores import Scores
 from kvern.server.service import Service
-from kvern.server.store import Store, default_folder
+from kvern.server.store import Store
 from kvern.tools.definitions import read_tools
 
 MOST_DECODED = 1 << 17
@@ -60,7 +63,10 @@ class Server:
         self.completions = Completions(self.service)
         self.embeddings = Embeddings(self.service)
         self.scores = Scores(self.service)
-        self.store = Store(config.data_dir or default_folder(), config.disk_per_key, config.disk_reserve)
+        self._folder = DataFolder(config.data_dir or default_folder(), config.disk_reserve)
+        self.store = Store(self._folder, config.disk_per_key)
+        kept = ResponseStore(self._folder, len(self.service.users), config.disk_per_key)
+        self.responses, self.conversations = Responses(self.service, kept), Conversations(kept.conversations)
         answerers = {path: self.completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer}
         width = sum(client.ready.max_batch_requests for client in clients)
@@ -70,7 +76,7 @@ class Server:
     def app(self) -> ASGIApp:
         """The ASGI application. With keys, every route but /health needs one of them."""
         responses, claude, files, batches, adapters = (
-            Responses(self.service),
+            self.responses,
             MessagesApi(self.service),
             Files(self.store),
             self.batches,
@@ -97,6 +103,8 @@ class Server:
             Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
             Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+            Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
+            *self.conversations.routes(),
             Route(MESSAGES, claude.create, methods=["POST"]),
             Route(COUNT_TOKENS, claude.count_tokens, methods=["POST"]),
             Route("/v1/files", files.create, methods=["POST"]),
@@ -121,6 +129,12 @@ class Server:
         app = Starlette(routes=routes, exception_handlers=handled)
         config = self.service.config
         return Gate(_walled(app), self._keys, self.service.users, config)
+
+    async def stop(self) -> None:
+        """End what runs in the background, and let go of the folder."""
+        await self.responses.stop()
+        await self.batches.stop()
+        self._folder.leave()
 
     async def health(self, request: Request) -> Response:
         """The process lives."""

@@ -28,9 +28,10 @@ from kvern.api.errors import HttpError, body_of, error_body, status_of
 from kvern.api.scores import SCORE
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown
 from kvern.server.bodies import MAX_BODY_BYTES, SMALL_BODY_BYTES, Lane, check_counts, decode_object
+from kvern.server.database import NoRoom
 from kvern.server.files import OUTPUT, PART_BYTES, file_object
 from kvern.server.keys import ApiKey
-from kvern.server.store import NoRoom, Object, Store, paths_of_batch
+from kvern.server.store import Object, Store, paths_of_batch
 
 logger = logging.getLogger("kvern")
 

@@ -27,7 +27,7 @@ LARGE_BODIES_BYTES = 4 * MAX_BODY_BYTES
 """Of all large bodies that are read, decoded or answered at the same time; the others wait."""
 QUIET_SECONDS = 1.0
 """After the last large body, when nothing refers to it any more, its memory goes back to the system."""
-LONGEST_LISTS = {"messages": 8192, "input": 8192, "tools": 512}
+LONGEST_LISTS = {"messages": 8192, "input": 8192, "items": 8192, "tools": 512}
 """Of objects."""
 MOST_PARTS = 8192
 """Of the contents of all messages together."""
@@ -196,7 +196,7 @@ def check_counts(body: object) -> None:
         value = body.get(name)
         if isinstance(value, list) and len(value) > most and isinstance(value[0], dict):
             raise HttpError(400, f"{name} holds {len(value)}: this server takes {most} at most", param=name)
-    for name in ("messages", "input"):
+    for name in ("messages", "input", "items"):
         value = body.get(name)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             contents = (item.get("content") for item in value if isinstance(item, dict))

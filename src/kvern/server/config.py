@@ -43,9 +43,9 @@ class ServerConfig:
     per_minute_per_key: int | None = None
     """Requests of one key in a minute, at most; each row of a batch is one, and waits for its turn."""
     disk_per_key: int = 16 << 30
-    """Bytes of files and batches that one key may keep, at most."""
+    """Bytes of files and batches that one key may keep, at most; of responses and of conversations no more either."""
     disk_reserve: int = 256 << 20
-    """Bytes of the disk that uploads leave free, for batches that run."""
+    """Bytes of the disk that uploads, responses and conversations leave free, for batches that run."""
     stream_interval: int = 1
     """Tokens that a chunk of a stream waits for; more make streams cheaper and coarser. The first is sent at once."""
     share_prefix_cache: bool = False
@@ -56,7 +56,7 @@ class ServerConfig:
     grace_seconds: float = 30.0
     """How long running requests may go on after a signal to end; a second signal ends them at once."""
     data_dir: Path | None = None
-    """Folder for files and batches of the API. None: kvern's among the user's data."""
+    """Folder for files, batches, responses and conversations of the API. None: kvern's among the user's data."""
     log_requests: Literal["none", "summary", "prompts"] = "none"
     """Write a line for each request: not at all, without anything it holds, or with its body."""
 

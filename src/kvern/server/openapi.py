@@ -17,11 +17,13 @@ from kvern.server.openapi_bodies import (
     completion_fields,
     components_of_sampling,
     prompts,
-    response_fields,
     token_of,
 )
+from kvern.server.openapi_responses import conversation_paths, response_paths
 from kvern.server.openapi_schemas import (
     CLAUDE_ERROR,
+    IDENTIFIED,
+    LISTING,
     OBJECT,
     PAGE,
     SCORED,
@@ -42,8 +44,6 @@ ABOUT = (
     "named in the header x-kvern-ignored-fields."
 )
 NAMED: Schema = {"type": "string", "minLength": 1}
-IDENTIFIED = record({"id": TEXT, "object": TEXT}, "id", "object")
-LISTING = record({"object": one_of("list"), "data": listed(OBJECT)}, "object", "data")
 ANSWER = record(
     {"id": TEXT, "choices": listed(OBJECT), "usage": OBJECT}, "id", "object", "created", "model", "choices", "usage"
 )
@@ -60,7 +60,8 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
         **_model_paths(models),
         **_completion_paths(models, vocab_size),
         **_vector_and_score_paths(models, vocab_size),
-        **_response_paths(models),
+        **response_paths(models),
+        **conversation_paths(),
         **_message_paths(models),
         **_file_paths(),
         **_batch_paths(),
@@ -179,24 +180,6 @@ def _vector_and_score_paths(models: list[str], vocab_size: int) -> dict[str, Sch
                 ),
                 record({"object": one_of("list"), "data": listed(SCORED), "usage": OBJECT}, "object", "data", "usage"),
             )
-        },
-    }
-
-
-def _response_paths(models: list[str]) -> dict[str, Schema]:
-    """OpenAI's responses."""
-    return {
-        "/v1/responses": {
-            "post": post(
-                "Answer, remember, and go on later.", record(response_fields(models), "input"), IDENTIFIED, streams=True
-            )
-        },
-        "/v1/responses/{response_id}": {
-            "get": get("How a response stands.", IDENTIFIED, 404, path=("response_id",)),
-            "delete": get("Forget a response.", IDENTIFIED, 404, path=("response_id",)),
-        },
-        "/v1/responses/{response_id}/cancel": {
-            "post": get("End one in the background.", IDENTIFIED, 400, 404, path=("response_id",))
         },
     }
 

@@ -134,6 +134,7 @@ def response_fields(models: list[str]) -> Schema:
         "input": {"anyOf": [TEXT, listed(OBJECT, minItems=1)]},
         "instructions": optional(TEXT),
         "previous_response_id": optional(TEXT),
+        "conversation": optional({"anyOf": [TEXT, record({"id": TEXT}, "id")]}),
         "max_output_tokens": optional({"type": "integer", "minimum": 1}),
         "stream": optional(SWITCH),
         "background": optional(SWITCH),

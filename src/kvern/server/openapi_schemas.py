@@ -12,6 +12,7 @@ WHOLE: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 SWITCH: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
+ORDERED: dict[str, Schema] = {"order": {"type": "string", "enum": ["asc", "desc"]}}
 PAGE: dict[str, Schema] = {"limit": {"type": "integer", "minimum": 1, "maximum": MOST_ON_PAGE}, "after": TEXT}
 
 
@@ -35,6 +36,8 @@ def one_of(*values: str) -> Schema:
     return {"type": "string", "enum": list(values)}
 
 
+IDENTIFIED = record({"id": TEXT, "object": TEXT}, "id", "object")
+LISTING = record({"object": one_of("list"), "data": listed(OBJECT)}, "object", "data")
 ERROR = record(
     {
         "error": record(
@@ -70,6 +73,7 @@ REASONS = {
     401: "The API key is missing or unknown.",
     403: "This key may not.",
     404: "There is no such thing.",
+    409: "Another request works with it.",
     408: "The deadline has passed, or the body came too slowly.",
     413: "The body is too large.",
     429: "Too much at once: try again after the seconds in the header Retry-After.",
@@ -105,6 +109,7 @@ def post(
     kind: str = "application/json",
     error: Schema = ERROR,
     guarded: bool = False,
+    path: tuple[str, ...] = (),
 ) -> Schema:
     """An operation with a body, `guarded` if not every key may use it."""
     refusals = (400, 401, 404, 408, 413, 429, 500, 503, 507, *((403,) if guarded else ()))
@@ -112,13 +117,16 @@ def post(
     if streams:
         responses["200"]["content"]["text/event-stream"] = {"schema": EVENT}
     content = {kind: {"schema": body}}
-    return {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in path]
+    described = {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}
+    return {**described, "parameters": parameters} if path else described
 
 
 def _responses(answer: Schema | None, kind: str, statuses: tuple[int, ...], error: Schema) -> Schema:
     done = {"description": "Done.", "content": {kind: {"schema": answer} if answer is not None else {}}}
-    refused = {
-        str(status): {"description": REASONS[status], "content": {"application/json": {"schema": error}}}
-        for status in sorted(set(statuses))
-    }
-    return {"200": done, **refused}
+    return {"200": done, **{str(status): refused(status, error) for status in sorted(set(statuses))}}
+
+
+def refused(status: int, error: Schema = ERROR) -> Schema:
+    """An answer that is an error."""
+    return {"description": REASONS[status], "content": {"application/json": {"schema": error}}}

@@ -4,31 +4,42 @@ import asyncio
 import contextlib
 import functools
 import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvern.api.errors import HttpError
-from kvern.api.fields import merge_extra
+from kvern.api.fields import merge_extra, typed
+from kvern.api.kept_items import kept_items
 from kvern.api.response_items import input_messages
-from kvern.api.responses import KNOWN, Messages, ResponseEvents, complete, fail, read_response
-from kvern.errors import KvernError
+from kvern.api.responses import KNOWN, ResponseEvents, complete, read_response
+from kvern.errors import KvernError, shown
 from kvern.server.bodies import let_go, read_object
+from kvern.server.event_log import LAST, Event, EventLog, events_of
+from kvern.server.files import page_of
 from kvern.server.http import EventStream, ignored_header, json_response, until_gone
-from kvern.server.response_memory import Packed, ResponseMemory, Stored
+from kvern.server.response_memory import Messages, Packed, Record, as_json
 from kvern.server.response_references import with_referred_items
+from kvern.server.response_store import CUT_OFF, ResponseStore
 from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
 
 logger = logging.getLogger("kvern")
 
+ORDERS = ("asc", "desc")
+
 
 class Responses:
-    """The handlers, and what they remember."""
+    """The handlers. `tasks` are those that work in the background."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, store: ResponseStore) -> None:
         self._service = service
-        self._memory = ResponseMemory(len(service.users))
+        self._store = store
+        self.tasks: set[asyncio.Task[None]] = set()
 
     async def create(self, request: Request) -> Response | EventStream:
         """POST /v1/responses."""
@@ -37,96 +48,198 @@ class Responses:
         merge_extra(body)
         model = self._service.model(body)
         body["input"] = await with_referred_items(body.get("input"), functools.partial(self._ended, key.name))
-        asked = read_response(body, model, lambda name: self._earlier(key.name, name))
-        chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key)
-        ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
-        stored, stream = Stored(key.name, asked.response, asked.messages), asked.stream
-        headers = ignored_header(body, KNOWN)
-        del asked
-        let_go(request, body)
-        if stored.body["store"] or stored.background:
-            self._memory.add(stored)
-        if stored.background:
-            stored.body["status"] = "queued"
-            stored.task = asyncio.create_task(self._work(stored, ask, chat))
-            stored.task.add_done_callback(lambda _: self._end(stored))
-            return json_response(stored.body, headers=headers)
+        with contextlib.ExitStack() as held:
+            conversation = read_conversation_id(body)
+            if conversation is not None:
+                held.enter_context(self._store.conversations.held(key.name, conversation))
+            before = await self._before(key.name, body, conversation)
+            asked = read_response(body, model, before)
+            items = kept_items(body.get("input") or [])
+            if conversation is not None:
+                await self._store.conversations.check_room(key.name, conversation, items)
+                asked.response["conversation"] = {"id": conversation}
+            chat = await self._service.engine_of(model).chat(asked.conversation, asked.params, key)
+            ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
+            stream, is_stored = asked.stream, asked.response["store"]
+            kept = items if is_stored or conversation is not None else []
+            earlier = as_json(before if is_stored else [])
+            record = Record(key.name, asked.response, earlier, as_json(kept), conversation)
+            headers = ignored_header(body, KNOWN)
+            del asked, before, items, kept
+            let_go(request, body)
+            if is_stored:
+                self._store.hold(record)
+            record.held = held.pop_all()
+        if record.body["background"]:
+            return await self._begin(record, ask, chat, stream, headers)
         try:
             if stream:
-                running, events = await self._service.start(ask), ResponseEvents(stored.body, chat)
-                [output] = running.outputs
-                close = functools.partial(self._close, stored, running)
-                return EventStream(events.of(output, running), close, headers, b"", events.failed)
+                running = await self._service.start(ask)
+                close = functools.partial(self._close, record, running)
+                return EventStream(self._events(record, running, chat), close, headers, b"")
             outputs = await until_gone(self._service.run(ask), request.receive)
         except BaseException:
-            self._memory.forget(stored.key, stored.body["id"])  # nobody knows it
+            self._store.drop(record)
             raise
         if outputs is None:
-            self._memory.forget(stored.key, stored.body["id"])
+            self._store.drop(record)
         else:
-            complete(stored.body, chat, outputs[0])
-            self._end(stored)
-        return json_response(stored.body, headers=headers)
+            complete(record.body, chat, outputs[0])
+            await self._store.end(record)
+        return json_response(record.body, headers=headers)
 
-    async def retrieve(self, request: Request) -> Response:
-        """GET /v1/responses/{response_id}."""
-        return json_response(self._find(request).body)
+    async def retrieve(self, request: Request) -> Response | EventStream:
+        """GET /v1/responses/{response_id}, or with `stream` its events behind number `starting_after`."""
+        found = await self._find(request)
+        query = request.query_params
+        stream, after = query.get("stream", "false"), query.get("starting_after")
+        if stream not in ("true", "false"):
+            raise HttpError(400, f"stream is {shown(stream)}: it must be true or false", param="stream")
+        if after is not None and re.fullmatch("[0-9]{1,15}", after) is None:
+            message = f"starting_after is {shown(after)}: it must be the number of an event"
+            raise HttpError(400, message, param="starting_after")
+        if stream == "false":
+            return json_response(found.body)
+        number = -1 if after is None else int(after)
+        if isinstance(found, Record) and found.log is not None:
+            events = found.log.follow(number)
+        elif isinstance(found, Packed) and found.events is not None:
+            events = events_of(msgspec.json.decode(found.body), found.events, number)
+        else:
+            raise HttpError(400, "the response was not made with background and stream: retrieve it without stream")
+        return EventStream(events, lambda: None, None, b"")
+
+    async def input_items(self, request: Request) -> Response:
+        """GET /v1/responses/{response_id}/input_items."""
+        found = await self._find(request)
+        return json_response(page_of(ordered(msgspec.json.decode(found.items), request), request))
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{response_id}/cancel, for work in the background."""
-        stored = self._find(request)
-        if not stored.background:
+        found = await self._find(request)
+        if isinstance(found, Record) and found.task is not None:
+            found.is_unwanted = True
+            found.task.cancel()
+            await asyncio.wait([found.task])
+            await self._store.end(found)
+        elif isinstance(found, Record) or not msgspec.json.decode(found.body)["background"]:
             raise HttpError(400, "the response was not made with background: close its connection to cancel it")
-        if isinstance(stored, Stored) and stored.task is not None and not stored.task.done():
-            stored.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await stored.task
-        return json_response(stored.body)
+        return json_response(found.body)
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{response_id}."""
-        self._find(request)
         response_id = request.path_params["response_id"]
-        self._memory.forget(request.state.key.name, response_id)
+        await self._store.forget(request.state.key.name, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    def _find(self, request: Request) -> Stored | Packed:
-        return self._memory.find(request.state.key.name, request.path_params["response_id"])
+    async def stop(self) -> None:
+        """End all work, and write down what became of it."""
+        await self._store.stop()
 
-    def _earlier(self, owner: str, response_id: str) -> Messages:
-        """The messages up to the end of a response."""
-        found = self._memory.find(owner, response_id)
-        stored = found.unpacked() if isinstance(found, Packed) else found
-        if stored.body["status"] not in ("completed", "incomplete"):
-            message = f"response {response_id} is {stored.body['status']}: wait until it is completed"
-            raise HttpError(400, message, param="previous_response_id")
-        return [*stored.messages, *input_messages(stored.body["output"])]
+    async def _find(self, request: Request) -> Record | Packed:
+        return await self._store.find(request.state.key.name, request.path_params["response_id"])
 
     async def _ended(self, owner: str, response_id: str) -> bytes | None:
         """A response that has ended, as JSON."""
         with contextlib.suppress(HttpError):
-            found = self._memory.find(owner, response_id)
+            found = await self._store.find(owner, response_id)
             return bytes(found.body) if isinstance(found, Packed) else None
         return None
 
-    async def _work(self, stored: Stored, ask: Ask, chat: ChatRequest) -> None:
-        """In the background; what goes wrong is told by the response."""
-        stored.body["status"] = "in_progress"
+    async def _before(self, owner: str, body: Mapping[str, Any], conversation: str | None) -> Messages:
+        """The messages that the input goes on from."""
+        if conversation is not None:
+            items = await self._store.conversations.items(owner, conversation)
+            return input_messages(items) if items else []
+        previous = typed(body, "previous_response_id", str, None)
+        if previous is None:
+            return []
+        found = await self._store.find(owner, previous)
+        response = found.body if isinstance(found, Record) else msgspec.json.decode(found.body)
+        if response["status"] not in ("completed", "incomplete"):
+            message = f"response {previous} is {response['status']}: wait until it is completed"
+            raise HttpError(400, message, param="previous_response_id")
+        parts = (msgspec.json.decode(found.items), response["output"])
+        return [*msgspec.json.decode(found.before), *(message for part in parts for message in input_messages(part))]
+
+    async def _begin(
+        self, record: Record, ask: Ask, chat: ChatRequest, stream: bool, headers: Mapping[str, str]
+    ) -> Response | EventStream:
+        """In the background."""
+        record.body["status"] = "queued"
+        if stream:
+            record.log = EventLog(record.body)
+        written = self._store.begin(record)
+        record.task = asyncio.create_task(self._work(record, ask, chat))
+        self.tasks.add(record.task)
+        record.task.add_done_callback(self.tasks.discard)
+        record.task.add_done_callback(lambda _: self._store.end(record))
+        await written
+        if record.log is not None:
+            return EventStream(record.log.follow(-1), lambda: None, headers, b"")
+        return json_response(record.body, headers=headers)
+
+    async def _work(self, record: Record, ask: Ask, chat: ChatRequest) -> None:
+        """What goes wrong is told by the response, and by its last event."""
+        record.body["status"] = "in_progress"
+        events = ResponseEvents(record.body, chat)
         try:
-            [output] = await self._service.run(ask)
-            complete(stored.body, chat, output)
+            running = await self._service.start(ask, patient=record.log is None)
+            with contextlib.closing(running):
+                async for event in events.of(running.outputs[0], running):
+                    _tell(record, event)
         except KvernError as error:
-            fail(stored.body, error)
+            _tell(record, events.failed(error))
+        except asyncio.CancelledError:
+            _tell(record, events.cancelled() if record.is_unwanted else events.failed(CUT_OFF))
         except Exception:
-            logger.exception("response %s failed", stored.body["id"])
-            fail(stored.body, HttpError(500, "the server has a fault; its log tells more"))
+            logger.exception("response %s failed", record.id)
+            _tell(record, events.failed(HttpError(500, "the server has a fault; its log tells more")))
 
-    def _close(self, stored: Stored, running: Running) -> None:
+    async def _events(self, record: Record, running: Running, chat: ChatRequest) -> AsyncIterator[Event]:
+        """All of a response that somebody waits for, which is stored before the first and the last are told."""
+        events = ResponseEvents(record.body, chat)
+        try:
+            if record.body["store"]:
+                await self._store.begin(record)
+            async with contextlib.aclosing(events.of(running.outputs[0], running)) as told:
+                async for event in told:
+                    if event[0] in LAST:
+                        await self._store.end(record)
+                    yield event
+        except KvernError as error:
+            last = events.failed(error)
+            await self._store.end(record)
+            yield last
+
+    def _close(self, record: Record, running: Running) -> None:
         running.close()
-        self._end(stored)
+        self._store.end(record)
 
-    def _end(self, stored: Stored) -> None:
-        """Whatever has not come to its end is cancelled."""
-        if stored.body["status"] in ("queued", "in_progress"):
-            stored.body["status"] = "cancelled"
-        self._memory.end(stored)
+
+def _tell(record: Record, event: Event) -> None:
+    if record.log is not None:
+        record.log.add(event)
+
+
+def read_conversation_id(body: Mapping[str, Any]) -> str | None:
+    """`conversation`, an id or an object with one. Raises HttpError."""
+    conversation = typed(body, "conversation", (str, dict), None)
+    if conversation is None:
+        return None
+    if body.get("previous_response_id") is not None:
+        message = "conversation and previous_response_id are both set: choose one"
+        raise HttpError(400, message, param="conversation")
+    conversation_id = conversation if isinstance(conversation, str) else conversation.get("id")
+    if not isinstance(conversation_id, str):
+        message = f"conversation is {shown(conversation)}: it must be the id of a conversation"
+        raise HttpError(400, message, param="conversation")
+    return conversation_id
+
+
+def ordered(items: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
+    """Items in the `order` of a query, the newest first unless it says otherwise. Raises HttpError."""
+    order = request.query_params.get("order", "desc")
+    if order not in ORDERS:
+        raise HttpError(400, f"order is {shown(order)}: it must be asc or desc", param="order")
+    return items if order == "asc" else items[::-1]

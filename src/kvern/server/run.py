@@ -68,6 +68,7 @@ async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str],
                     ssl_keyfile=server.tls_key,
                 )
             )
+            application.responses.tasks = http.server_state.tasks  # for which the end waits as for requests
             gc.freeze()  # what is there now stays: collections need not look at it
             say(f"started in {client.ready.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
@@ -75,7 +76,7 @@ async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str],
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
             say(f"serving {client.names[0]} on {shown_address(listener, server)}")
             await http.serve(sockets=[listener])
-            await application.batches.stop()
+            await application.stop()
 
 
 class HttpServer(uvicorn.Server):

@@ -1,0 +1,117 @@
+"""The events of a response that is made in the background, for those who follow it, now or later.
+
+A response's growing text is thousands of events that differ in their `delta` alone: they are kept as one. Events that
+show the response are kept as its status then, and made again from the response itself.
+"""
+
+import asyncio
+import bisect
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+Event = tuple[str, dict[str, Any]]
+
+RUNNING = ("queued", "in_progress")
+LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
+"""The events that end a stream; a cancelled response is an incomplete one, as clients know no other event for it."""
+NOT_YET: dict[str, Any] = {"output": [], "usage": None, "error": None, "incomplete_details": None, "completed_at": None}
+"""How a response is before its end."""
+
+
+class Run(msgspec.Struct, array_like=True):
+    """Events in a row that differ in their `delta` only, or, without `deltas`, a single one. `first` is a number."""
+
+    first: int
+    kind: str
+    fields: dict[str, Any]
+    deltas: list[str] | None = None
+
+    @property
+    def end(self) -> int:
+        """The number of the first event behind it."""
+        return self.first + (1 if self.deltas is None else len(self.deltas))
+
+
+class EventLog:
+    """Events numbered from 0, each a kind and its fields; `response` is the one that they tell of, as it stands.
+
+    The last one is not shown before the log is closed, so that what it tells can be stored first.
+    """
+
+    def __init__(self, response: Mapping[str, Any], runs: list[Run] | None = None) -> None:
+        self._response = response
+        self._runs = [] if runs is None else runs
+        self._shown = 0
+        self._closed = False
+        self._news = asyncio.Event()
+
+    def add(self, event: Event) -> None:
+        """One more; the fields of an event are `type` and `sequence_number`, and those of its kind."""
+        kind, told = event
+        fields = {name: value for name, value in told.items() if name not in ("type", "sequence_number", "delta")}
+        if "response" in fields:
+            fields["response"] = self._response["status"]
+        last = self._runs[-1] if self._runs else None
+        end = 0 if last is None else last.end
+        if "delta" not in told:
+            self._runs.append(Run(end, kind, fields))
+        elif last is not None and last.deltas is not None and (last.kind, last.fields) == (kind, fields):
+            last.deltas.append(told["delta"])
+        else:
+            self._runs.append(Run(end, kind, fields, [told["delta"]]))
+        if kind not in LAST:
+            self._show(end + 1)
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self._closed = True
+        self._show(self._runs[-1].end if self._runs else 0)
+
+    async def follow(self, after: int) -> AsyncIterator[Event]:
+        """The events behind the one of this number, until the log is closed."""
+        number = after + 1
+        place = max(bisect.bisect_right(self._runs, number, key=lambda run: run.first) - 1, 0)
+        while True:
+            while number < self._shown:
+                run = self._runs[place]
+                if number < run.end:
+                    yield self._event(run, number)
+                    number += 1
+                else:
+                    place += 1
+            if self._closed:
+                return
+            await self._news.wait()
+
+    def packed(self) -> bytes:
+        """As JSON, from which `events_of` makes it again."""
+        return msgspec.json.encode(self._runs)
+
+    def _show(self, number: int) -> None:
+        self._shown = number
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _event(self, run: Run, number: int) -> Event:
+        fields = dict(run.fields)
+        if "response" in fields:
+            status = fields["response"]
+            early = {**NOT_YET, "status": status} if status in RUNNING else {}
+            fields["response"] = {name: early.get(name, value) for name, value in self._response.items()}
+        if run.deltas is not None:
+            fields["delta"] = run.deltas[number - run.first]
+        return run.kind, {"type": run.kind, "sequence_number": number, **fields}
+
+
+async def events_of(response: Mapping[str, Any], packed: bytes, after: int) -> AsyncIterator[Event]:
+    """The events of a response that has ended behind the one of this number.
+
+    Of one whose server ended before it did, only the last is known.
+    """
+    runs = msgspec.json.decode(packed, type=list[Run])
+    log = EventLog(response, runs or [Run(after + 1, "response.failed", {"response": response["status"]})])
+    log.close()
+    async for event in log.follow(after):
+        yield event
