@@ -148,6 +148,8 @@ def attacks() -> Iterator[tuple[str, Act]]:
         "a million scores": ("/v1/score", json.dumps(score).encode()),
         "large metadata": ("/v1/responses", json.dumps({"input": "a", "metadata": {"a": "b" * 10_000_000}}).encode()),
         "many responses": ("/v1/responses", b'{"input": "a", "max_output_tokens": 1}'),
+        "many followed responses": ("/v1/responses", b'{"input": "a", "background": true, "stream": true}'),
+        "many conversations": ("/v1/conversations", json.dumps({"items": [message] * 8000}).encode()),
         "the words of others": (COMPLETIONS, pin),
         "lone surrogates": (COMPLETIONS, b'{"prompt": "\\ud800", "user": "\\udfff", "stop": ["\\ud800"]}'),
     }

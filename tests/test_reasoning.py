@@ -158,6 +158,10 @@ def test_every_api_shows_the_thinking(server: Served) -> None:
     thought, said = client.responses.create(**response).output
     assert (thought.type, thought.content[0].text) == ("reasoning", whole.reasoning_content)
     assert said.content[0].text == whole.content
+    with client.responses.stream(**response, reasoning={"summary": "auto"}) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output[0].summary[0].text == whole.reasoning_content
+    assert kinds.count("response.reasoning_summary_text.delta") == kinds.count("response.reasoning_text.delta") > 0
     events = list(client.responses.create(**response, stream=True))
     deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     assert "".join(deltas) == whole.reasoning_content

@@ -1,6 +1,8 @@
 """What is kept of responses and conversations on disk and in memory, and its limits."""
 
 import asyncio
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,41 @@ def test_the_oldest_responses_on_disk_go_first(tmp_path: Path) -> None:
         await store.stop()
 
     asyncio.run(fill())
+
+
+def test_what_a_full_disk_did_not_take_is_written_when_it_does(tmp_path: Path) -> None:
+    def limit(pages: int) -> Callable[[sqlite3.Connection], object]:
+        return lambda database: database.execute(f"PRAGMA max_page_count = {pages}")
+
+    async def fill() -> None:
+        first = DataFolder(tmp_path, 0)
+        store = ResponseStore(first, 1, 1 << 30)
+        begun = record("alice", "begun", 100)
+        store.hold(begun)
+        await store.begin(begun)
+        await store._database.run(limit(1))  # what there is stays, and no more comes
+        begun.body["metadata"]["a"] = "a" * 100_000
+        begun.body["status"] = "completed"
+        await store.end(begun)
+        await _kept(store, record("alice", "new", 100_000))
+        assert all(store._memory.find("alice", name) is not None for name in ("begun", "new"))
+        await store._database.run(limit(1 << 20))
+        await store.stop()
+        store = ResponseStore(DataFolder(tmp_path, 0), 1, 1 << 30)
+        with pytest.raises(HttpError, match="in use by another server"):
+            await store.find("alice", "new")
+        await store.stop()
+        first.leave()
+
+    async def look() -> None:
+        store = ResponseStore(DataFolder(tmp_path, 0), 1, 1 << 30)
+        for name in ("begun", "new"):
+            found = await store.find("alice", name)
+            assert isinstance(found, Packed) and msgspec.json.decode(found.body)["status"] == "completed"
+        await store.stop()
+
+    asyncio.run(fill())
+    asyncio.run(look())
 
 
 def test_conversations_have_limits(tmp_path: Path) -> None:

@@ -41,11 +41,22 @@ FIELDS: dict[str, dict[str, Any]] = {
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     },
     "/v1/responses": {
-        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}],
-        "instructions": "a", "previous_response_id": "a", "max_output_tokens": 1, "metadata": {},
-        "text": {"format": {}}, "tools": [{"type": "function", "name": "a", "parameters": {}}],
-        "tool_choice": {"type": "function", "name": "a"},
-        "reasoning": {"effort": "low"}, "include": [], "truncation": "disabled", "store": False, "background": False,
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [], "content": [], "encrypted_content": "kvern1.a"},
+            {"type": "custom_tool_call", "call_id": "a", "name": "a", "namespace": "a", "input": "a"},
+            {"type": "local_shell_call", "call_id": "a", "action": {"command": ["a"]}},
+            {"type": "tool_search_output", "call_id": "a", "tools": [{"type": "namespace", "name": "a", "tools": []}]},
+        ],
+        "instructions": "a", "previous_response_id": None, "max_output_tokens": 1, "metadata": {},
+        "text": {"format": {}}, "tools": [
+            {"type": "function", "name": "a", "parameters": {}}, {"type": "shell", "environment": {"type": "local"}},
+            {"type": "namespace", "name": "a", "description": "a", "tools": [{"type": "custom", "name": "a", "format": {
+                "type": "grammar", "syntax": "regex", "definition": "a"}}]},
+        ],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]},
+        "reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled", "store": False, "background": False, "top_logprobs": 1, "prompt_cache_key": "a",
     },
     "/v1/messages": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],

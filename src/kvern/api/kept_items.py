@@ -1,5 +1,6 @@
 """Items of an input as they are kept and listed: each with an id, a type and a status, texts as parts."""
 
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -50,5 +51,5 @@ def read_items(value: object) -> Items:
             raise InvalidRequest("input must be a list of items")
         input_messages(value)
     except InvalidRequest as error:
-        raise InvalidRequest(str(error).replace("input", "items", 1)) from error
+        raise InvalidRequest(re.sub(r"^input\b", "items", str(error))) from error
     return kept_items(value)

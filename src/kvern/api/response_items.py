@@ -1,165 +1,228 @@
-"""Items of /v1/responses: those of an input as messages, and those of an output while they grow, with their events."""
+"""The input items of /v1/responses, as messages of a conversation."""
 
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvern.api.conversation import plain_call, text_of
-from kvern.errors import InvalidRequest, shown
-from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
+import msgspec
 
-Event = tuple[str, dict[str, Any]]
+from kvern.api.conversation import text_of
+from kvern.api.fields import typed
+from kvern.api.response_reasoning import MOST_CHARACTERS, opened_reasoning
+from kvern.api.response_tools import FIXED, INPUT, qualified, read_tool_list
+from kvern.errors import InvalidRequest, shown
+from kvern.json_work import is_too_much
+
+CALLS = frozenset({"function_call", "custom_tool_call", *FIXED})
+OUTPUTS = frozenset({"tool_search_output", *(f"{call}_output" for call in CALLS if call != "tool_search_call")})
+PASSED_OVER = frozenset(
+    {
+        "additional_tools",
+        "code_interpreter_call",
+        "compaction",
+        "compaction_trigger",
+        "computer_call",
+        "computer_call_output",
+        "configuration_update",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "program",
+        "program_output",
+        "web_search_call",
+    }
+)
+"""Items that say nothing to the model: of services that run tools themselves, and what is read elsewhere."""
+ADDING = ("additional_tools", "tool_search_output")
+SEARCHES = ("tool_search_call", "tool_search_output")
+UNSEEN = {"input_image": "an image", "input_file": "a file"}
+"""Parts of a tool's output that stand in the conversation as a note: the model asked for them, and must go on."""
+
+
+def referred(item: object) -> str | None:
+    """The id of the item that an item of an input stands for; None if it stands for itself."""
+    item_id = item.get("id") if isinstance(item, dict) and _kind(item) == "item_reference" else None
+    return item_id if isinstance(item_id, str) else None
 
 
 def input_messages(value: object) -> list[dict[str, Any]]:
-    """`input`, a text or a list of items, as messages of a conversation. Raises InvalidRequest.
-
-    A turn of the assistant is several items, and one message: what it thought, what it said, and its calls.
-    """
+    """`input`, a text or a list of items, as messages. Raises InvalidRequest."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
         raise InvalidRequest(f"input is {shown(value)}: it must be a text or a list of items")
-    messages: list[dict[str, Any]] = []
-    reasoning = ""
+    arguments = (item["arguments"] for item in value if isinstance(item.get("arguments"), str))
+    if is_too_much("".join(arguments).encode(errors="replace")):
+        raise InvalidRequest("input: the arguments of all calls hold more values than fit in one request")
+    reader = _Reader()
     for number, item in enumerate(value):
-        place = f"input[{number}]"
-        if item.get("type") == "reasoning":
-            reasoning = _reasoning(item, place)
-            continue
-        message = _message(item, place)
-        if message["role"] == "assistant" and reasoning:
-            message["reasoning_content"], reasoning = reasoning, ""
-        last = messages[-1] if messages else {}
-        if "tool_calls" in message and last.get("role") == "assistant":
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        reader.read(item, f"input[{number}]")
+    return reader.end()
+
+
+def _kind(item: Mapping[str, Any]) -> object:
+    return item.get("type") or ("message" if "role" in item else "item_reference")
+
+
+class _Reader:
+    """A turn of the assistant is several items, and one message: what it thought, what it said, and its calls."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._reasoning: list[str] = []
+        self._left = MOST_CHARACTERS
+
+    def read(self, item: Mapping[str, Any], place: str) -> None:
+        """The next item."""
+        kind = _kind(item)
+        if not isinstance(kind, str):
+            raise InvalidRequest(f"{place}.type is {shown(kind)}: it must be a text")
+        if kind == "reasoning":
+            self._reasoning.append(self._thought(item, place))
+        elif kind in SEARCHES and item.get("call_id") is None:
+            return  # of a service
+        elif kind in CALLS:
+            function = {"name": _function_name(item, place), "arguments": _arguments(item, place)}
+            call = {"id": _call_id(item, place), "type": "function", "function": function}
+            self._add({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind in OUTPUTS:
+            self._add({"role": "tool", "content": _output(item, place), "tool_call_id": _call_id(item, place)})
+        elif kind == "message" and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list):
+            self._add({"role": item["role"], "content": _text(item["content"])})
+        elif kind == "item_reference":
+            item_id = shown(item.get("id"))
+            message = f"{place} refers to the item {item_id}, which is not stored, or stands before"
+            raise InvalidRequest(f"{message}: send the item itself")
+        elif kind not in PASSED_OVER:
+            raise InvalidRequest(f"{place} of type {shown(kind)} is not understood: {shown(dict(item))}")
+
+    def end(self) -> list[dict[str, Any]]:
+        """All messages."""
+        self._end_thought()
+        return self._messages
+
+    def _add(self, message: dict[str, Any]) -> None:
+        if message["role"] != "assistant":
+            self._end_thought()
+            self._messages.append(message)
+            return
+        reasoning, self._reasoning = "\n".join(filter(None, self._reasoning)), []
+        last = self._messages[-1] if self._messages else {}
+        if last.get("role") == "assistant" and not (last["content"] and message["content"]):
+            last["content"] = last["content"] or message["content"]
+            if "tool_calls" in message:
+                last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+            message = last
         else:
-            messages.append(message)
-    return messages
+            self._messages.append(message)
+        if reasoning:
+            before = message.get("reasoning_content")
+            message["reasoning_content"] = f"{before}\n{reasoning}" if before else reasoning
+
+    def _end_thought(self) -> None:
+        """Thinking that led to nothing, in an answer that was cut off, is a message of its own."""
+        if any(self._reasoning):
+            self._add({"role": "assistant", "content": ""})
+        self._reasoning = []
+
+    def _thought(self, item: Mapping[str, Any], place: str) -> str:
+        """The thinking itself, else as it is packed, else its summary."""
+        texts: dict[str, str] = {}
+        for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+            parts = item.get(name) or []
+            if not isinstance(parts, list):
+                raise InvalidRequest(f"{place}.{name} is {shown(parts)}: it must be a list of parts")
+            texts[name] = text_of(parts, (kind, "text"))
+        if texts["content"]:
+            return texts["content"]
+        opened = opened_reasoning(item.get("encrypted_content"), self._left)
+        self._left -= len(opened or "")
+        return opened or texts["summary"]
 
 
-def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
-    kind = item.get("type", "message")
-    if kind == "message" and isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list):
-        return {"role": item["role"], "content": _text(item["content"])}
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = plain_call({"id": _call_id(item, place), "type": "function", "function": function}, place)
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if kind == "function_call_output" and isinstance(item.get("output"), str | list):
-        return {"role": "tool", "content": _text(item["output"]), "tool_call_id": _call_id(item, place)}
-    raise InvalidRequest(f"{place} of type {shown(kind)} is not understood: {shown(dict(item))}")
+def _function_name(item: Mapping[str, Any], place: str) -> str:
+    if item["type"] in FIXED:
+        return FIXED[item["type"]][0]
+    if not isinstance(item.get("name"), str):
+        raise InvalidRequest(f"{place}.name is {shown(item.get('name'))}: it must be the name of a tool")
+    return qualified(item.get("namespace"), item["name"])
+
+
+def _arguments(item: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """As an object. What a model has written that is none comes under a name that no tool has."""
+    kind = item["type"]
+    if kind == "custom_tool_call":
+        if not isinstance(item.get(INPUT), str):
+            raise InvalidRequest(f"{place}.input is {shown(item.get(INPUT))}: it must be a text")
+        return {INPUT: item[INPUT]}
+    if kind in FIXED:
+        name = FIXED[kind][1]
+        if not isinstance(item.get(name), dict):
+            raise InvalidRequest(f"{place}.{name} is {shown(item.get(name))}: it must be an object")
+        return {part: value for part, value in item[name].items() if (part, value) != ("type", "exec")}
+    text = item.get("arguments")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{place}.arguments is {shown(text)}: it must be JSON in a text")
+    try:
+        arguments = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"": text}
 
 
 def _call_id(item: Mapping[str, Any], place: str) -> str:
     call_id = item.get("call_id")
+    if call_id is None and item["type"] == "local_shell_call_output":
+        call_id = item.get("id")
     if not isinstance(call_id, str) or not call_id:
         raise InvalidRequest(f"{place}.call_id is {shown(call_id)}: it must be the id of a call")
     return call_id
 
 
 def _text(content: str | list[Any]) -> str:
-    return content if isinstance(content, str) else text_of(content)
+    if isinstance(content, str):
+        return content
+    return text_of([{"type": "text", "text": part["refusal"]} if _is_refusal(part) else part for part in content])
 
 
-def _reasoning(item: Mapping[str, Any], place: str) -> str:
-    content = item.get("content") or []
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{place}.content is {shown(content)}: it must be a list of parts")
-    return text_of(content, ("reasoning_text",))
+def _is_refusal(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
 
 
-def chat_tools(tools: Sequence[Any]) -> list[Any]:
-    """Tools in the form of chat completions."""
-    return [
-        {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
-        if isinstance(tool, dict)
-        else tool
-        for tool in tools
-    ]
+def _output(item: Mapping[str, Any], place: str) -> str:
+    """What a tool has said."""
+    kind, output = item["type"], item.get("output")
+    if kind == "tool_search_output":
+        return f"Tools that can be called now: {', '.join(_names(item, place))}"
+    if kind == "apply_patch_call_output" and isinstance(item.get("status"), str):
+        output = item["status"] if output is None else f"{item['status']}\n{output}"
+    if isinstance(output, str):
+        return output
+    if not isinstance(output, list):
+        raise InvalidRequest(f"{place}.output is {shown(output)}: it must be a text or a list of parts")
+    if kind == "shell_call_output":
+        return msgspec.json.encode(output).decode()
+    return text_of([_seen(part) for part in output])
 
 
-def chat_tool_choice(choice: object) -> object:
-    """`tool_choice` in the form of chat completions."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def _names(item: Mapping[str, Any], place: str) -> Iterator[str]:
+    """Of functions that a search has found."""
+    tools = item.get("tools")
+    if not isinstance(tools, list):
+        raise InvalidRequest(f"{place}.tools is {shown(tools)}: it must be a list of tools")
+    return (tool.function["name"] for tool in read_tool_list(tools).offered)
 
 
-def event(kind: str, **fields: Any) -> Event:
-    """What `OutputItems` tells; it is numbered when it is sent."""
-    return kind, fields
+def added_tools(value: object) -> list[Any]:
+    """Tools that items of an input, which has been read, add to those of the body."""
+    items = [item for item in value if _kind(item) in ADDING] if isinstance(value, list) else []
+    return [tool for item in items for tool in typed(item, "tools", list, [])]
 
 
-class OutputItems:
-    """A response's output, item by item."""
-
-    def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
-
-    def add(self, pieces: Sequence[Piece]) -> list[Event]:
-        """Let the output grow."""
-        events: list[Event] = []
-        for piece in pieces:
-            match piece:
-                case Content(text):
-                    events += self._text(text, "message", "output_text")
-                case Reasoning(text):
-                    events += self._text(text, "reasoning", "reasoning_text")
-                case CallBegins(_, call_id, name):
-                    call = {"call_id": call_id, "name": name, "arguments": ""}
-                    events += [*self.close(), *self._begin("function_call", "fc", call)]
-                case Arguments(_, text):
-                    assert self._open is not None
-                    self._open["arguments"] += text
-                    events.append(event("response.function_call_arguments.delta", **self._place, delta=text))
-        return events
-
-    def end(self, status: str) -> list[Event]:
-        """No more will come; an answer without anything is an empty message."""
-        events = [] if self.items else self._text("", "message", "output_text")
-        return events + self.close(status)
-
-    def close(self, status: str = "completed") -> list[Event]:
-        """End the item that grows, if there is one."""
-        item, self._open = self._open, None
-        if item is None:
-            return []
-        item["status"] = status
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        done = event("response.output_item.done", output_index=place["output_index"], item=item)
-        if item["type"] == "function_call":
-            arguments = {"name": item["name"], "arguments": item["arguments"]}
-            return [event("response.function_call_arguments.done", **place, **arguments), done]
-        [part] = item["content"]
-        extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-        ended = event(f"response.{part['type']}.done", **place, content_index=0, text=part["text"], **extra)
-        return [ended, event("response.content_part.done", **place, content_index=0, part=part), done]
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-
-    def _text(self, text: str, kind: str, part_kind: str) -> list[Event]:
-        events = []
-        if self._open is None or self._open["type"] != kind:
-            more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-            events += [*self.close(), *self._begin(kind, "msg" if kind == "message" else "rs", {**more, "content": []})]
-            assert self._open is not None
-            notes: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
-            part = {"type": part_kind, "text": "", **notes}
-            events.append(event("response.content_part.added", **self._place, content_index=0, part={**part}))
-            self._open["content"].append(part)
-        assert self._open is not None
-        self._open["content"][0]["text"] += text
-        if text:
-            extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            events.append(event(f"response.{part_kind}.delta", **self._place, content_index=0, delta=text, **extra))
-        return events
-
-    def _begin(self, kind: str, prefix: str, fields: Mapping[str, Any]) -> list[Event]:
-        self._open = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
-        self.items.append(self._open)
-        item = {name: list(value) if isinstance(value, list) else value for name, value in self._open.items()}
-        return [event("response.output_item.added", output_index=len(self.items) - 1, item=item)]
+def _seen(part: object) -> object:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in UNSEEN:
+        return {"type": "text", "text": f"[{UNSEEN[kind]}, which this model cannot read]"}
+    return part

@@ -2,34 +2,61 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvern.api.choices import finite
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError
-from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, read_metadata, sampling_params, typed
+from kvern.api.fields import (
+    COMMON_FIELDS,
+    LONGEST_METADATA,
+    MOST_METADATA,
+    CommonFields,
+    read_common,
+    read_metadata,
+    sampling_params,
+    typed,
+)
 from kvern.api.forms import response_format
-from kvern.api.response_items import OutputItems, chat_tool_choice, chat_tools, input_messages
+from kvern.api.response_items import added_tools, input_messages
+from kvern.api.response_output import OutputItems
+from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.errors import shown
-from kvern.outputs import RequestOutput
+from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
+from kvern.step import Logprob
 from kvern.tools.chat import ChatRequest
 from kvern.tools.definitions import read_tools
 
 Messages = list[dict[str, Any]]
 
-REFUSED = {"prompt": None, "max_tool_calls": None, "truncation": "disabled"}
+REFUSED = {"prompt": None, "moderation": None}
 """Fields that are accepted only with the value that asks for nothing."""
-LONGEST_USER = 512
+WITHOUT_EFFECT = (
+    "access_programs", "client_metadata", "context_management", "image", "prompt_cache_options", "stream_options",
+)  # fmt: skip
+"""Fields that mean something to OpenAI's service only."""
+NAMES = ("user", "safety_identifier", "prompt_cache_key")
+"""Who asks; nothing depends on it."""
+LONGEST_NAME = 512
 """Characters."""
+SUMMARIES = ("auto", "concise", "detailed")
+INCLUDABLE = frozenset({
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
+    "web_search_call.action.sources", "web_search_call.results",
+})  # fmt: skip
+LEFT_OUT, CHOICE_NOTE = "kvern_tools_left_out", "kvern_tool_choice"
+"""Entries of a response's metadata: the tools that were not offered; what became of a choice of one."""
 
 # fmt: off
 KNOWN = frozenset({
     "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
-    "metadata", "tools", "tool_choice", "text", "user", "parallel_tool_calls", "service_tier", "reasoning", "include",
-    "truncation", "safety_identifier", "stream_options", "thinking_budget", "chat_template_kwargs", "conversation",
-    *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED,
+    "metadata", "tools", "tool_choice", "text", "parallel_tool_calls", "service_tier", "reasoning", "include",
+    "truncation", "max_tool_calls", "top_logprobs", "prompt_cache_retention", "thinking_budget", "chat_template_kwargs",
+    "conversation", *NAMES, *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED, *WITHOUT_EFFECT,
 })
 # fmt: on
 
@@ -50,24 +77,28 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
 
     Raises HttpError, InvalidRequest or InvalidParameter.
     """
+    body = _configured(body)
     for name, value in REFUSED.items():
         if body.get(name) not in (None, value):
             raise HttpError(400, f"{name} is {shown(body[name])}: this server does not do that", param=name)
-    text = typed(body, "text", dict, {})
-    tools = typed(body, "tools", list, [])
+    if body.get("truncation") not in (None, "auto", "disabled"):
+        message = f"truncation is {shown(body['truncation'])}: it must be auto or disabled"
+        raise HttpError(400, message, param="truncation")
     messages = [*earlier, *input_messages(body.get("input"))]
     instructions = typed(body, "instructions", str, None)
     prompt = [{"role": "system", "content": instructions}] * (instructions is not None) + messages
-    use = read_tools(chat_tools(tools), chat_tool_choice(body.get("tool_choice")), body.get("parallel_tool_calls"))
-    reasoning = typed(body, "reasoning", dict, {})
-    user = typed(body, "user", str, None)
-    if user is not None and len(user) > LONGEST_USER:
-        raise HttpError(400, f"user has {len(user)} characters: at most {LONGEST_USER}", param="user")
-    variables = template_variables({"reasoning_effort": reasoning.get("effort"), **body})
-    form = text.get("format") or {"type": "text"}
+    tools = read_tool_list(typed(body, "tools", list, []), added_tools(body.get("input")))
+    choice, choice_note = chat_tool_choice(body.get("tool_choice"), tools)
+    definitions, places = [tool.definition for tool in tools.offered], [tool.place for tool in tools.offered]
+    use = read_tools(definitions, choice, body.get("parallel_tool_calls"), places)
+    form = typed(body, "text", dict, {}).get("format") or {"type": "text"}
     params = _params(body, form)
-    conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
     response = _begun(body, model, params, form)
+    response["metadata"] |= _notes(response["metadata"], tools, choice_note)
+    if choice_note is not None:
+        response["tool_choice"] = choice
+    variables = template_variables({"reasoning_effort": response["reasoning"]["effort"], **body})
+    conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
     stream = typed(body, "stream", bool, False)
     if response["background"] and not response["store"]:
         raise HttpError(
@@ -76,9 +107,63 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
     return ResponseBody(conversation, params, read_common(body), response, stream)
 
 
+def _configured(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With what items of its input change."""
+    given = body.get("input")
+    for item in given if isinstance(given, list) else ():
+        if isinstance(item, dict) and item.get("type") == "configuration_update":
+            changes = {name: typed(item, name, dict, {}) for name in ("reasoning", "text")}
+            body = {**body, **{name: {**typed(body, name, dict, {}), **change} for name, change in changes.items()}}
+    return body
+
+
+def _notes(metadata: Mapping[str, str], tools: ToolList, choice: str | None) -> dict[str, str]:
+    """What was asked and is not done, as far as metadata has room."""
+    left_out = ", ".join(dict.fromkeys(tools.left_out))[:LONGEST_METADATA]
+    notes = {LEFT_OUT: left_out, CHOICE_NOTE: choice}
+    told = {name: note for name, note in notes.items() if note}
+    return dict(list(told.items())[: max(0, MOST_METADATA - len(metadata.keys() - told.keys()))])
+
+
+def _included(body: Mapping[str, Any]) -> list[str]:
+    """What `include` names of what is known."""
+    include = typed(body, "include", list, [])
+    if not all(isinstance(name, str) for name in include):
+        raise HttpError(400, f"include is {shown(include)}: it must be a list of names", param="include")
+    return sorted(INCLUDABLE & set(include))
+
+
+def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
+    reasoning = typed(body, "reasoning", dict, {})
+    summary = reasoning.get("summary") or reasoning.get("generate_summary")
+    if summary not in (None, "none", *SUMMARIES):
+        message = f"reasoning.summary is {shown(summary)}: it must be one of {', '.join(SUMMARIES)}"
+        raise HttpError(400, message, param="reasoning")
+    return {"effort": reasoning.get("effort"), "summary": None if summary == "none" else summary}
+
+
+def _verbosity(body: Mapping[str, Any]) -> str | None:
+    """How much a model is to say; it is not told, as chat templates know no word for it."""
+    verbosity: str | None = typed(body, "text", dict, {}).get("verbosity")
+    if verbosity not in (None, "low", "medium", "high"):
+        message = f"text.verbosity is {shown(verbosity)}: it must be low, medium or high"
+        raise HttpError(400, message, param="text")
+    return verbosity
+
+
+def _name(body: Mapping[str, Any], field: str) -> str | None:
+    name: str | None = typed(body, field, str, None)
+    if name is not None and len(name) > LONGEST_NAME:
+        raise HttpError(400, f"{field} has {len(name)} characters: at most {LONGEST_NAME}", param=field)
+    return name
+
+
 def _params(body: Mapping[str, Any], form: object) -> SamplingParams:
     values = {name: body[name] for name in SamplingParams.__struct_fields__ if body.get(name) is not None}
     values.pop("logprobs", None)
+    most: int | None = typed(body, "top_logprobs", int, None)
+    if most is not None or "message.output_text.logprobs" in _included(body):
+        values["logprobs"] = most or 0
     structured = response_format(form)
     if structured is not None:
         values["structured"] = structured
@@ -96,36 +181,74 @@ def _begun(body: Mapping[str, Any], model: str, params: SamplingParams, form: ob
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
+        "completed_at": None,
         "background": typed(body, "background", bool, False),
         "error": None,
         "incomplete_details": None,
+        "include": _included(body),
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": read_metadata(body),
+        "max_tool_calls": typed(body, "max_tool_calls", int, None),
+        "metadata": {**read_metadata(body)},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"),
-        "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
+        "prompt_cache_key": _name(body, "prompt_cache_key"),
+        "prompt_cache_retention": _name(body, "prompt_cache_retention"),
+        "reasoning": _reasoning(body),
+        "safety_identifier": _name(body, "safety_identifier"),
         "service_tier": "default",
         "store": typed(body, "store", bool, True),
         "temperature": params.temperature if params.temperature is not None else 1.0,
-        "text": {"format": form},
+        "text": {"format": form, "verbosity": _verbosity(body)},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tools": [*typed(body, "tools", list, []), *added_tools(body.get("input"))],
+        "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p if params.top_p is not None else 1.0,
         "truncation": "disabled",
         "usage": None,
-        "user": body.get("user"),
+        "user": _name(body, "user"),
     }
 
 
 def complete(response: dict[str, Any], chat: ChatRequest, output: RequestOutput) -> None:
     """Give a response its whole answer."""
-    items = OutputItems()
-    items.add(chat.reader().read(output.outputs[0].text, True))
+    items, reader, answer = OutputItems(response), chat.reader(), output.outputs[0]
+    for text, logprobs in _told_again(answer, response["top_logprobs"]):
+        items.add(reader.read(text, False), logprobs)
+    items.add(reader.read(answer.text, True))
     items.end(_conclude(response, output, chat))
     response["output"] = items.items
+
+
+def _told_again(answer: CompletionOutput, most: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A whole answer with log-probabilities as it has grown, token by token."""
+    length = 0
+    for entry in _logprobs(answer, 0, most):
+        length += len(entry["token"])
+        yield answer.text[:length], [entry]
+
+
+def _logprobs(answer: CompletionOutput, first: int, most: int) -> list[dict[str, Any]]:
+    """Of all tokens from the one of this number on, each with the `most` probable; none if they were not asked for."""
+    if answer.logprobs is None:
+        return []
+    told = []
+    for token_id, table in zip(answer.token_ids[first:], answer.logprobs[first:], strict=True):
+        best = sorted(table.values(), key=lambda entry: -entry.logprob)[:most]
+        told.append({**_logprob(table[token_id]), "top_logprobs": [_logprob(entry) for entry in best]})
+    return told
+
+
+def _logprob(entry: Logprob) -> dict[str, Any]:
+    """A token that is a part of a character has no bytes of its own."""
+    token = entry.token or ""
+    return {
+        "token": token,
+        "logprob": finite(entry.logprob),
+        "bytes": [] if "\ufffd" in token else list(token.encode()),
+    }
 
 
 def fail(response: dict[str, Any], error: Exception) -> None:
@@ -139,16 +262,19 @@ class ResponseEvents:
 
     def __init__(self, response: dict[str, Any], chat: ChatRequest) -> None:
         self._response, self._chat = response, chat
+        self._items = OutputItems(response)
         self._number = 0
 
     async def of(self, output: RequestOutput, news: AsyncIterable[None]) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
         """All events of an output that has grown at each of the news, each a name and what it holds."""
         response, answer, reader = self._response, output.outputs[0], self._chat.reader()
-        items = OutputItems()
+        items = self._items
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
+        tokens, most = 0, response["top_logprobs"]
         async for _ in news:
-            for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None)):
+            logprobs, tokens = _logprobs(answer, tokens, most), len(answer.token_ids)
+            for kind, fields in items.add(reader.read(answer.text, answer.finish_reason is not None), logprobs):
                 yield self._event(kind, **fields)
         for kind, fields in items.end(_conclude(response, output, self._chat)):
             yield self._event(kind, **fields)
@@ -157,13 +283,20 @@ class ResponseEvents:
 
     def failed(self, error: Exception) -> tuple[str, dict[str, Any]]:
         """Let the response fail; the event that says so."""
+        self._cut_off()
         fail(self._response, error)
         return self._event("response.failed", response=self._response)
 
     def cancelled(self) -> tuple[str, dict[str, Any]]:
         """Cancel the response; the event that says so, for which clients know no other kind."""
+        self._cut_off()
         self._response["status"] = "cancelled"
         return self._event("response.incomplete", response=self._response)
+
+    def _cut_off(self) -> None:
+        """What was told so far is the output."""
+        self._items.close("incomplete")
+        self._response["output"] = self._items.items
 
     def _event(self, kind: str, **fields: Any) -> tuple[str, dict[str, Any]]:
         number, self._number = self._number, self._number + 1
@@ -175,11 +308,12 @@ def _conclude(response: dict[str, Any], output: RequestOutput, chat: ChatRequest
     answer = output.outputs[0]
     cut = answer.finish_reason == "length"
     status = response["status"] = "incomplete" if cut else "completed"
+    response["completed_at"] = None if cut else int(time.time())
     response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
     prompt, generated = len(output.prompt_token_ids), len(answer.token_ids)
     response["usage"] = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": chat.reasoning_tokens(answer.token_ids)},
         "total_tokens": prompt + generated,

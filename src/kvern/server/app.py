@@ -129,8 +129,7 @@ class Server:
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
-        gate = Gate(_walled(app), self._keys, self.service.users, self.service.config)
-        return by_all_names(gate, routes)
+        return by_all_names(Gate(_walled(app), self._keys, self.service.users, self.service.config), routes)
 
     async def stop(self) -> None:
         """End what runs in the background, and let go of the folder."""

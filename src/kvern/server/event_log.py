@@ -16,7 +16,7 @@ Event = tuple[str, dict[str, Any]]
 RUNNING = ("queued", "in_progress")
 LAST = frozenset({"response.completed", "response.incomplete", "response.failed"})
 """The events that end a stream; a cancelled response is an incomplete one, as clients know no other event for it."""
-NOT_YET: dict[str, Any] = {"output": [], "usage": None, "error": None, "incomplete_details": None}
+NOT_YET: dict[str, Any] = {"output": [], "usage": None, "error": None, "incomplete_details": None, "completed_at": None}
 """How a response is before its end."""
 
 
@@ -99,7 +99,7 @@ class EventLog:
         if "response" in fields:
             status = fields["response"]
             early = {**NOT_YET, "status": status} if status in RUNNING else {}
-            fields["response"] = {**self._response, **early}
+            fields["response"] = {name: early.get(name, value) for name, value in self._response.items()}
         if run.deltas is not None:
             fields["delta"] = run.deltas[number - run.first]
         return run.kind, {"type": run.kind, "sequence_number": number, **fields}

@@ -4,6 +4,7 @@ import msgspec
 
 from kvern.api.completions import MOST_PROMPTS
 from kvern.api.forms import RESPONSE_FORMATS
+from kvern.api.responses import LONGEST_NAME, NAMES
 from kvern.documentation import field_documents
 from kvern.sampling_params import SamplingParams
 from kvern.server.openapi_schemas import (
@@ -53,7 +54,9 @@ THINKS: Schema = {
 TOOL_NAME: Schema = {"type": "string", "pattern": f"^{NAME.pattern}$"}
 FUNCTION = record({"name": TOOL_NAME, "description": optional(TEXT), "parameters": optional(OBJECT)}, "name")
 TOOLS = optional(listed(record({"type": one_of("function"), "function": FUNCTION}, "type", "function")))
-FLAT_TOOLS = optional(listed(record({"type": one_of("function"), **FUNCTION["properties"]}, "type", "name")))
+_FLAT = record({"type": one_of("function"), **FUNCTION["properties"]}, "type", "name")
+FLAT_TOOLS = optional(listed({"anyOf": [_FLAT, record({"type": TEXT}, "type")]}))
+"""Functions; and tools of any other type."""
 PARALLEL: Schema = {"parallel_tool_calls": optional(SWITCH)}
 CHOICE = optional({"anyOf": [one_of("auto", "none", "required"), OBJECT]})
 
@@ -163,6 +166,12 @@ def response_fields(models: list[str]) -> Schema:
         "background": optional(SWITCH),
         "store": optional(SWITCH),
         "metadata": optional(OBJECT),
+        **{name: optional({"type": "string", "maxLength": LONGEST_NAME}) for name in NAMES},
+        "include": optional(listed(TEXT)),
+        "text": optional(OBJECT),
+        "top_logprobs": optional({"type": "integer", "minimum": 0, "maximum": 100}),
+        "truncation": optional(one_of("auto", "disabled")),
+        "max_tool_calls": optional(WHOLE),
         "tools": FLAT_TOOLS,
         "tool_choice": CHOICE,
         **PARALLEL,

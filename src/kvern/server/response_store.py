@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS responses (
     body BLOB NOT NULL, before BLOB NOT NULL, items BLOB NOT NULL, events BLOB
 );
 CREATE INDEX IF NOT EXISTS responses_by_age ON responses (owner, ended);
-CREATE INDEX IF NOT EXISTS responses_by_size ON responses (owner, size);
+CREATE INDEX IF NOT EXISTS responses_by_size ON responses (owner, size, id);
 """
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], object]
@@ -181,7 +181,7 @@ def _make_room(database: sqlite3.Connection, packed: Packed, most: int) -> None:
 
 
 def _read(database: sqlite3.Connection, owner: str, response_id: str) -> Packed | None:
-    sql = "SELECT id, owner, body, before, items, events FROM responses WHERE id = ? AND owner = ?"
+    sql = "SELECT id, owner, body, before, items, events FROM responses WHERE id = ? AND owner = ? AND ended = 1"
     row = database.execute(sql, (response_id, owner)).fetchone()
     return None if row is None else Packed(*row[:2], *(part and msgspec.Raw(part) for part in row[2:]))
 

@@ -23,6 +23,7 @@ from kvern.server.event_log import LAST, Event, EventLog, events_of
 from kvern.server.files import page_of
 from kvern.server.http import EventStream, ignored_header, json_response, until_gone
 from kvern.server.response_memory import Messages, Packed, Record, as_json
+from kvern.server.response_references import with_referred_items
 from kvern.server.response_store import CUT_OFF, ResponseStore
 from kvern.server.service import Ask, Running, Service
 from kvern.tools.chat import ChatRequest
@@ -46,6 +47,7 @@ class Responses:
         key = request.state.key
         merge_extra(body)
         model = self._service.model(body)
+        body["input"] = await with_referred_items(body.get("input"), functools.partial(self._ended, key.name))
         with contextlib.ExitStack() as held:
             conversation = read_conversation_id(body)
             if conversation is not None:
@@ -137,6 +139,13 @@ class Responses:
 
     async def _find(self, request: Request) -> Record | Packed:
         return await self._store.find(request.state.key.name, request.path_params["response_id"])
+
+    async def _ended(self, owner: str, response_id: str) -> bytes | None:
+        """A response that has ended, as JSON."""
+        with contextlib.suppress(HttpError):
+            found = await self._store.find(owner, response_id)
+            return bytes(found.body) if isinstance(found, Packed) else None
+        return None
 
     async def _before(self, owner: str, body: Mapping[str, Any], conversation: str | None) -> Messages:
         """The messages that the input goes on from."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvern.errors import InvalidRequest, shown
-from kvern.tools.tool_format import NAME
+from kvern.tools.tool_format import LONGEST_NAME, NAME
 
 MOST_TOOLS = 512
 MOST_CHARACTERS = 1 << 18
@@ -28,7 +28,8 @@ class Tool:
 class ToolUse:
     """What a request says of tools. `definitions` are in OpenAI's form, as templates know them.
 
-    `choice`: auto leaves it to the model, required wants a call, `named` one of that tool.
+    `tools` may be called, fewer than are defined if only some are allowed. `choice`: auto leaves it to the model,
+    required wants a call, `named` one of that tool.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -45,14 +46,20 @@ class ToolUse:
     @property
     def constrains_auto(self) -> bool:
         """The model decides whether to call, and how is prescribed."""
-        return self.choice == "auto" and (not self.parallel or any(tool.strict for tool in self.tools))
+        prescribed = not self.parallel or any(tool.strict for tool in self.tools)
+        return self.choice == "auto" and (prescribed or len(self.tools) < len(self.definitions))
 
 
 NO_TOOLS = ToolUse()
 
 
-def read_tools(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
-    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
+def read_tools(
+    tools: object, choice: object = None, parallel: object = None, places: Sequence[str] | None = None
+) -> ToolUse:
+    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `places`: where the body has each tool.
+
+    Raises InvalidRequest.
+    """
     if parallel is not None and not isinstance(parallel, bool):
         raise InvalidRequest(f"parallel_tool_calls is {shown(parallel)}: it must be true or false")
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
@@ -60,19 +67,22 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
     definitions = list(tools or ())
     if len(definitions) > MOST_TOOLS:
         raise InvalidRequest(f"tools holds {len(definitions)} tools: at most {MOST_TOOLS}")
-    read = tuple(_tool(definition, f"tools[{number}]") for number, definition in enumerate(definitions))
-    places: dict[str, str] = {}
+    places = [f"tools[{number}]" for number in range(len(definitions))] if places is None else places
+    read = [_tool(definition, place) for definition, place in zip(definitions, places, strict=True)]
+    known: dict[str, str] = {}
     for tool in read:
-        if tool.name in places:
+        if tool.name in known:
             raise InvalidRequest(
-                f"{tool.place}.function.name is {tool.name!r}, as in {places[tool.name]}: names must differ"
+                f"{tool.place}.function.name is {tool.name!r}, as in {known[tool.name]}: names must differ"
             )
-        places[tool.name] = tool.place
-    how, named = _choice(choice, list(places))
+        known[tool.name] = tool.place
+    choice, allowed = _allowed(choice, list(known))
+    how, named = _choice(choice, list(known))
     if how == "none" or not read:
         return NO_TOOLS
+    may = tuple(tool for tool in read if allowed is None or tool.name in allowed)
     return ToolUse(
-        read, tuple(_for_template(definition) for definition in definitions), how, named, parallel is not False
+        may, tuple(_for_template(definition) for definition in definitions), how, named, parallel is not False
     )
 
 
@@ -94,7 +104,8 @@ def _tool(definition: object, place: str) -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidRequest(
-            f"{place}.function.name is {shown(name)}: it must be 1 to 128 letters, digits, underscores, dots and dashes"
+            f"{place}.function.name is {shown(name)}: it must be 1 to {LONGEST_NAME} letters, digits, underscores, "
+            "dots and dashes"
         )
     description = function.get("description")
     if description is not None and not isinstance(description, str):
@@ -128,6 +139,22 @@ def _parameters(schema: object, place: str) -> dict[str, Any]:
     if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
         raise InvalidRequest(f"{place}.required is {shown(required)}: it must be a list of names")
     return schema if "type" in schema else {**schema, "type": "object"}
+
+
+def _allowed(choice: object, names: Sequence[str]) -> tuple[object, frozenset[str] | None]:
+    """A choice of type allowed_tools: how it leaves it to the model, and the names."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return choice, None
+    allowed = choice.get("allowed_tools")
+    tools, mode = (allowed.get("tools"), allowed.get("mode")) if isinstance(allowed, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise InvalidRequest(
+            f"tool_choice is {shown(dict(choice))}: allowed_tools must hold a mode, auto or required, and a list of "
+            "tools"
+        )
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequest(f"tool_choice.allowed_tools.tools is {shown(tools)}: each must be an object")
+    return mode, frozenset(_named(tool, names) for tool in tools)
 
 
 def _choice(choice: object, names: Sequence[str]) -> tuple[Literal["auto", "required", "none"], str | None]:

@@ -11,9 +11,9 @@ import re
 from typing import Any
 
 from kvern.tools.buffered import BufferedParser
-from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
 
-HEAD = re.compile(r"\s*call:([a-zA-Z0-9_.-]{1,128})(?=\{)")
+HEAD = re.compile(rf"\s*call:({NAME.pattern})(?=\{{)")
 LONGEST_HEAD = 256
 IN_JSON = re.compile(r'["\\]')
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)

@@ -7,10 +7,10 @@ import string
 
 from kvern.tools.buffered import BLANKS, BufferedParser
 from kvern.tools.json_call import JsonCall, JsonValue
-from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
+from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
 
 BEGIN, ARGUMENTS, IDENTITY = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-HEAD = re.compile(r"([a-zA-Z0-9_.-]{1,128})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
+HEAD = re.compile(rf"({NAME.pattern})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{)")
 LONGEST_HEAD = 256
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvern.tools.buffered import BufferedParser
 from kvern.tools.tool_format import GrammarPieces, ToolParser, ToolSchemas
 
-HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,63})\(")
+HEAD = re.compile(r"\s*([a-zA-Z_][a-zA-Z0-9_.-]{0,127})\(")
 LONGEST_HEAD = 256
 SIGN = re.compile(r"[()\[\]{}'\"]")
 IN_TEXT = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}

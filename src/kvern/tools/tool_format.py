@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from kvern.structured_output import StructuredOutput
 from kvern.tools.pieces import Piece
 
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+LONGEST_NAME = 128
+"""Characters, as many as OpenAI's; one of a namespace carries the name of that, too."""
+NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{LONGEST_NAME}}}")
 """Names that tools may have."""
 
 

@@ -1,0 +1,336 @@
+"""The output items of /v1/responses while they grow, with their events."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from kvern.api.response_reasoning import packed_reasoning
+from kvern.api.response_tools import FIXED, INPUT, OfferedTool, read_tool_list
+from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
+
+Event = tuple[str, dict[str, Any]]
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "apply_patch_call": "apc",
+    "tool_search_call": "tsc",
+}
+ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})_\d{1,6}")
+INPUT_BEGINS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+HEX = "[0-9a-fA-F]"
+HIGH, LOW = rf"\\u[dD][89abAB]{HEX}{{2}}", rf"\\u[dD][c-fC-F]{HEX}{{2}}"
+CHARACTER = re.compile(
+    rf'[^"\\]+|{HIGH}{LOW}|{HIGH}(?=[^\\]|\\[^u]|\\u.{{4}})|(?!{HIGH})\\u{HEX}{{4}}|\\u(?={HEX}{{0,3}}(?!{HEX}).)|\\[^u]',
+    re.DOTALL,
+)
+"""A character of a text in JSON, once it is certain where it ends; or what stands for none."""
+
+
+class LocalShellAction(msgspec.Struct):
+    """What a local_shell_call does."""
+
+    command: list[str]
+    env: dict[str, str] = {}
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+    type: Literal["exec"] = "exec"
+
+
+class ShellAction(msgspec.Struct):
+    """What a shell_call does."""
+
+    commands: list[str]
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class FileOperation(msgspec.Struct):
+    """What an apply_patch_call does."""
+
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str
+
+
+ACTIONS: dict[str, Any] = {
+    "local_shell_call": LocalShellAction,
+    "shell_call": ShellAction,
+    "apply_patch_call": FileOperation,
+    "tool_search_call": dict[str, Any],
+}
+
+
+def response_of(item_id: str) -> str | None:
+    """The response that an item is of; None for an id of someone else's making."""
+    found = ITEM_ID.fullmatch(item_id)
+    return None if found is None else f"resp_{found[1]}"
+
+
+class OutputItems:
+    """A response's output, item by item: one grows at a time."""
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._stem = response["id"].removeprefix("resp_")
+        self._tools = read_tool_list(response["tools"]).by_function()
+        self._summary = response["reasoning"]["summary"] is not None
+        self._packed = "reasoning.encrypted_content" in response["include"]
+        self._open: _Item | None = None
+        self._logprobs: list[dict[str, Any]] = []
+
+    def add(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+        """Let the output grow. `logprobs` are of the tokens since the last pieces; those of messages are told."""
+        events: list[Event] = []
+        self._logprobs += logprobs
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    if not isinstance(self._open, _Message):
+                        events += self._begin(_Message())
+                    assert isinstance(self._open, _Message)
+                    self._open.news, self._logprobs = self._logprobs, []
+                case Reasoning(text):
+                    if not isinstance(self._open, _Thinking):
+                        events += self._begin(_Thinking(self._summary, self._packed))
+                case CallBegins(_, call_id, name):
+                    events += self._begin(_call(self._tools.get(name), call_id, name))
+                    continue
+                case Arguments(_, text):
+                    pass
+            assert self._open is not None
+            if text:
+                events += self._open.add(text)
+        if pieces:
+            self._logprobs = []
+        return events
+
+    def end(self, status: str) -> list[Event]:
+        """No more will come; an answer without anything is an empty message."""
+        events = [] if self.items else self._begin(_Message())
+        return events + self.close(status)
+
+    def close(self, status: str = "completed") -> list[Event]:
+        """End the item that grows, if there is one."""
+        item, self._open = self._open, None
+        return [] if item is None else item.end(status)
+
+    def _begin(self, item: "_Item") -> list[Event]:
+        events = self.close()
+        item.id = f"{PREFIXES[item.fields['type']]}_{self._stem}_{len(self.items)}"
+        item.index = len(self.items)
+        item.fields = {"id": item.id, "status": "in_progress", **item.fields}
+        self.items.append(item.fields)
+        self._open = item
+        return events + item.begin()
+
+
+def event(kind: str, **fields: Any) -> Event:
+    """What `OutputItems` tells; it is numbered when it is sent."""
+    return kind, fields
+
+
+class _Item:
+    """One item that grows. `fields` are the item as it is told, whole when it has ended."""
+
+    id: str
+    index: int
+
+    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
+        self.fields = {"type": kind, **fields}
+        self._texts: list[str] = []
+
+    def begin(self) -> list[Event]:
+        item = {name: list(value) if isinstance(value, list) else value for name, value in self.fields.items()}
+        return [event("response.output_item.added", output_index=self.index, item=item)]
+
+    def add(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return []
+
+    def end(self, status: str) -> list[Event]:
+        self.fields["status"] = status
+        return [event("response.output_item.done", output_index=self.index, item=self.fields)]
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def tell(self, kind: str, **fields: Any) -> Event:
+        """An event of this item."""
+        return event(f"response.{kind}", item_id=self.id, output_index=self.index, **fields)
+
+
+class _Message(_Item):
+    """`news` are the log-probabilities that go with the next text."""
+
+    def __init__(self) -> None:
+        super().__init__("message", {"role": "assistant", "content": []})
+        self.news: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._logprobs}
+
+    def begin(self) -> list[Event]:
+        return [
+            *super().begin(),
+            self.tell("content_part.added", content_index=0, part={**self._part(), "logprobs": []}),
+        ]
+
+    def add(self, text: str) -> list[Event]:
+        super().add(text)
+        self._logprobs += self.news
+        return [self.tell("output_text.delta", content_index=0, delta=text, logprobs=self.news)]
+
+    def end(self, status: str) -> list[Event]:
+        part = self._part()
+        self.fields["content"] = [part]
+        return [
+            self.tell("output_text.done", content_index=0, text=part["text"], logprobs=self._logprobs),
+            self.tell("content_part.done", content_index=0, part=part),
+            *super().end(status),
+        ]
+
+
+class _Thinking(_Item):
+    """Its summary, if one is asked for, is all of it."""
+
+    def __init__(self, summary: bool, packed: bool) -> None:
+        super().__init__("reasoning", {"summary": [], "content": []})
+        self._summary, self._packed = summary, packed
+
+    def begin(self) -> list[Event]:
+        part = {"type": "reasoning_text", "text": ""}
+        events = [*super().begin(), self.tell("content_part.added", content_index=0, part=part)]
+        if self._summary:
+            summary = {"type": "summary_text", "text": ""}
+            events.append(self.tell("reasoning_summary_part.added", summary_index=0, part=summary))
+        return events
+
+    def add(self, text: str) -> list[Event]:
+        super().add(text)
+        events = [self.tell("reasoning_text.delta", content_index=0, delta=text)]
+        if self._summary:
+            events.append(self.tell("reasoning_summary_text.delta", summary_index=0, delta=text))
+        return events
+
+    def end(self, status: str) -> list[Event]:
+        text = self.text
+        part = {"type": "reasoning_text", "text": text}
+        self.fields["content"] = [part]
+        events = [
+            self.tell("reasoning_text.done", content_index=0, text=text),
+            self.tell("content_part.done", content_index=0, part=part),
+        ]
+        if self._summary:
+            summary = {"type": "summary_text", "text": text}
+            self.fields["summary"] = [summary]
+            events.append(self.tell("reasoning_summary_text.done", summary_index=0, text=text))
+            events.append(self.tell("reasoning_summary_part.done", summary_index=0, part=summary))
+        if self._packed:
+            self.fields["encrypted_content"] = packed_reasoning(text)
+        return events + super().end(status)
+
+
+def _call(tool: OfferedTool | None, call_id: str, name: str) -> _Item:
+    """A call of a tool that is not offered is told as one of a function of that name."""
+    if tool is None:
+        return _FunctionCall({"call_id": call_id, "name": name, "arguments": ""})
+    if tool.item in FIXED:
+        return _FixedCall(tool.item, {"call_id": call_id, **tool.fields})
+    fields = {"call_id": call_id, **tool.fields}
+    if tool.item == "custom_tool_call":
+        return _CustomCall({**fields, "input": ""})
+    return _FunctionCall({**fields, "arguments": ""})
+
+
+class _FunctionCall(_Item):
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__("function_call", fields)
+
+    def add(self, text: str) -> list[Event]:
+        super().add(text)
+        return [self.tell("function_call_arguments.delta", delta=text)]
+
+    def end(self, status: str) -> list[Event]:
+        self.fields["arguments"] = self.text
+        done = self.tell("function_call_arguments.done", name=self.fields["name"], arguments=self.text)
+        return [done, *super().end(status)]
+
+
+class _CustomCall(_Item):
+    """The one text of its arguments is read out of their JSON while that grows; what is no such JSON is the text."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__("custom_tool_call", fields)
+        self._waiting = ""
+        self._begun = False
+
+    def add(self, text: str) -> list[Event]:
+        self._waiting += text
+        if not self._begun:
+            found = INPUT_BEGINS.match(self._waiting)
+            if found is None:
+                return []
+            self._begun, self._waiting = True, self._waiting[found.end() :]
+        characters, place = [], 0
+        while (found := CHARACTER.match(self._waiting, place)) is not None:
+            characters.append(_character(found[0]))
+            place = found.end()
+        self._waiting = self._waiting[place:]
+        return self._told("".join(characters)) if characters else []
+
+    def end(self, status: str) -> list[Event]:
+        events = [] if self._begun or not self._waiting else self._told(self._waiting)
+        self.fields["input"] = self.text
+        return [*events, self.tell("custom_tool_call_input.done", input=self.text), *super().end(status)]
+
+    def _told(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return [self.tell("custom_tool_call_input.delta", delta=text)]
+
+
+def _character(written: str) -> str:
+    """What an escape stands for; one that means nothing is told as it is."""
+    if written[0] != "\\":
+        return written
+    try:
+        text: str = json.loads(f'"{written}"')
+    except ValueError:
+        return written
+    return text.encode(errors="replace").decode() if len(text) == 1 else text
+
+
+class _FixedCall(_Item):
+    """A call with a type of its own is told when it has ended; one that was cut off, as a function's."""
+
+    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__init__(kind, fields)
+
+    def begin(self) -> list[Event]:
+        if self.fields["type"] == "local_shell_call":
+            self.fields["call_id"] = self.id  # what its output may be known by
+        return []
+
+    def end(self, status: str) -> list[Event]:
+        kind = self.fields["type"]
+        name, holder = FIXED[kind]
+        try:
+            action = msgspec.to_builtins(msgspec.json.decode(self.text, type=ACTIONS[kind]))
+        except (msgspec.DecodeError, RecursionError):
+            action = None
+        if action is None or status != "completed":
+            self.fields |= {"type": "function_call", "name": name, "arguments": self.text}
+        else:
+            if action.get("type") == "delete_file":
+                del action["diff"]
+            self.fields[holder] = action
+        return [*super().begin(), *super().end(status)]

@@ -1,0 +1,251 @@
+"""Tools of /v1/responses: what the model sees of each type, which is a function, and how a call of it is told.
+
+Tools that a client runs are offered; those that a service behind OpenAI's API would run are left out, by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvern.errors import InvalidRequest, shown
+
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+FIXED: dict[str, tuple[str, str]] = {
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+    "tool_search_call": ("tool_search", "arguments"),
+}
+"""Items of calls that have a type of their own: the tool, and the field that holds the arguments."""
+INPUT = "input"
+"""The one argument of a custom tool."""
+GRAMMARS = {"lark": "Lark grammar", "regex": "regular expression"}
+
+
+@dataclass(frozen=True)
+class OfferedTool:
+    """A tool as a function; a call of it is an item of type `item`, which holds `fields`."""
+
+    place: str
+    function: dict[str, Any]
+    item: str = "function_call"
+    fields: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """In the form of chat completions."""
+        return {"type": "function", "function": self.function}
+
+
+@dataclass(frozen=True)
+class ToolList:
+    """The tools of a request; `left_out` names those that are not offered."""
+
+    offered: list[OfferedTool]
+    left_out: list[str]
+
+    def by_function(self) -> dict[str, OfferedTool]:
+        """By the name that the model knows."""
+        return {tool.function["name"]: tool for tool in self.offered}
+
+    def named(self, choice: Mapping[str, Any]) -> list[str]:
+        """The functions that one choice of a tool means; none if it is not offered."""
+        kind, name, namespace = (choice.get(part) for part in ("type", "name", "namespace"))
+        if kind == "namespace":
+            return [tool.function["name"] for tool in self.offered if tool.fields.get("namespace") == name]
+        wanted = "custom_tool_call" if kind == "custom" else f"{kind}_call"
+        return [
+            tool.function["name"]
+            for tool in self.offered
+            if tool.item == wanted
+            and (wanted in FIXED or name in (tool.fields.get("name"), tool.function["name"]))
+            and namespace in (None, tool.fields.get("namespace"))
+        ]
+
+
+def qualified(namespace: object, name: str) -> str:
+    """The name of a function for the model: one of a namespace carries its name."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def read_tool_list(tools: Sequence[object], added: Sequence[object] = ()) -> ToolList:
+    """`tools` of a body, and those that its input adds, again and again perhaps.
+
+    Raises InvalidRequest, but for types that are not known or not offered.
+    """
+    found, more = _read(tools, "tools"), _read(added, "added tools")
+    known = found.by_function()
+    for tool in more.offered:
+        if tool.function["name"] not in known:
+            known[tool.function["name"]] = tool
+            found.offered.append(tool)
+    return ToolList(found.offered, found.left_out + more.left_out)
+
+
+def _read(tools: Sequence[object], where: str) -> ToolList:
+    found = ToolList([], [])
+    for number, tool in enumerate(tools):
+        place = f"{where}[{number}]"
+        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+            raise InvalidRequest(f"{place} is {shown(tool)}: it must be an object with a type")
+        if tool["type"] == "namespace":
+            _add_namespace(found, tool, place)
+        else:
+            _add(found, tool, place)
+    return found
+
+
+def _add_namespace(found: ToolList, namespace: Mapping[str, Any], place: str) -> None:
+    """Its description stands before that of its first tool."""
+    name, description, tools = namespace.get("name"), namespace.get("description"), namespace.get("tools")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{place}.name is {shown(name)}: it must be the name of the namespace")
+    if not isinstance(tools, list):
+        raise InvalidRequest(f"{place}.tools is {shown(tools)}: it must be a list of tools")
+    for number, tool in enumerate(tools):
+        inner = f"{place}.tools[{number}]"
+        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+            raise InvalidRequest(f"{inner} is {shown(tool)}: it must be an object with a type")
+        if number == 0 and isinstance(description, str) and description:
+            own = tool.get("description")
+            tool = {**tool, "description": f"{description}\n\n{own}" if isinstance(own, str) else description}
+        _add(found, tool, inner, name)
+
+
+def _add(found: ToolList, tool: Mapping[str, Any], place: str, namespace: str | None = None) -> None:
+    kind = tool["type"]
+    if kind in ("function", "custom"):
+        name = tool.get("name")
+        if not isinstance(name, str):
+            raise InvalidRequest(f"{place}.name is {shown(name)}: it must be the name of the tool")
+        fields = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+        function = {part: tool[part] for part in FUNCTION_FIELDS if part in tool}
+        if kind == "custom":
+            function = _custom(tool, place)
+        function["name"] = qualified(namespace, name)
+        item = "function_call" if kind == "function" else "custom_tool_call"
+        found.offered.append(OfferedTool(place, function, item, fields))
+    elif kind in SHAPES and not _is_hosted(tool):
+        found.offered.append(OfferedTool(place, {"name": kind, "strict": True, **SHAPES[kind]}, f"{kind}_call"))
+    elif kind == "tool_search" and tool.get("execution") == "client":
+        function = {"name": kind, **{part: tool[part] for part in ("description", "parameters") if part in tool}}
+        found.offered.append(OfferedTool(place, function, "tool_search_call", {"execution": "client"}))
+    else:
+        label = tool.get("server_label")
+        found.left_out.append(f"{kind}:{label}" if isinstance(label, str) else kind)
+
+
+def _is_hosted(tool: Mapping[str, Any]) -> bool:
+    """A shell in a container of the service."""
+    environment = tool.get("environment")
+    return isinstance(environment, dict) and environment.get("type") != "local"
+
+
+def _custom(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A function of one text; a regular expression is held to, a grammar is told."""
+    description = tool.get("description") or ""
+    if not isinstance(description, str):
+        raise InvalidRequest(f"{place}.description is {shown(description)}: it must be a text")
+    text: dict[str, Any] = {"type": "string"}
+    form = tool.get("format")
+    syntax = None
+    if form is not None and form != {"type": "text"}:
+        syntax, definition = _grammar(form, f"{place}.format")
+        told = f"The input matches this {GRAMMARS[syntax]}:\n{definition}"
+        description = f"{description}\n\n{told}" if description else told
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    return {"description": description, "parameters": parameters, "strict": syntax == "regex"}
+
+
+def _grammar(form: object, place: str) -> tuple[str, str]:
+    values = form if isinstance(form, dict) else {}
+    syntax, definition = values.get("syntax"), values.get("definition")
+    if values.get("type") != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
+        raise InvalidRequest(
+            f"{place} is {shown(form)}: it must be of type text, or of type grammar with a syntax (lark or regex) and "
+            "a definition"
+        )
+    return str(syntax), definition
+
+
+def chat_tool_choice(choice: object, tools: ToolList) -> tuple[object, str | None]:
+    """`tool_choice` in the form of chat completions; and, if it asks for what is not offered, what is done instead."""
+    if choice == "required" and tools.left_out and not tools.offered:
+        return "auto", "auto: no tool is offered"
+    if not isinstance(choice, dict) or not isinstance(choice.get("type"), str):
+        return choice, None
+    if choice["type"] == "allowed_tools":
+        return _allowed_tools(choice, tools)
+    found = tools.named(choice)
+    if found or choice["type"] in ("function", "custom"):
+        return _function(found[0] if found else choice.get("name")), None
+    return "auto", f"auto: {choice['type']} is not offered"[:512]
+
+
+def _function(name: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _allowed_tools(choice: Mapping[str, Any], tools: ToolList) -> tuple[object, str | None]:
+    allowed = choice.get("tools")
+    if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
+        raise InvalidRequest(f"tool_choice.tools is {shown(allowed)}: it must be a list of tools")
+    names: list[object] = []
+    for tool in allowed:
+        found: Sequence[object] = tools.named(tool)
+        names += found or ([tool.get("name")] if tool.get("type") in ("function", "custom") else [])
+    if not names:
+        return "none", "none: no tool that is allowed is offered"
+    functions = [_function(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": functions}}, None
+
+
+def _object(required: Sequence[str], **properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def _string(description: str) -> dict[str, Any]:
+    return {"type": "string", "description": description}
+
+
+def _strings(description: str) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "string"}, "description": description}
+
+
+_TIMEOUT = {"type": "integer", "minimum": 0, "description": "Milliseconds after which it is ended."}
+SHAPES: dict[str, dict[str, Any]] = {
+    "local_shell": {
+        "description": "Runs a command on the user's machine and returns what it prints.",
+        "parameters": _object(
+            ["command"],
+            command=_strings("The program and its arguments."),
+            working_directory=_string("Where it runs."),
+            timeout_ms=_TIMEOUT,
+            env={"type": "object", "additionalProperties": {"type": "string"}, "description": "Environment variables."},
+        ),
+    },
+    "shell": {
+        "description": "Runs commands in the user's shell and returns what each prints.",
+        "parameters": _object(
+            ["commands"],
+            commands=_strings("Command lines, run one after the other."),
+            timeout_ms=_TIMEOUT,
+            max_output_length={"type": "integer", "minimum": 0, "description": "Characters that are returned."},
+        ),
+    },
+    "apply_patch": {
+        "description": "Creates, updates or deletes one of the user's files.",
+        "parameters": _object(
+            ["type", "path", "diff"],
+            type={"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
+            path=_string("The file."),
+            diff=_string(
+                "Lines that begin with + are added, with - removed, with a blank kept; @@ begins the next place. "
+                "Empty for delete_file."
+            ),
+        ),
+    },
+}
+"""What the model sees of the tools whose calls have a fixed shape."""
