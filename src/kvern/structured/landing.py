@@ -32,21 +32,23 @@ class Ways(Protocol):
 class Landing:
     """One answer's. `left`: tokens that it may still have; `budget`: those that it may have in all.
 
-    `began`: it is on its way out; `over`: it has got there, and what comes next is not a part of it any more.
+    `began`: it is on its way out; `cut`: not by what the model would have said; `over`: it has got there, so that what
+    comes next is not a part of it any more.
     """
 
     budget: int
     left: int
     began: bool = False
+    cut: bool = False
     over: bool = False
     _asked_below: int = field(default=1 << 62)
     _way: list[int] = field(default_factory=list)
 
     def forced(self, matcher: "Matcher", ways: Ways) -> int | None:
         """The token that must come next; None: the form alone decides."""
-        if self.began:
-            self.over = not self._way
-        elif self.left < self._asked_below:
+        if self.began and not self._way:
+            self.over, self.began = self.cut, self.cut
+        if not self.began and self.left < self._asked_below:
             self._ask(matcher, ways)
         return self._way[0] if self._way else None
 
@@ -64,7 +66,7 @@ class Landing:
         if way is None:
             self._asked_below = self.left * 7 // 8
             return
-        margin = 1 + min(MOST_GROWTH, self.budget // MOST_GROWTH)
+        margin = 1 + min(MOST_GROWTH, self.budget // 64)
         spare = self.left - len(way) - margin
         if spare <= 0 and way:
             self._way, self.began = way, True
