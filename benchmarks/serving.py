@@ -40,7 +40,7 @@ import msgspec
 import tyro
 
 import kvern
-from kvern.bench.http_load import HttpClient, Reply, StreamReply
+from kvern.bench.http_client import HttpClient, Reply, StreamReply
 from kvern.bench.serving import LoadRun, Sample, Sender, arrival_times, fetch, run_loop
 from kvern.bench.serving_data import Prompts, random_samples
 from kvern.bench.serving_figures import summarize
@@ -211,7 +211,7 @@ class Bench:
         before = server.megabytes()
         async with HttpClient(server.url) as client:
             await asyncio.gather(*(client.send("GET", "/health", b"", Reply()) for _ in range(CONNECTIONS)))
-            idle, connections = server.megabytes(), len(client.connections)
+            idle = server.megabytes()
         body = BODY | {"model": entry["id"], "stream": True, "max_tokens": entry["max_model_len"] - 16}
         async with HttpClient(server.url) as client:
             replies = [StreamReply() for _ in range(CONNECTIONS + RUNNING)]
@@ -233,7 +233,7 @@ class Bench:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
         return {
-            "idle_connections": connections,
+            "idle_connections": CONNECTIONS,
             "idle_megabytes": idle[0] - before[0],
             "waiting_streams": waiting,
             "waiting_megabytes": streaming[0] - before[0],

@@ -76,8 +76,8 @@ def test_a_workload_that_does_not_fit_is_refused_with_the_numbers(engine: Engine
 
 
 def test_percentiles() -> None:
-    values = [float(value) for value in range(100, 0, -1)]
-    assert [percentile(values, percent) for percent in (50, 99, 100)] == [50, 99, 100]
+    values = [float(value) for value in range(101, 0, -1)]
+    assert [percentile(values, percent) for percent in (50, 99, 100, 99.5)] == [51, 100, 101, 100.5]
     assert percentile([], 50) == 0
 
 

@@ -47,7 +47,7 @@ def asks_with(features: frozenset[str], times: int) -> list[Ask]:
     """Each question so many times, with all these features."""
     asks = []
     for number, question in enumerate(QUESTIONS * times):
-        ask = Ask(question, SamplingParams(temperature=0.6, seed=10 * number, max_tokens=80), features=features)
+        ask = Ask(question, SamplingParams(temperature=0.6, seed=10 * number, max_tokens=88), features=features)
         for name, feature in FEATURES.items():
             if name in features:
                 ask = feature.ask(ask, number)

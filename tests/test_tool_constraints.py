@@ -89,7 +89,7 @@ def test_required_calls_are_valid(model: tuple[ToolFormat, LLM], parallel: bool)
     ended = 0
     for answer in asked(llm, tool_choice="required", parallel_tool_calls=parallel):
         calls = answer.message.tool_calls
-        if answer.finish_reason == "stop":
+        if len(answer.token_ids) < 250:  # it ended by itself, or was brought to an end
             ended += 1
             assert calls
             assert not answer.message.content

@@ -154,6 +154,9 @@ class BeamCandidates:
     """What is reported of the candidate at a place, if log-probabilities were asked for."""
 
 
+OUT_OF_TOKENS = ""
+
+
 @dataclass
 class ModelRunnerOutput:
     """The sampled tokens of one step, one entry for each entry of `scheduled`."""
@@ -165,7 +168,10 @@ class ModelRunnerOutput:
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of the prompt tokens that the step's tokens predict, in their order."""
     broken: dict[int, str] = field(default_factory=dict)
-    """By slot: why a request cannot go on, through its grammar or logits processor; its token means nothing."""
+    """By slot: why a request cannot go on, through its grammar or logits processor; its token means nothing.
+
+    OUT_OF_TOKENS: its form was brought to an end, since its tokens run out.
+    """
     embeddings: dict[int, bytes] = field(default_factory=dict)
     """By slot: the last hidden state as float32, little-endian, for requests that asked for it."""
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)

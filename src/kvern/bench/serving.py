@@ -6,6 +6,7 @@ Sample (prompt, lengths) --Sender--> LoadRequest (bytes) --arrives at its time--
 
 import asyncio
 import contextlib
+import itertools
 import random
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvern.bench.http_load import BrokenReply, HttpClient, Reply, StreamReply, message_of
+from kvern.bench.http_client import BrokenReply, HttpClient, Reply, StreamReply, message_of
 from kvern.errors import ConfigError
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int, int], None]]]
@@ -45,7 +46,7 @@ class Outcome:
     output_tokens: int = 0
     cached_tokens: int | None = None
     ttft: float = 0.0
-    e2e: float = 0.0
+    e2el: float = 0.0
     gaps: list[float] = field(default_factory=list)
     error_kind: str = ""
     error: str = ""
@@ -53,7 +54,7 @@ class Outcome:
     @property
     def tpot(self) -> float | None:
         """Seconds per token after the first; None of a single token."""
-        return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _read(reply: StreamReply, sample: Sample, outcome: Outcome) -> None:
             usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None
         )
         outcome.ttft = (reply.first or reply.last) - outcome.started
-        outcome.e2e = reply.last - outcome.started
+        outcome.e2el = reply.last - outcome.started
         outcome.gaps = reply.gaps
 
 
@@ -190,19 +191,16 @@ def _text(content: bytes) -> str:
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
     """When requests arrive, in seconds: the gaps between them have a gamma distribution.
 
-    A burstiness of 1 is a Poisson process; below, requests come in bursts; above, more evenly. The times are stretched
-    so that the last request arrives at count / rate: the rate is what was asked for in every draw.
+    A burstiness of 1 is a Poisson process; below, requests come in bursts; above, more evenly. The rate is the mean of
+    many draws: one of n gaps deviates from it by some 1 / sqrt(n * burstiness) of it.
     """
     if rate <= 0 or burstiness <= 0:
         name, value = ("request_rate", rate) if rate <= 0 else ("burstiness", burstiness)
         raise ConfigError(f"{name} is {value:g}: it must be above 0")
     if rate == float("inf"):
         return [0.0] * count
-    times, now = [], 0.0
-    for _ in range(count):
-        now += rng.gammavariate(burstiness, 1 / burstiness)
-        times.append(now)
-    return [moment / now * count / rate for moment in times]
+    gaps = (rng.gammavariate(burstiness, 1 / (burstiness * rate)) for _ in range(count))
+    return list(itertools.accumulate(gaps))
 
 
 async def fetch(client: HttpClient, endpoint: str, timeout: float = 30.0) -> Any:

@@ -13,9 +13,9 @@ METRICS = {
     "ttft": "time to first token",
     "tpot": "time per output token after it",
     "itl": "time between tokens",
-    "e2e": "request, from end to end",
+    "e2el": "request, from end to end",
 }
-GOODPUT_METRICS = ("ttft", "tpot", "e2e")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def read_goodput(limits: Iterable[str]) -> dict[str, float]:
@@ -35,13 +35,13 @@ def read_goodput(limits: Iterable[str]) -> dict[str, float]:
 
 
 def metric(name: str) -> str:
-    """A metric's name; e2el is what other benchmarks call e2e."""
-    return "e2e" if name == "e2el" else name
+    """A metric's name; e2e is another one of e2el."""
+    return "e2el" if name == "e2e" else name
 
 
 def is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
     """It succeeded within all limits; a single token has no time per output token to be too long."""
-    values = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2e": outcome.e2e}
+    values = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.e2el}
     return not outcome.error_kind and all(values[name] <= limit for name, limit in limits.items())
 
 
@@ -50,6 +50,7 @@ def summarize(
     percents: Sequence[float] = (50, 90, 99),
     limits: Mapping[str, float] | None = None,
     metrics: Iterable[str] = tuple(METRICS),
+    detailed: bool = False,
 ) -> dict[str, Any]:
     """The figures of a run as JSON. Times are milliseconds, rates are per second; they count what succeeded."""
     answered = [outcome for outcome in run.outcomes if not outcome.error_kind]
@@ -79,8 +80,22 @@ def summarize(
         values = [1000 * value for value in _values(answered, name)]
         found[f"mean_{name}_ms"] = statistics.fmean(values) if values else 0.0
         found[f"median_{name}_ms"] = percentile(values, 50)
+        found[f"std_{name}_ms"] = statistics.pstdev(values) if values else 0.0
         found |= {f"p{percent:g}_{name}_ms": percentile(values, percent) for percent in percents}
-    return found
+    return found | (_details(run) if detailed else {})
+
+
+def _details(run: LoadRun) -> dict[str, Any]:
+    """Of every request, in their order; times in seconds."""
+    outcomes = run.outcomes
+    return {
+        "input_lens": [outcome.prompt_tokens for outcome in outcomes],
+        "output_lens": [outcome.output_tokens for outcome in outcomes],
+        "ttfts": [outcome.ttft for outcome in outcomes],
+        "itls": [outcome.gaps for outcome in outcomes],
+        "start_times": [outcome.started for outcome in outcomes],
+        "request_errors": [outcome.error for outcome in outcomes],
+    }
 
 
 def _values(outcomes: Iterable[Outcome], name: str) -> list[float]:

@@ -81,7 +81,7 @@ async def chunked_prefill(setting: Setting) -> Loads:
         ]
 
     alone = await setting.sender.run(decodes())
-    usual = statistics.median([outcome.e2e for outcome in alone.outcomes]) or 1.0
+    usual = statistics.median([outcome.e2el for outcome in alone.outcomes]) or 1.0
     prompts = [
         draw.sample(draw.tokens(setting.tokens(3 / 4)), setting.tokens(1 / 64, 8), "prompt") for _ in range(count)
     ]

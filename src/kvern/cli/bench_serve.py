@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvern.bench.http_load import HttpClient
+    from kvern.bench.http_client import HttpClient
     from kvern.bench.serving import LoadRun, Sample, Sender
     from kvern.bench.serving_data import Prompts
 
-ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 SAMPLING = (
     "temperature",
     "top_p",
@@ -39,10 +39,10 @@ class ServeBench:
 
     workload: WORKLOAD | None = None
     """One of five ready loads; --num-prompts, --request-rate and --burstiness change it, the options of data do not."""
-    backend: Literal["openai", "openai-chat"] = "openai"
-    """Which route: completions, or chat completions."""
+    backend: Literal["openai", "vllm", "openai-chat"] = "openai"
+    """Which route: completions (openai and vllm are the same), or chat completions."""
     base_url: str | None = None
-    """http://host:port, with a prefix if there is one. None: from --host and --port."""
+    """http://host:port or https://host, with a prefix if there is one. None: from --host and --port."""
     host: str = "127.0.0.1"
     """Where the server listens."""
     port: int = 8000
@@ -51,6 +51,8 @@ class ServeBench:
     """Path of the route. None: the backend's, /v1/completions or /v1/chat/completions."""
     model: str | None = None
     """Name of the model. None: the first of /v1/models."""
+    served_model_name: str | None = None
+    """The name that the server knows it by, if `model` is another one."""
     api_key: str | None = None
     """Sent as bearer token. None: OPENAI_API_KEY, if that is set."""
     header: tuple[str, ...] = ()
@@ -120,15 +122,21 @@ class ServeBench:
     """Subtracted from them once for each time."""
 
     goodput: tuple[str, ...] = ()
-    """Limits in milliseconds, like ttft:200 tpot:50 e2e:2000: requests a second that keep them all are shown."""
-    percentile_metrics: str = "ttft,tpot,itl,e2e"
+    """Limits in milliseconds, like ttft:200 tpot:50 e2el:2000: requests a second that keep them all are shown."""
+    percentile_metrics: str = "ttft,tpot,itl,e2el"
     """Which times are shown."""
     metric_percentiles: str = "99"
     """Which percentiles, beside mean and median."""
     save_result: bool = False
     """Write all figures as JSON."""
+    save_detailed: bool = False
+    """With the lengths, times and errors of every request."""
+    result_dir: Path = Path()
+    """Folder for the file."""
     result_filename: Path | None = None
-    """To this file, which --save-result then need not say. None: a name with the time."""
+    """To this file, which --save-result then need not say. None: a name with rate, model and time."""
+    metadata: tuple[str, ...] = ()
+    """Entries of the file, each NAME=VALUE."""
     disable_tqdm: bool = False
     """No progress on stderr."""
 
@@ -151,7 +159,7 @@ class ServeBench:
         self._check()
         seed = random.SystemRandom().randrange(1 << 32) if self.seed is None else self.seed
         async with self._client() as client:
-            entry = _model_entry(await fetch(client, "/v1/models"), self.model)
+            entry = _model_entry(await fetch(client, "/v1/models"), self.served_model_name or self.model)
             sender = Sender(
                 client,
                 self.endpoint or ENDPOINTS[self.backend],
@@ -162,7 +170,7 @@ class ServeBench:
                 progress=None if self.disable_tqdm else generation_progress,
             )
             parts = await self._run(sender, entry, seed)
-        found = {name: summarize(run, percents, limits, metrics) for name, run in parts.items()}
+        found = {name: summarize(run, percents, limits, metrics, self.save_detailed) for name, run in parts.items()}
         _print(f"{self.workload or self.dataset_name}, {entry['id']}, seed {seed}", found, metrics, percents)
         for name, part in found.items():
             for kind, error in part["errors"].items():
@@ -186,22 +194,19 @@ class ServeBench:
             )
         if not self.workload and self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
             raise ConfigError(f"dataset {self.dataset_name} needs a file: give --dataset-path")
-        target = self.result_filename
-        if target is not None and (target.is_dir() or not target.parent.is_dir()):
+        target = self.result_dir / (self.result_filename or "new")
+        if target.is_dir() or not target.parent.is_dir():
             raise ConfigError(f"result_filename {target} cannot be written: it must be a file in a folder that exists")
+        _named(self.metadata, "metadata")
 
     def _client(self) -> HttpClient:
-        from kvern.bench.http_load import HttpClient
+        from kvern.bench.http_client import HttpClient
 
         headers = {}
         key = self.api_key or os.environ.get("OPENAI_API_KEY")
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        for text in self.header:
-            name, found, value = text.partition("=")
-            if not found:
-                raise ConfigError(f"header is {text!r:.60}: it must be NAME=VALUE")
-            headers[name.strip()] = value.strip()
+        headers |= _named(self.header, "header")
         return HttpClient(self.base_url or f"http://{self.host}:{self.port}", headers)
 
     def _body(self) -> dict[str, Any]:
@@ -275,24 +280,46 @@ class ServeBench:
         import kvern
 
         now = datetime.datetime.now(datetime.UTC)
-        path = self.result_filename or Path(f"kvern-bench-serve-{now:%Y%m%d-%H%M%S}.json")
+        rate = "inf" if self.request_rate is None else f"{self.request_rate:g}"
+        closed = f"-concurrency{self.max_concurrency}" if self.max_concurrency else ""
+        name = f"{self.backend}-{rate}qps{closed}-{model.rpartition('/')[2]}-{now:%Y%m%d-%H%M%S}.json"
+        path = self.result_dir / (self.result_filename or name)
         secrets = {"api_key", "header"}
-        options = {key: value for key, value in dataclasses.asdict(self).items() if key not in secrets}
+        given = dataclasses.asdict(self).items()
+        options = {key: "inf" if value == float("inf") else value for key, value in given if key not in secrets}
         report = {
-            "date": now.isoformat(timespec="seconds"),
+            "date": f"{now:%Y%m%d-%H%M%S}",
+            "backend": self.backend,
+            "endpoint_type": self.backend,
+            "model_id": model,
+            "num_prompts": sum(part["completed"] + part["failed"] for part in found.values()),
+            "request_rate": "inf" if rate == "inf" else self.request_rate,
+            "burstiness": self.burstiness,
+            "max_concurrency": self.max_concurrency,
+            **_named(self.metadata, "metadata"),
             "kvern": kvern.__version__,
             "python": platform.python_version(),
             "url": url,
-            "model": model,
             "seed": seed,
             "options": options,
-            "results": found,
+            **({"results": found} if self.workload else found[self.dataset_name]),
         }
         try:
             path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"result_filename {path} cannot be written: {error.strerror or error}") from error
         sys.stderr.write(f"kvern: figures: {path}\n")
+
+
+def _named(texts: tuple[str, ...], option: str) -> dict[str, str]:
+    """NAME=VALUE, each. Raises ConfigError."""
+    found = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise ConfigError(f"{option} is {text!r:.60}: it must be NAME=VALUE")
+        found[name.strip()] = value.strip()
+    return found
 
 
 def _percents(text: str) -> list[float]:

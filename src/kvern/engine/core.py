@@ -25,7 +25,7 @@ from kvern.engine.trial import Trial
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
-from kvern.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from kvern.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -275,10 +275,14 @@ class EngineCore:
             if item.sampled > 1:
                 token_ids = _until_stop(request, token_ids)
                 logprobs = logprobs and logprobs[: len(token_ids)]
+            reason = result.broken.get(slot)
+            if reason == OUT_OF_TOKENS:
+                token_ids, logprobs = [], logprobs and []
             self._counted.generation_tokens += len(token_ids)
             full = self.scheduler.update(request, token_ids, item.sampled)
-            if slot in result.broken:
-                self.scheduler.finish(request, "abort", result.broken[slot])
+            if reason is not None:
+                ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
+                self.scheduler.finish(request, ended, reason or None)
             elif token_ids[-1] in request.stop_token_ids and request.output_length > request.params.min_tokens:
                 self.scheduler.finish(request, "stop", token_ids[-1])
             elif full:

@@ -62,3 +62,9 @@ class Backend(Protocol):
 
         `side_by_side`: with threads of its own.
         """
+
+    def way_out(self, matcher: Any, most: int) -> list[int] | None:
+        """Tokens by which the JSON that is being written ends soon, the one that ends the answer left out.
+
+        None: no such way of at most so many tokens is known. The matcher stays where it is.
+        """

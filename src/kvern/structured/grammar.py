@@ -117,6 +117,10 @@ class Grammars:
         if going:
             self._backend.fill(going, masks, side_by_side)
 
+    def way_out(self, matcher: Matcher, most: int) -> list[int] | None:
+        """As `Backend.way_out`."""
+        return self._backend.way_out(matcher, most)
+
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens of the tokenizer that end an answer. Raises InvalidParameter if there are none."""

@@ -30,6 +30,9 @@ MOST_ITEMS = 4000
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 """Between the tokens of JSON; bounded, so that no model can go on with blanks for ever."""
 
+BETWEEN, WITHIN = '}]":0123456789-tnf,{[', '"}]:0123456789-tnf,{['
+"""Signs by which JSON ends soon, the best first: between its tokens, where line breaks may be, and within one."""
+
 
 class LLGuidanceBackend:
     """Its grammars are texts in Lark's notation or in JSON; its matchers the library's own."""
@@ -65,6 +68,25 @@ class LLGuidanceBackend:
             return
         for matcher, row in going:
             matcher.unsafe_compute_mask_ptr(masks[row].data_ptr(), row_bytes)
+
+    def way_out(self, matcher: LLMatcher, most: int) -> list[int] | None:
+        copy, way = matcher.deep_copy(), list[int]()
+        while len(way) <= most and not copy.is_error():
+            if copy.is_stopped() or copy.is_accepting():
+                return way
+            signs = BETWEEN if copy.validate_tokens(self._signs["\n"]) else WITHIN
+            step = next((self._signs[sign] for sign in signs if copy.validate_tokens(self._signs[sign])), None)
+            step = step or self._tokenizer.tokenize_bytes(copy.compute_ff_bytes())
+            step = step or [_some_token(copy.compute_bitmask(), self._ending, 0)]
+            taken = copy.try_consume_tokens(step)
+            if not taken:
+                return None
+            way += step[:taken]
+        return None
+
+    @functools.cached_property
+    def _signs(self) -> dict[str, list[int]]:
+        return {sign: self._tokenizer.tokenize_str(sign) for sign in f"{BETWEEN}\n"}
 
     @functools.cached_property
     def _executor(self) -> LLExecutor:

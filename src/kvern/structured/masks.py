@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kvern.step import Fork, NewRequest
+from kvern.step import OUT_OF_TOKENS, Fork, NewRequest
+from kvern.structured.landing import Landing, has_ways
 from kvern.structured.matchers import Matchers
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class GrammarRows:
         self._left: list[tuple[str, Matcher]] = []
         self._spent: dict[Matcher, float] = {}
         """Seconds of each that was slow, less what it may take for every token."""
+        self._landings: dict[Matcher, Landing] = {}
+        """Of answers in JSON."""
         self._computed = 0.0
         """Seconds of computing of this thread, when they were last asked for."""
         self._one_by_one = False
@@ -78,7 +81,14 @@ class GrammarRows:
         self._computed = time.thread_time()
         for request, matcher in zip(bound, taken, strict=True):
             self._matchers[request.slot], self._grammar_of[request.slot] = matcher, request.spec.grammar or ""
-            self._timed(matcher, matcher.consume_tokens, request.token_ids[request.spec.prompt_length :])
+            generated = request.token_ids[request.spec.prompt_length :]
+            if request.spec.params.beam_width is not None or not has_ways(request.spec.grammar or ""):
+                self._timed(matcher, matcher.consume_tokens, generated)
+                continue
+            self._landings[matcher] = Landing(request.spec.max_tokens, request.spec.max_tokens)
+            for token in generated:  # as it was when they were generated
+                self._forced(matcher)
+                self._take(matcher, token)
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs, in a thread; None: it is there."""
@@ -96,15 +106,18 @@ class GrammarRows:
                 self._matchers[fork.slot] = copy = self._timed(source, source.deep_copy)
                 if source in self._spent:
                     self._spent[copy] = self._spent[source]
+                if source in self._landings:
+                    self._landings[copy] = self._landings[source].copy()
         for fork in forked:
             matcher = self._matchers.get(fork.slot)
             if matcher is not None and not matcher.is_stopped():
-                self._timed(matcher, matcher.consume_token, fork.token_id)
+                self._take(matcher, fork.token_id)
 
     def _leave(self, slot: int) -> None:
         matcher, grammar = self._matchers.pop(slot, None), self._grammar_of.pop(slot, None)
         if matcher is not None:
             self._spent.pop(matcher, None)
+            self._landings.pop(matcher, None)
         if matcher is not None and grammar is not None:
             self._left.append((grammar, matcher))
 
@@ -114,6 +127,7 @@ class GrammarRows:
         self._grammar_of.clear()
         self._left.clear()
         self._spent.clear()
+        self._landings.clear()
         self._expected.clear()
 
     def __contains__(self, slot: object) -> bool:
@@ -133,10 +147,15 @@ class GrammarRows:
             matcher = None if slot is None else self._matchers.get(slot)
             if matcher is None:
                 continue
+            forced = self._forced(matcher)
             if matcher.is_stopped():
                 allowed = token in self._grammars.eos_token_ids
+            elif forced not in (None, token):
+                allowed = False
             else:
                 allowed = self._timed(matcher, matcher.try_consume_tokens, [token]) == 1
+                if allowed and matcher in self._landings:
+                    self._landings[matcher].went_on()
             if not allowed:
                 refused.append(row)
         return refused
@@ -158,8 +177,12 @@ class GrammarRows:
         going = []
         for place, row in enumerate(rows):
             matcher = self._matchers[slots[row]]
+            forced = self._forced(matcher)
             if matcher.is_stopped():
                 masks[place] = self._ended
+            elif forced is not None:
+                self._landings[matcher].cut = True
+                masks[place] = self._only([forced])
             else:
                 going.append((matcher, place))
         self._fill(going, masks, side_by_side=pinned)  # on a CPU, the model's own threads have the cores
@@ -209,13 +232,29 @@ class GrammarRows:
                     f"the grammar takes too long to follow: more than {FOLLOWING_SECONDS} s of computing and "
                     f"{1000 * STEADY_SECONDS:g} ms a token; use fewer alternatives or repetitions"
                 )
+            elif matcher in self._landings and self._landings[matcher].over:
+                reasons[slot] = OUT_OF_TOKENS
         return reasons
+
+    def _forced(self, matcher: "Matcher") -> int | None:
+        """The token that the answer must go on with, so that it ends in time."""
+        landing = self._landings.get(matcher)
+        return None if landing is None else self._timed(matcher, landing.forced, matcher, self._grammars)
+
+    def _take(self, matcher: "Matcher", token: int) -> None:
+        self._timed(matcher, matcher.consume_token, token)
+        if matcher in self._landings:
+            self._landings[matcher].went_on()
 
     @functools.cached_property
     def _ended(self) -> torch.Tensor:
         """The mask of an answer that can only end."""
+        return self._only(self._grammars.eos_token_ids)
+
+    def _only(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The mask of these."""
         bits = torch.zeros(self._width * BITS, dtype=torch.int64)
-        bits[list(self._grammars.eos_token_ids)] = 1
+        bits[list(tokens)] = 1
         words = (bits.view(-1, BITS) << torch.arange(BITS)).sum(-1)
         return words.to(torch.int32)  # the upper half of the words wraps around, which is meant
 
@@ -227,7 +266,7 @@ class GrammarRows:
                 if matcher is not None:
                     for token in sampled:
                         if not matcher.is_stopped():
-                            self._timed(matcher, matcher.consume_token, token)
+                            self._take(matcher, token)
         self._expected.clear()
         self._keep()
 

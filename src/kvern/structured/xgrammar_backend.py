@@ -120,6 +120,9 @@ class XgrammarBackend:
     def matcher(self, grammar: str) -> XgrammarMatcher:
         return XgrammarMatcher(GrammarMatcher(self._compiled(grammar)), self._never)
 
+    def way_out(self, matcher: object, most: int) -> None:
+        """Not known."""
+
     def fill(self, going: Sequence[tuple[XgrammarMatcher, int]], masks: torch.Tensor, side_by_side: bool) -> None:
         words = masks.numpy()
         rows = [row for _, row in going]
