@@ -50,4 +50,4 @@ $(TOOLS): $(INSTALLED)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/answers* examples/.answers*
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/answers* examples/.answers* .clients

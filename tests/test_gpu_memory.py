@@ -104,7 +104,7 @@ def test_two_engines_share_a_card(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "others hold" not in caplog.text
     used = total - torch.cuda.mem_get_info()[0] - used_before
     caches = [plan.blocks * plan.block_size * plan.token_bytes for plan in (llm._engine.layout for llm in engines)]
-    assert all(cache > 0.25 * total for cache in caches)
+    assert min(caches) > 0.25 * total, f"caches of {caches} bytes, of {total}"
     assert used < 0.8 * total + (1 << 30)
     for llm in engines:
         outputs = llm.generate([[5] * 2000] * 32, SamplingParams(max_tokens=4, ignore_eos=True))
