@@ -113,3 +113,4 @@ def upload(server: Served, kind: bytes, body: bytes) -> bytes:
 
 
 CHAT, TEXT, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/score"
+CLAUDE, RESPONSES = "/v1/messages", "/v1/responses"

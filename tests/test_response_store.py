@@ -78,6 +78,25 @@ def test_the_oldest_responses_on_disk_go_first(tmp_path: Path) -> None:
     asyncio.run(fill())
 
 
+def test_a_response_that_has_outgrown_its_quota_is_forgotten_and_no_other(tmp_path: Path) -> None:
+    async def fill() -> None:
+        store = ResponseStore(DataFolder(tmp_path, 0), 1, 1 << 20)
+        await _kept(store, record("alice", "first"))
+        grown = record("alice", "grown")
+        store.hold(grown)
+        await store.begin(grown)
+        grown.body |= {"status": "completed", "output": ["a" * (1 << 20)]}
+        await store.end(grown)
+        assert await store.find("alice", "first")
+        with pytest.raises(HttpError, match="there is no response"):
+            await store.find("alice", "grown")
+        rows = await store._database.run(lambda database: database.execute("SELECT id FROM responses").fetchall())
+        assert rows == [("first",)]
+        await store.stop()
+
+    asyncio.run(fill())
+
+
 def test_what_a_full_disk_did_not_take_is_written_when_it_does(tmp_path: Path) -> None:
     def limit(pages: int) -> Callable[[sqlite3.Connection], object]:
         return lambda database: database.execute(f"PRAGMA max_page_count = {pages}")

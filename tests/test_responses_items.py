@@ -8,13 +8,18 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent
+from openai.types.responses import Response, ResponseError, ResponseInputItemParam, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from kvern.api.conversation import UNPARSED, plain_messages
+from kvern.api.errors import HttpError
+from kvern.api.fields import ignored
+from kvern.api.kept_items import kept_items
 from kvern.api.response_items import CALLS, PASSED_OVER, input_messages
 from kvern.api.response_items import OUTPUTS as OUTPUT_KINDS
 from kvern.api.response_output import OutputItems
-from kvern.api.response_reasoning import packed_reasoning
+from kvern.api.response_reasoning import MOST_BYTES, opened_reasoning, packed_reasoning
+from kvern.api.responses import KNOWN, fail, read_response
 from kvern.errors import InvalidRequest
 from kvern.tools.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 from tests.served import QUESTION, Served, serving
@@ -152,6 +157,35 @@ PASSED: list[dict[str, Any]] = [
 ]
 
 
+def test_what_is_kept_still_belongs_to_its_call() -> None:
+    output = {"type": "local_shell_call_output", "id": "c", "output": "a"}
+    assert input_messages(kept_items([output])) == input_messages([output])
+
+
+def test_thinking_by_every_name() -> None:
+    for named in ({"thinking_token_budget": 5}, {"reasoning": {"max_tokens": 5}}, {"thinking_budget": 5}):
+        assert read_response({"input": "a", **named}, "m", []).conversation.thinking_budget == 5
+    off: list[dict[str, Any]] = [{"enable_thinking": False}, {"reasoning": {"effort": "none"}}, {"thinking": False}]
+    for named in off:
+        assert read_response({"input": "a", **named}, "m", []).conversation.variables["enable_thinking"] is False
+    hidden = read_response({"input": "a", "reasoning": {"exclude": True, "effort": "low"}}, "m", [])
+    assert hidden.response["reasoning"] == {"effort": "low", "summary": None, "exclude": True}
+    items, _ = told([Reasoning("Hm."), Content("Yes.")], reasoning=hidden.response["reasoning"])
+    assert [item["type"] for item in items] == ["message"]
+    assert not ignored({"reasoning_effort": "low", "include_reasoning": False, "input": "a"}, KNOWN)
+
+
+def test_what_went_wrong_has_a_code() -> None:
+    for error, code in (
+        (InvalidRequest("the prompt is too long"), "invalid_prompt"),
+        (HttpError(429, "wait"), "rate_limit_exceeded"),
+        (HttpError(500, "a fault"), "server_error"),
+    ):
+        response = {"status": "in_progress"}
+        fail(response, error)
+        assert ResponseError.model_validate(response["error"]).code == code
+
+
 def test_a_turn_of_the_assistant_is_one_message() -> None:
     items = [THOUGHT, MESSAGE, {**THOUGHT, "content": [{"type": "reasoning_text", "text": "long"}]}, CALL, *PASSED]
     [message] = input_messages(items)
@@ -180,7 +214,8 @@ def test_outputs_of_tools(item: dict[str, Any], text: str) -> None:
 
 def test_arguments_that_are_no_json_are_shown_as_they_are() -> None:
     [message] = input_messages([{**CALL, "namespace": "crm", "arguments": '{"city": "Os'}])
-    assert message["tool_calls"][0]["function"] == {"name": "crm.f", "arguments": {"": '{"city": "Os'}}
+    assert message["tool_calls"][0]["function"] == {"name": "crm.f", "arguments": '{"city": "Os'}
+    assert plain_messages([message])[0]["tool_calls"][0]["function"]["arguments"] == {UNPARSED: '{"city": "Os'}
 
 
 BAD: list[tuple[Any, str]] = [
@@ -210,9 +245,14 @@ def test_every_type_of_item_is_known() -> None:
 
 
 def test_packed_thinking_cannot_grow_without_bound() -> None:
-    bomb = {"type": "reasoning", "encrypted_content": packed_reasoning("a" * (3 << 20))}
-    messages = input_messages([bomb, MESSAGE, {"role": "user", "content": "a"}, bomb, MESSAGE])
-    assert ["reasoning_content" in message for message in messages] == [True, False, False]
+    small, large, larger = (packed_reasoning("a" * size) for size in (9, 3 << 20, 5 << 20))
+    torn, asked = large[:-9] + "a" * 9, {"role": "user", "content": "a"}
+    for packed, opened in (([large, large], [True, False]), ([larger, small], [False] * 2), ([torn] * 2, [False] * 2)):
+        items = [({"type": "reasoning", "encrypted_content": text}, MESSAGE, asked) for text in packed]
+        said = input_messages([item for turn in items for item in turn])[::2]
+        assert ["reasoning_content" in message for message in said] == opened
+    text, size = opened_reasoning(torn, MOST_BYTES)
+    assert text is None and size > 3 << 20, "what was unpacked in vain counts, too"
 
 
 # Through the real client

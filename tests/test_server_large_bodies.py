@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvern.api.response_reasoning import packed_reasoning
 from tests.raw_requests import (
     CHAT,
+    CLAUDE,
     MEGABYTE,
     POST,
+    RESPONSES,
     SCORE,
     TEXT,
     connect,
@@ -31,6 +34,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 MESSAGE = b'{"role":"user","content":"a"}'
+UPDATE = b'{"type":"configuration_update"}'
+CALL = b'{"type":"function_call","call_id":"c","name":"f","arguments":""}'
+THOUGHT = b'{"type":"reasoning","content":[{"type":"text","text":"' + b"a" * 4000 + b'"}]}'
+BOMB = b'{"type":"reasoning","encrypted_content":"' + packed_reasoning("a" * (5 * MEGABYTE)).encode() + b'"}'
+TOOL = b'{"type":"function","name":"f"}'
+SPACE = b'{"type":"namespace","name":"a","tools":[' + b",".join([TOOL] * 20_000) + b"]}"
+ALLOWED = b'{"tools":[' + SPACE + b'],"input":"a","tool_choice":{"type":"allowed_tools","tools":['
+FIELDS = b",".join(b'"%d":0' % number for number in range(150_000))
+WRONG = b'"top_p":7}'
+SAID = b'{"max_tokens":1,"messages":[' + MESSAGE + b"],"
 
 
 def many(before: bytes, item: bytes, after: bytes, size: int = 15 * MEGABYTE) -> bytes:
@@ -48,7 +61,12 @@ LARGE: list[tuple[str, str, Callable[[], bytes], str]] = [
     ),
     ("tools", CHAT, lambda: many(b'{"tools":[', b"{}", b"]}", 6000), "tools holds"),
     ("extra", CHAT, lambda: many(b'{"extra_body":{"messages":[', MESSAGE, b"]}}", 400_000), "messages holds"),
-    ("items", "/v1/responses", lambda: many(b'{"input":[', MESSAGE, b"]}", 400_000), "input holds"),
+    ("items", RESPONSES, lambda: many(b'{"input":[', MESSAGE, b"]}", 400_000), "input holds"),
+    ("updates", RESPONSES, lambda: many(b'{"input":[', UPDATE, b"]," + FIELDS + b"," + WRONG, 200_000), "top_p is 7"),
+    ("thoughts", RESPONSES, lambda: many(b'{"input":[', CALL + b"," + THOUGHT, b"]," + WRONG), "top_p is 7"),
+    ("bombs", RESPONSES, lambda: many(b'{"input":[' + MESSAGE + b",", BOMB, b"]," + WRONG), "top_p is 7"),
+    ("allowed tools", RESPONSES, lambda: many(ALLOWED, TOOL, b"]}}", 600_000), "at most 512"),
+    ("a type", CLAUDE, lambda: many(SAID + b'"tools":[{"name":"a","type":"', b"_", b'"}],' + WRONG), "top_p is 7"),
     ("ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}"), "more values than fit"),
     ("a million ids", TEXT, lambda: many(b'{"prompt":[', b"7", b"]}", 2_000_000), "the prompt has 1000000 tokens"),
     ("dicts", TEXT, lambda: many(b'{"x":[', b"{}", b"]}"), "more values than fit"),

@@ -141,7 +141,8 @@ def test_request_ids_and_logs(tmp_path: Path) -> None:
     assert secret not in said and KEY not in said
     with serving(*SMALL, "--log-requests", "prompts", log=log) as served:
         served.client().completions.create(model="kvern-1m", prompt=secret, max_tokens=1)
-    assert secret in log.read_text()
+        served.client().responses.create(model="kvern-1m", input="and a response", max_output_tokens=1)
+    assert secret in log.read_text() and "and a response" in log.read_text()
 
 
 def test_a_drain_lets_running_requests_end() -> None:

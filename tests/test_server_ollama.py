@@ -177,7 +177,7 @@ def test_options_in_kverns_words() -> None:
     options = {"repeat_penalty": 1.1, "num_predict": -1, "seed": -1, "top_k": 40, "logit_bias": {"5": 1}, "num_gpu": 1}
     params = read_body({"messages": QUESTION, "options": options}, CHAT).params
     assert params == SamplingParams(repetition_penalty=1.1, top_k=40, logit_bias={5: 1.0})
-    for think, variables in ((False, {"enable_thinking": False}), (None, {})):
+    for think, variables in ((False, {"enable_thinking": False, "thinking": False}), (None, {})):
         conversation = read_body({"prompt": "a", "think": think}, GENERATE).conversation
         assert conversation is not None and conversation.variables == variables
 

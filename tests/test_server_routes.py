@@ -11,6 +11,8 @@ import pytest
 
 from kvern import LLM
 from kvern.api.rerank import ANSWERS, INSTRUCTION, read_rerank
+from kvern.errors import ConfigError
+from kvern.server.config import ServerConfig
 from tests.served import KEY, QUESTION, SMALL, Served, serving
 from tests.tiny_model import TEMPLATE, make_tiny_model
 
@@ -220,7 +222,9 @@ def test_browsers_get_pages_and_others_do_not(server: Served, guarded: Served) -
         found, headers, content = ask(asked, "GET", "/%3Cscript%3E", **html)
         assert (found, headers["content-type"]) == (status, "text/html; charset=utf-8")
         assert "default-src 'none'" in headers["content-security-policy"] and "<script" not in content
-        assert ask(asked, "GET", "/%3Cscript%3E", accept="*/*")[1]["content-type"] == "application/json"
+        for other in ("*/*", "application/json, text/html;q=0.1"):
+            assert ask(asked, "GET", "/%3Cscript%3E", accept=other)[1]["content-type"] == "application/json"
+        assert ask(asked, "POST", "/v1/completions", {}, **html)[1]["content-type"] == "application/json"
     assert "&lt;script&gt;" in ask(server, "GET", "/%3Cscript%3E", **html)[2]
     assert "www-authenticate" in headers and "Authorization: Bearer KEY, or as x-api-key" in content
     assert "none of this server" in ask(guarded, "GET", "/v1/models", x_api_key="wrong")[2]
@@ -229,6 +233,12 @@ def test_browsers_get_pages_and_others_do_not(server: Served, guarded: Served) -
 
 
 # Pages of other origins
+
+
+@pytest.mark.parametrize("origin", ["*", "null"])
+def test_credentials_are_for_origins_that_are_named(origin: str) -> None:
+    with pytest.raises(ConfigError, match="which any page can be: name the origins"):
+        ServerConfig(allowed_origins=(SITE, origin), allow_credentials=True)
 
 
 def test_origins_methods_headers_and_credentials(guarded: Served) -> None:

@@ -31,6 +31,8 @@ def kept_items(value: str | Sequence[dict[str, Any]]) -> Items:
 def _kept(item: dict[str, Any]) -> dict[str, Any]:
     kind = str(item.get("type") or "message")
     kept = {**item, "id": f"{PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}", "type": kind, "status": "completed"}
+    if kind == "local_shell_call_output":
+        kept["call_id"] = item.get("call_id") or item.get("id")
     if kind == "message" and isinstance(item.get("content"), str):
         kept["content"] = [_part(item["role"], item["content"])]
     return kept

@@ -37,7 +37,7 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What clients run themselves, by the type without its date: the service knows description and schema, models do not.
 The oldest editors call the text to insert new_str, so that their schema is."""
-DATED = re.compile(r"(\w+)_\d{8}")
+DATED = re.compile(r"(\w{1,64})_\d{8}")
 
 
 def chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvern.api.chat_fields import THINKING_FIELDS
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError, status_of
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import BlockEvents, blocks, chat_messages, text
 from kvern.api.message_tools import chat_tool_choice, chat_tools
+from kvern.api.thinking_fields import read_thinking
 from kvern.errors import PromptTooLong, shown
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
@@ -23,8 +25,8 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 # fmt: off
 KNOWN = frozenset({
     "messages", "model", "max_tokens", "system", "stop_sequences", "stream", "tools", "tool_choice", "thinking",
-    "metadata", "service_tier", "output_config", "output_format", "chat_template_kwargs",
-    *SamplingParams.__struct_fields__, *COMMON_FIELDS,
+    "metadata", "service_tier", "output_config", "output_format", "chat_template_kwargs", "documents",
+    *(THINKING_FIELDS - {"include_reasoning"}), *SamplingParams.__struct_fields__, *COMMON_FIELDS,
 })
 # fmt: on
 KINDS = {
@@ -84,9 +86,9 @@ def read_conversation(body: Mapping[str, Any], strip_billing_header: bool) -> Ch
     tools = typed(body, "tools", list, [])
     choice, parallel = chat_tool_choice(typed(body, "tool_choice", dict, {}), tools)
     use = read_tools(chat_tools(tools), choice, parallel)
-    budget, thinks = _thinking_of(typed(body, "thinking", dict, {}))
-    variables = {**_effort_of(body), **thinks, **template_variables(body)}
-    return ChatBody(plain_messages(converted), use, budget, True, variables)
+    _check_thinking(typed(body, "thinking", dict, {}))
+    variables = {**_effort_of(body), **template_variables(body)}
+    return ChatBody(plain_messages(converted), use, read_thinking(body).budget, True, variables)
 
 
 def _effort_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,19 +116,16 @@ def _schema_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return schema
 
 
-def _thinking_of(thinking: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-    """`thinking` as a budget and as what templates call it. Raises HttpError."""
+def _check_thinking(thinking: Mapping[str, Any]) -> None:
+    """Refuse a `thinking` that Anthropic would. Raises HttpError."""
     kind = thinking.get("type")
-    if kind is None and not thinking:
-        return None, {}
-    if kind not in ("enabled", "disabled", "adaptive"):
+    if thinking and kind not in ("enabled", "disabled", "adaptive"):
         message = f"thinking.type is {shown(kind)}: it must be enabled, adaptive or disabled"
         raise HttpError(400, message, param="thinking")
     budget = thinking.get("budget_tokens")
     if kind == "enabled" and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
         message = f"thinking.budget_tokens is {shown(budget)}: it must be a number of tokens, 1 or more"
         raise HttpError(400, message, param="thinking")
-    return (budget if kind == "enabled" else None), {"enable_thinking": kind != "disabled"}
 
 
 def error_body(error: Exception, request_id: str) -> dict[str, Any]:

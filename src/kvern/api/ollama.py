@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.api.choices import finite
-from kvern.api.conversation import ChatBody, plain_messages, template_variables
+from kvern.api.conversation import ChatBody, plain_messages
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, CommonFields, read_common, sampling_params, typed
 from kvern.api.message_blocks import blocks
+from kvern.api.thinking_fields import read_thinking
 from kvern.errors import InvalidRequest, shown
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
@@ -106,11 +107,9 @@ def _params(body: Mapping[str, Any]) -> SamplingParams:
 
 def _thinking(think: object) -> dict[str, Any]:
     """`think`, true, false or how hard, as templates call it."""
-    if think is None or isinstance(think, bool):
-        return {} if think is None else {"enable_thinking": think}
-    if not isinstance(think, str):
+    if not isinstance(think, bool | str | None):
         raise InvalidRequest(f"think is {shown(think)}: it must be true, false, or a text such as high")
-    return template_variables({"reasoning_effort": think})
+    return read_thinking({"enable_thinking" if isinstance(think, bool) else "reasoning_effort": think}).variables
 
 
 def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

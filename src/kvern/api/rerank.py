@@ -96,12 +96,6 @@ def probability_of_yes(yes: Score, no: Score) -> float:
     return 1 / (1 + math.exp(min(no.logprob - yes.logprob, 700.0)))
 
 
-def cosines(vectors: Sequence[Sequence[float]]) -> list[float]:
-    """Of the first vector with each of the others; all have length 1."""
-    query, *documents = vectors
-    return [sum(a * b for a, b in zip(query, document, strict=True)) for document in documents]
-
-
 def rerank_answer(
     asked: RerankBody, relevances: Sequence[float], outputs: Sequence[RequestOutput], model: str, method: str
 ) -> dict[str, Any]:

@@ -7,10 +7,9 @@ import msgspec
 
 from kvern.api.conversation import text_of
 from kvern.api.fields import typed
-from kvern.api.response_reasoning import MOST_CHARACTERS, opened_reasoning
+from kvern.api.response_reasoning import MOST_BYTES, opened_reasoning
 from kvern.api.response_tools import FIXED, INPUT, qualified, read_tool_list
 from kvern.errors import InvalidRequest, shown
-from kvern.json_work import is_too_much
 
 CALLS = frozenset({"function_call", "custom_tool_call", *FIXED})
 OUTPUTS = frozenset({"tool_search_output", *(f"{call}_output" for call in CALLS if call != "tool_search_call")})
@@ -53,9 +52,6 @@ def input_messages(value: object) -> list[dict[str, Any]]:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
         raise InvalidRequest(f"input is {shown(value)}: it must be a text or a list of items")
-    arguments = (item["arguments"] for item in value if isinstance(item.get("arguments"), str))
-    if is_too_much("".join(arguments).encode(errors="replace")):
-        raise InvalidRequest("input: the arguments of all calls hold more values than fit in one request")
     reader = _Reader()
     for number, item in enumerate(value):
         reader.read(item, f"input[{number}]")
@@ -67,12 +63,15 @@ def _kind(item: Mapping[str, Any]) -> object:
 
 
 class _Reader:
-    """A turn of the assistant is several items, and one message: what it thought, what it said, and its calls."""
+    """A turn of the assistant is several items, and one message: what it thought, what it said, and its calls.
+
+    What a message thought is a list of texts until the end.
+    """
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
         self._reasoning: list[str] = []
-        self._left = MOST_CHARACTERS
+        self._left = MOST_BYTES
 
     def read(self, item: Mapping[str, Any], place: str) -> None:
         """The next item."""
@@ -80,7 +79,7 @@ class _Reader:
         if not isinstance(kind, str):
             raise InvalidRequest(f"{place}.type is {shown(kind)}: it must be a text")
         if kind == "reasoning":
-            self._reasoning.append(self._thought(item, place))
+            self._reasoning += filter(None, [self._thought(item, place)])
         elif kind in SEARCHES and item.get("call_id") is None:
             return  # of a service
         elif kind in CALLS:
@@ -101,6 +100,9 @@ class _Reader:
     def end(self) -> list[dict[str, Any]]:
         """All messages."""
         self._end_thought()
+        for message in self._messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(message["reasoning_content"])
         return self._messages
 
     def _add(self, message: dict[str, Any]) -> None:
@@ -108,24 +110,22 @@ class _Reader:
             self._end_thought()
             self._messages.append(message)
             return
-        reasoning, self._reasoning = "\n".join(filter(None, self._reasoning)), []
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant" and not (last["content"] and message["content"]):
             last["content"] = last["content"] or message["content"]
             if "tool_calls" in message:
-                last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
             message = last
         else:
             self._messages.append(message)
-        if reasoning:
-            before = message.get("reasoning_content")
-            message["reasoning_content"] = f"{before}\n{reasoning}" if before else reasoning
+        if self._reasoning:
+            message.setdefault("reasoning_content", []).extend(self._reasoning)
+            self._reasoning = []
 
     def _end_thought(self) -> None:
         """Thinking that led to nothing, in an answer that was cut off, is a message of its own."""
-        if any(self._reasoning):
+        if self._reasoning:
             self._add({"role": "assistant", "content": ""})
-        self._reasoning = []
 
     def _thought(self, item: Mapping[str, Any], place: str) -> str:
         """The thinking itself, else as it is packed, else its summary."""
@@ -137,8 +137,8 @@ class _Reader:
             texts[name] = text_of(parts, (kind, "text"))
         if texts["content"]:
             return texts["content"]
-        opened = opened_reasoning(item.get("encrypted_content"), self._left)
-        self._left -= len(opened or "")
+        opened, size = opened_reasoning(item.get("encrypted_content"), self._left)
+        self._left -= size
         return opened or texts["summary"]
 
 
@@ -150,8 +150,8 @@ def _function_name(item: Mapping[str, Any], place: str) -> str:
     return qualified(item.get("namespace"), item["name"])
 
 
-def _arguments(item: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """As an object. What a model has written that is none comes under a name that no tool has."""
+def _arguments(item: Mapping[str, Any], place: str) -> dict[str, Any] | str:
+    """As an object, or as JSON in a text, whatever a model has written there."""
     kind = item["type"]
     if kind == "custom_tool_call":
         if not isinstance(item.get(INPUT), str):
@@ -165,11 +165,7 @@ def _arguments(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     text = item.get("arguments")
     if not isinstance(text, str):
         raise InvalidRequest(f"{place}.arguments is {shown(text)}: it must be JSON in a text")
-    try:
-        arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"": text}
+    return text
 
 
 def _call_id(item: Mapping[str, Any], place: str) -> str:

@@ -81,6 +81,7 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
         self._stem = response["id"].removeprefix("resp_")
         self._tools = read_tool_list(response["tools"]).by_function()
+        self._hides_thinking = response["reasoning"].get("exclude", False)
         self._summary = response["reasoning"]["summary"] is not None
         self._packed = "reasoning.encrypted_content" in response["include"]
         self._open: _Item | None = None
@@ -97,6 +98,8 @@ class OutputItems:
                         events += self._begin(_Message())
                     assert isinstance(self._open, _Message)
                     self._open.news, self._logprobs = self._logprobs, []
+                case Reasoning() if self._hides_thinking:
+                    continue
                 case Reasoning(text):
                     if not isinstance(self._open, _Thinking):
                         events += self._begin(_Thinking(self._summary, self._packed))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.errors import InvalidRequest, shown
+from kvern.tools.definitions import MOST_TOOLS
 
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 FIXED: dict[str, tuple[str, str]] = {
@@ -79,6 +80,8 @@ def read_tool_list(tools: Sequence[object], added: Sequence[object] = ()) -> Too
         if tool.function["name"] not in known:
             known[tool.function["name"]] = tool
             found.offered.append(tool)
+    if len(found.offered) > MOST_TOOLS:
+        raise InvalidRequest(f"tools holds {len(found.offered)} tools: at most {MOST_TOOLS}")
     return ToolList(found.offered, found.left_out + more.left_out)
 
 
@@ -190,8 +193,10 @@ def _function(name: object) -> dict[str, Any]:
 
 def _allowed_tools(choice: Mapping[str, Any], tools: ToolList) -> tuple[object, str | None]:
     allowed = choice.get("tools")
-    if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
+    if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed[: MOST_TOOLS + 1]):
         raise InvalidRequest(f"tool_choice.tools is {shown(allowed)}: it must be a list of tools")
+    if len(allowed) > MOST_TOOLS:
+        raise InvalidRequest(f"tool_choice.tools holds {len(allowed)} tools: at most {MOST_TOOLS}")
     names: list[object] = []
     for tool in allowed:
         found: Sequence[object] = tools.named(tool)

@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvern.api.chat_fields import THINKING_FIELDS
 from kvern.api.choices import finite
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
-from kvern.api.errors import HttpError
+from kvern.api.errors import HttpError, status_of
 from kvern.api.fields import (
     COMMON_FIELDS,
     LONGEST_METADATA,
@@ -23,6 +24,7 @@ from kvern.api.forms import response_format
 from kvern.api.response_items import added_tools, input_messages
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
+from kvern.api.thinking_fields import ThinkingFields, read_thinking
 from kvern.errors import shown
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.sampling_params import SamplingParams
@@ -54,9 +56,9 @@ LEFT_OUT, CHOICE_NOTE = "kvern_tools_left_out", "kvern_tool_choice"
 # fmt: off
 KNOWN = frozenset({
     "input", "instructions", "model", "max_output_tokens", "previous_response_id", "stream", "background", "store",
-    "metadata", "tools", "tool_choice", "text", "parallel_tool_calls", "service_tier", "reasoning", "include",
-    "truncation", "max_tool_calls", "top_logprobs", "prompt_cache_retention", "thinking_budget", "chat_template_kwargs",
-    "conversation", *NAMES, *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED, *WITHOUT_EFFECT,
+    "metadata", "tools", "tool_choice", "text", "parallel_tool_calls", "service_tier", "include", "truncation",
+    "max_tool_calls", "top_logprobs", "prompt_cache_retention", "chat_template_kwargs", "documents", "conversation",
+    *THINKING_FIELDS, *NAMES, *SamplingParams.__struct_fields__, *COMMON_FIELDS, *REFUSED, *WITHOUT_EFFECT,
 })
 # fmt: on
 
@@ -92,13 +94,12 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
     definitions, places = [tool.definition for tool in tools.offered], [tool.place for tool in tools.offered]
     use = read_tools(definitions, choice, body.get("parallel_tool_calls"), places)
     form = typed(body, "text", dict, {}).get("format") or {"type": "text"}
-    params = _params(body, form)
-    response = _begun(body, model, params, form)
+    params, thinking = _params(body, form), read_thinking(body)
+    response = _begun(body, model, params, form, thinking)
     response["metadata"] |= _notes(response["metadata"], tools, choice_note)
     if choice_note is not None:
         response["tool_choice"] = choice
-    variables = template_variables({"reasoning_effort": response["reasoning"]["effort"], **body})
-    conversation = ChatBody(plain_messages(prompt), use, body.get("thinking_budget"), True, variables)
+    conversation = ChatBody(plain_messages(prompt), use, thinking.budget, thinking.include, template_variables(body))
     stream = typed(body, "stream", bool, False)
     if response["background"] and not response["store"]:
         raise HttpError(
@@ -110,11 +111,12 @@ def read_response(body: Mapping[str, Any], model: str, earlier: Messages) -> Res
 def _configured(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """With what items of its input change."""
     given = body.get("input")
+    changed = {name: {**typed(body, name, dict, {})} for name in ("reasoning", "text")}
     for item in given if isinstance(given, list) else ():
         if isinstance(item, dict) and item.get("type") == "configuration_update":
-            changes = {name: typed(item, name, dict, {}) for name in ("reasoning", "text")}
-            body = {**body, **{name: {**typed(body, name, dict, {}), **change} for name, change in changes.items()}}
-    return body
+            for name, values in changed.items():
+                values.update(typed(item, name, dict, {}))
+    return {**body, **changed}
 
 
 def _notes(metadata: Mapping[str, str], tools: ToolList, choice: str | None) -> dict[str, str]:
@@ -133,13 +135,15 @@ def _included(body: Mapping[str, Any]) -> list[str]:
     return sorted(INCLUDABLE & set(include))
 
 
-def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
+def _reasoning(body: Mapping[str, Any], thinking: ThinkingFields) -> dict[str, Any]:
+    """How the model thinks; without `exclude` its items are shown."""
     reasoning = typed(body, "reasoning", dict, {})
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
     if summary not in (None, "none", *SUMMARIES):
         message = f"reasoning.summary is {shown(summary)}: it must be one of {', '.join(SUMMARIES)}"
         raise HttpError(400, message, param="reasoning")
-    return {"effort": reasoning.get("effort"), "summary": None if summary == "none" else summary}
+    effort, hidden = thinking.variables.get("reasoning_effort"), {} if thinking.include else {"exclude": True}
+    return {"effort": effort, "summary": None if summary == "none" else summary, **hidden}
 
 
 def _verbosity(body: Mapping[str, Any]) -> str | None:
@@ -174,7 +178,9 @@ def _params(body: Mapping[str, Any], form: object) -> SamplingParams:
     return sampling_params(SamplingParams(), values)
 
 
-def _begun(body: Mapping[str, Any], model: str, params: SamplingParams, form: object) -> dict[str, Any]:
+def _begun(
+    body: Mapping[str, Any], model: str, params: SamplingParams, form: object, thinking: ThinkingFields
+) -> dict[str, Any]:
     """A response before its answer."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -196,7 +202,7 @@ def _begun(body: Mapping[str, Any], model: str, params: SamplingParams, form: ob
         "previous_response_id": body.get("previous_response_id"),
         "prompt_cache_key": _name(body, "prompt_cache_key"),
         "prompt_cache_retention": _name(body, "prompt_cache_retention"),
-        "reasoning": _reasoning(body),
+        "reasoning": _reasoning(body, thinking),
         "safety_identifier": _name(body, "safety_identifier"),
         "service_tier": "default",
         "store": typed(body, "store", bool, True),
@@ -253,8 +259,9 @@ def _logprob(entry: Logprob) -> dict[str, Any]:
 
 def fail(response: dict[str, Any], error: Exception) -> None:
     """Let a response fail."""
+    codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
     response["status"] = "failed"
-    response["error"] = {"code": "server_error", "message": str(error)}
+    response["error"] = {"code": codes.get(status_of(error), "server_error"), "message": str(error)}
 
 
 class ResponseEvents:

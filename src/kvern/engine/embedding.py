@@ -1,12 +1,15 @@
 """Texts as vectors: the last token's last hidden state, scaled to length 1, of models that were trained for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
+import numpy.typing
 
 from kvern.errors import InvalidParameter, InvalidRequest
 from kvern.tokenizer import read_json
 
+Vector = numpy.typing.NDArray[numpy.float32]
 POOLING_FILE = "1_Pooling/config.json"
 """Where checkpoints trained for embeddings say how the states of a text become one, as sentence-transformers does."""
 
@@ -37,4 +40,14 @@ def embedding_of(state: bytes, dimensions: int | None = None) -> list[float]:
                 f"dimensions is {dimensions}: it must be at least 1 and at most {len(vector)}, the model's"
             )
         vector = vector[:dimensions]
-    return list((vector / max(float(numpy.linalg.norm(vector)), 1e-12)).tolist())
+    return list(_of_length_1(vector).tolist())
+
+
+def cosines(states: Sequence[bytes]) -> list[float]:
+    """Of the first hidden state with each of the others."""
+    query, *others = (_of_length_1(numpy.frombuffer(state, "<f4")) for state in states)
+    return [float(query @ other) for other in others]
+
+
+def _of_length_1(vector: Vector) -> Vector:
+    return vector / max(float(numpy.linalg.norm(vector)), 1e-12)

@@ -7,6 +7,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +17,8 @@ from starlette.requests import Request
 
 from kvern.api.errors import HttpError
 from kvern.json_work import is_too_much
+
+logger = logging.getLogger("kvern.requests")
 
 MAX_BODY_BYTES = 16 << 20
 """Of a request: beyond, it is refused."""
@@ -109,7 +112,8 @@ def trim_memory() -> None:
 async def read_object(request: Request) -> dict[str, Any]:
     """The body as a JSON object, which has `body_seconds` of the request's state to arrive. Raises HttpError.
 
-    A large one is of the `lane` of the request's state until its answer begins, or it is let go before.
+    A large one is of the `lane` of the request's state until its answer begins, or it is let go before. The log has it
+    if the state `logs_bodies`.
     """
     seconds, lane = request.state.body_seconds, request.state.lane
     stream = request.stream()
@@ -132,9 +136,13 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise _too_slow(seconds) from error
     if size > MAX_BODY_BYTES:
         raise HttpError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send less at once, or files to /v1/files")
-    if not is_large:
-        return decode_object(b"".join(parts))
-    return await asyncio.get_running_loop().run_in_executor(lane.threads, _decode_parts, parts)
+    if is_large:
+        body = await asyncio.get_running_loop().run_in_executor(lane.threads, _decode_parts, parts)
+    else:
+        body = decode_object(b"".join(parts))
+    if request.state.logs_bodies:
+        logger.info("%s asks %s", request.state.request_id, msgspec.json.encode(body).decode())
+    return body
 
 
 def let_go(request: Request, body: dict[str, Any]) -> None:

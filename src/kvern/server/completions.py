@@ -10,7 +10,7 @@ from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
 from kvern.server.batches import Answerer
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, log_body, path_of, until_gone
+from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, path_of, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.service import Ask, Service
 
@@ -25,7 +25,6 @@ class Completions:
         """POST to either route, streamed or at once."""
         body = await read_object(request)
         service = self._service
-        log_body(service.config, body, request)
         url = path_of(request.scope)
         ask, writer, stream = await self._read(body, url, request.state.key)
         headers = ignored_header(body, known_fields(url))

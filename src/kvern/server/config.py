@@ -80,8 +80,9 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if not ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed_origins has {origin!r}: an origin is * or like https://chat.example.org")
-        if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError("allow_credentials is set and allowed_origins has *: name the origins that are trusted")
+        for anyone in {"*", "null"} & {*self.allowed_origins} if self.allow_credentials else ():
+            what = f"allow_credentials is set and allowed_origins has {anyone}, which any page can be"
+            raise ConfigError(f"{what}: name the origins that are trusted")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}: it must be between 0 and 65535")
         if self.tls_key is not None and self.tls_cert is None:

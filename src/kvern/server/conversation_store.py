@@ -94,12 +94,12 @@ class ConversationStore:
     async def items(self, owner: str, conversation_id: str) -> Items:
         """All of them, the oldest first."""
 
-        def work(database: sqlite3.Connection) -> list[bytes]:
+        def work(database: sqlite3.Connection) -> Items:
             _load(database, owner, conversation_id)
             sql = "SELECT body FROM items WHERE conversation = ? ORDER BY rowid"
-            return [body for (body,) in database.execute(sql, (conversation_id,))]
+            return [msgspec.json.decode(body) for (body,) in database.execute(sql, (conversation_id,))]
 
-        return [msgspec.json.decode(body) for body in await self._database.run(work)]
+        return await self._database.run(work)
 
     async def item(self, owner: str, conversation_id: str, item_id: str) -> Object:
         """One of them."""

@@ -29,9 +29,9 @@ REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 class Gate:
     """Lets requests pass that carry one of the keys; without keys, all. Each answer has a header `x-request-id`.
 
-    Handlers find an `ApiKey` as `key` in the request's state, the id as `request_id`, `body_seconds`, the `lane` of
-    large bodies, and what is `held` until the answer begins. Of `users`, the keys that may
-    ask the model or who stands for anyone, the first is for requests without a key.
+    Handlers find an `ApiKey` as `key` in the request's state, the id as `request_id`, `body_seconds`, `logs_bodies`,
+    the `lane` of large bodies, and what is `held` until the answer begins. Of `users`, the keys that may ask the model
+    or who stands for anyone, the first is for requests without a key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], users: Sequence[ApiKey], config: ServerConfig) -> None:
@@ -72,6 +72,7 @@ class Gate:
         state.update(
             key=key,
             body_seconds=self._config.request_timeout,
+            logs_bodies=self._config.log_requests == "prompts",
             lane=self._lane,
             held=held,
         )

@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import html
 import http
-import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,9 +16,6 @@ from kvern.api import messages, ollama
 from kvern.api.errors import body_of, status_of
 from kvern.api.fields import ignored
 from kvern.errors import EngineUnavailable, KvernError, ServerBusy
-from kvern.server.config import ServerConfig
-
-logger = logging.getLogger("kvern.requests")
 
 CLIENT_GONE = 499
 """What a log shows for a client that left; nobody reads it."""
@@ -52,24 +47,18 @@ def is_anthropic(scope: Scope) -> bool:
     return path_of(scope).startswith(messages.MESSAGES) or b"anthropic-version" in dict(scope["headers"])
 
 
-def log_body(config: ServerConfig, body: Mapping[str, Any], request: Request) -> None:
-    """Write what was asked into the log: only for servers that were told to."""
-    if config.log_requests == "prompts":
-        logger.info("%s asks %s", request.state.request_id, msgspec.json.encode(body).decode())
-
-
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Any value as JSON."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """The answer to what went wrong: a page for a browser, else JSON in the shape that the client knows."""
+    """The answer to what went wrong: a page for who looks at it, else JSON in the shape that the client knows."""
     headers = getattr(error, "headers", None)
     if isinstance(error, EngineUnavailable | ServerBusy):
         headers = {"retry-after": str(math.ceil(error.seconds))}
     status, path = status_of(error), path_of(scope)
-    if any(name == b"accept" and b"text/html" in value for name, value in scope["headers"]):
+    if _is_looked_at(scope):
         content = error_page(status, str(error), scope.get("root_path", ""))
         return HTMLResponse(content, status, {**(headers or {}), **PAGE_HEADERS})
     if path.startswith(ollama.PREFIX):
@@ -77,6 +66,12 @@ def error_response(error: Exception, scope: Scope) -> Response:
     request_id = scope["state"]["request_id"]
     body = messages.error_body(error, request_id) if is_anthropic(scope) else body_of(error)
     return json_response(body, status, headers)
+
+
+def _is_looked_at(scope: Scope) -> bool:
+    """A browser goes there. Some clients' libraries name text/html whatever they send, or JSON as well."""
+    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+    return scope["method"] in ("GET", "HEAD") and b"text/html" in accepted and b"application/json" not in accepted
 
 
 def error_page(status: int, message: str, root_path: str) -> str:

@@ -21,7 +21,7 @@ from kvern.api.ollama import CHAT, GENERATE, LATEST, OllamaBody, OllamaWriter, S
 from kvern.engine.embedding import check_pooling, embedding_of
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, log_body, path_of, until_gone
+from kvern.server.http import CLIENT_GONE, EventStream, ignored_header, json_response, path_of, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.ollama_models import ModelFiles, card, entry, read_files, running
 from kvern.server.service import Ask, Running, Service
@@ -57,7 +57,6 @@ class OllamaApi:
         """POST to CHAT or GENERATE: lines of JSON, or one object if `stream` is false."""
         began, url, key = time.monotonic(), path_of(request.scope), request.state.key
         body = await read_object(request)
-        log_body(self._service.config, body, request)
         model, shown = self._model(body), named(body)
         asked = ollama.read_body(body, url)
         headers = ignored_header(ollama.ignored_options(body), ollama.KNOWN)

@@ -50,6 +50,13 @@ FITTING = record({"type": one_of("json_schema"), "schema": OBJECT}, "type", "sch
 THINKS: Schema = {
     "chat_template_kwargs": optional(OBJECT),
     "thinking_budget": optional({"type": "integer", "minimum": 0}),
+    "thinking_token_budget": optional({"type": "integer", "minimum": -1}),
+    "enable_thinking": optional(SWITCH),
+    "thinking": optional(record({"type": one_of("enabled", "disabled", "adaptive")}, "type")),
+    "reasoning": optional(record({"effort": optional(TEXT), "enabled": optional(SWITCH), "exclude": optional(SWITCH)})),
+    "include_reasoning": optional(SWITCH),
+    "reasoning_effort": optional(TEXT),
+    "documents": optional(listed(OBJECT)),
 }
 TOOL_NAME: Schema = {"type": "string", "pattern": f"^{NAME.pattern}$"}
 FUNCTION = record({"name": TOOL_NAME, "description": optional(TEXT), "parameters": optional(OBJECT)}, "name")
@@ -126,15 +133,6 @@ def chat_fields(models: list[str]) -> Schema:
         "tool_choice": CHOICE,
         **PARALLEL,
         **THINKS,
-        "thinking_token_budget": optional({"type": "integer", "minimum": -1}),
-        "enable_thinking": optional(SWITCH),
-        "thinking": optional(record({"type": one_of("enabled", "disabled", "adaptive")}, "type")),
-        "reasoning": optional(
-            record({"effort": optional(TEXT), "enabled": optional(SWITCH), "exclude": optional(SWITCH)})
-        ),
-        "include_reasoning": optional(SWITCH),
-        "reasoning_effort": optional(TEXT),
-        "documents": optional(listed(OBJECT)),
         "add_generation_prompt": optional(SWITCH),
         "continue_final_message": optional(SWITCH),
         "echo": optional(SWITCH),
@@ -176,7 +174,6 @@ def response_fields(models: list[str]) -> Schema:
         "tool_choice": CHOICE,
         **PARALLEL,
         **THINKS,
-        "reasoning": optional(OBJECT),
     }
 
 

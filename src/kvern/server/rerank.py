@@ -7,12 +7,12 @@ from starlette.responses import Response
 
 from kvern.api.errors import HttpError
 from kvern.api.fields import merge_extra
-from kvern.api.rerank import ANSWERS, KNOWN, RerankBody, cosines, probability_of_yes, read_rerank, rerank_answer
-from kvern.engine.embedding import POOLING_FILE, check_pooling, embedding_of
+from kvern.api.rerank import ANSWERS, KNOWN, RerankBody, probability_of_yes, read_rerank, rerank_answer
+from kvern.engine.embedding import POOLING_FILE, check_pooling, cosines
 from kvern.engine.scoring import Pair, score_of
 from kvern.sampling_params import SamplingParams
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import ignored_header, json_response, log_body, until_gone
+from kvern.server.http import ignored_header, json_response, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.service import Service
 
@@ -26,7 +26,6 @@ class Rerank:
     async def create(self, request: Request) -> Response:
         """POST /v1/rerank."""
         body = await read_object(request)
-        log_body(self._service.config, body, request)
         merge_extra(body)
         headers = ignored_header(body, KNOWN)
         model, asked = self._service.model(body), read_rerank(body)
@@ -44,7 +43,7 @@ class Rerank:
             raise HttpError(400, message, param="instruction")
         prompts = [asked.query, *asked.documents]
         outputs = await service.run(service.ask(model, asked.common, prompts, SamplingParams(), key, embed=True))
-        relevances = cosines([embedding_of(output.embedding or b"") for output in outputs])
+        relevances = cosines([output.embedding or b"" for output in outputs])
         return rerank_answer(asked, relevances, outputs, model, "cosine")
 
     async def _by_asking(self, asked: RerankBody, model: str, key: ApiKey) -> dict[str, Any]:

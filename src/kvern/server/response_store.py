@@ -110,7 +110,7 @@ class ResponseStore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self.end(record) for record in running), *self._writing)
+        await asyncio.gather(*(self.end(record) for record in running), *self._writing, return_exceptions=True)
         for packed in self._memory.ended:
             await self._write(packed)
         self._database.close()
@@ -121,9 +121,7 @@ class ResponseStore:
         def work(database: sqlite3.Connection) -> None:
             if packed is not None:
                 self._folder.check_room(packed.size)
-                _make_room(database, packed, self._most_bytes)
-                row = (packed.id, packed.owner, is_end, packed.size, *packed[2:])
-                database.execute("REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                _put(database, packed, is_end, self._most_bytes)
             if add is not None:
                 add(database)
 
@@ -165,6 +163,16 @@ def _adding(record: Record) -> Work | None:
         return None
     items = [*msgspec.json.decode(record.items), *record.body["output"]]
     return functools.partial(append, owner=record.owner, conversation_id=record.conversation, items=items)
+
+
+def _put(database: sqlite3.Connection, packed: Packed, is_end: bool, most: int) -> None:
+    """Write it over what was there; one that has grown over all that its owner may keep is forgotten."""
+    if packed.size > most:
+        database.execute("DELETE FROM responses WHERE id = ?", (packed.id,))
+        return
+    _make_room(database, packed, most)
+    row = (packed.id, packed.owner, is_end, packed.size, *packed[2:])
+    database.execute("REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
 
 def _make_room(database: sqlite3.Connection, packed: Packed, most: int) -> None:

@@ -16,13 +16,13 @@ from kvern.api.errors import HttpError
 from kvern.api.fields import merge_extra, typed
 from kvern.api.kept_items import kept_items
 from kvern.api.response_items import input_messages
-from kvern.api.responses import KNOWN, ResponseEvents, complete, read_response
+from kvern.api.responses import KNOWN, ResponseBody, ResponseEvents, complete, read_response
 from kvern.errors import KvernError, shown
 from kvern.server.bodies import let_go, read_object
-from kvern.server.event_log import LAST, Event, EventLog, events_of
+from kvern.server.event_log import LAST, RUNNING, Event, EventLog, events_of
 from kvern.server.files import page_of
 from kvern.server.http import EventStream, ignored_header, json_response, until_gone
-from kvern.server.response_memory import Messages, Packed, Record, as_json
+from kvern.server.response_memory import Items, Messages, Packed, Record, as_json
 from kvern.server.response_references import with_referred_items
 from kvern.server.response_store import CUT_OFF, ResponseStore
 from kvern.server.service import Ask, Running, Service
@@ -53,8 +53,7 @@ class Responses:
             if conversation is not None:
                 held.enter_context(self._store.conversations.held(key.name, conversation))
             before = await self._before(key.name, body, conversation)
-            asked = read_response(body, model, before)
-            items = kept_items(body.get("input") or [])
+            asked, items = await asyncio.to_thread(read_body, body, model, before)
             if conversation is not None:
                 await self._store.conversations.check_room(key.name, conversation, items)
                 asked.response["conversation"] = {"id": conversation}
@@ -79,13 +78,14 @@ class Responses:
                 close = functools.partial(self._close, record, running)
                 return EventStream(self._events(record, running, chat), close, headers, b"")
             outputs = await until_gone(self._service.run(ask), request.receive)
+            if outputs is not None:
+                complete(record.body, chat, outputs[0])
         except BaseException:
             self._store.drop(record)
             raise
         if outputs is None:
             self._store.drop(record)
         else:
-            complete(record.body, chat, outputs[0])
             await self._store.end(record)
         return json_response(record.body, headers=headers)
 
@@ -151,17 +151,11 @@ class Responses:
         """The messages that the input goes on from."""
         if conversation is not None:
             items = await self._store.conversations.items(owner, conversation)
-            return input_messages(items) if items else []
+            return await asyncio.to_thread(input_messages, items) if items else []
         previous = typed(body, "previous_response_id", str, None)
         if previous is None:
             return []
-        found = await self._store.find(owner, previous)
-        response = found.body if isinstance(found, Record) else msgspec.json.decode(found.body)
-        if response["status"] not in ("completed", "incomplete"):
-            message = f"response {previous} is {response['status']}: wait until it is completed"
-            raise HttpError(400, message, param="previous_response_id")
-        parts = (msgspec.json.decode(found.items), response["output"])
-        return [*msgspec.json.decode(found.before), *(message for part in parts for message in input_messages(part))]
+        return await asyncio.to_thread(messages_of, await self._store.find(owner, previous))
 
     async def _begin(
         self, record: Record, ask: Ask, chat: ChatRequest, stream: bool, headers: Mapping[str, str]
@@ -221,6 +215,22 @@ class Responses:
 def _tell(record: Record, event: Event) -> None:
     if record.log is not None:
         record.log.add(event)
+
+
+def read_body(body: Mapping[str, Any], model: str, before: Messages) -> tuple[ResponseBody, Items]:
+    """What is asked, and its input as it is kept: thousands of items take long. Raises what `read_response` raises."""
+    return read_response(body, model, before), kept_items(body.get("input") or [])
+
+
+def messages_of(found: Record | Packed) -> Messages:
+    """What a response ends with: the messages before it, its input and its output. Raises HttpError."""
+    response = found.body if isinstance(found, Record) else msgspec.json.decode(found.body)
+    if response["status"] not in ("completed", "incomplete"):
+        what = "wait until it is completed" if response["status"] in RUNNING else "go on from one that was answered"
+        message = f"response {found.id} is {response['status']}: {what}"
+        raise HttpError(400, message, param="previous_response_id")
+    parts = (msgspec.json.decode(found.items), response["output"])
+    return [*msgspec.json.decode(found.before), *(message for part in parts for message in input_messages(part))]
 
 
 def read_conversation_id(body: Mapping[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from kvern.api.fields import merge_extra
 from kvern.api.scores import KNOWN, read_score, score_answer
 from kvern.server.bodies import read_object
-from kvern.server.http import ignored_header, json_response, log_body, until_gone
+from kvern.server.http import ignored_header, json_response, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.service import Service
 
@@ -23,7 +23,6 @@ class Scores:
     async def create(self, request: Request) -> Response:
         """POST /v1/score."""
         body = await read_object(request)
-        log_body(self._service.config, body, request)
         merge_extra(body)
         headers = ignored_header(body, KNOWN)
         work = self.answer(body, request.state.key, request.state.held.close)

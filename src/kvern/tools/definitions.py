@@ -152,6 +152,8 @@ def _allowed(choice: object, names: Sequence[str]) -> tuple[object, frozenset[st
             f"tool_choice is {shown(dict(choice))}: allowed_tools must hold a mode, auto or required, and a list of "
             "tools"
         )
+    if len(tools) > MOST_TOOLS:
+        raise InvalidRequest(f"tool_choice.allowed_tools.tools holds {len(tools)} tools: at most {MOST_TOOLS}")
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidRequest(f"tool_choice.allowed_tools.tools is {shown(tools)}: each must be an object")
     return mode, frozenset(_named(tool, names) for tool in tools)
