@@ -18,11 +18,12 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvern.api import messages, responses
+from kvern.api import messages, ollama, rerank, responses, scores
 from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.api.completions import CHAT, COMPLETIONS, ONLY_VALUES, OWN_FIELDS
 from kvern.api.fields import WITHOUT_EFFECT
 from kvern.sampling_params import SamplingParams
+from tests import fuzz_bodies
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -75,6 +76,10 @@ EXTRA_FIELDS: dict[str, frozenset[str]] = {
     CHAT: frozenset(OWN_FIELDS | set(ONLY_VALUES) | WITHOUT_EFFECT | CHAT_FIELDS),
     "/v1/responses": responses.KNOWN,
     messages.MESSAGES: messages.KNOWN,
+    ollama.CHAT: ollama.KNOWN,
+    ollama.GENERATE: ollama.KNOWN,
+    rerank.RERANK: rerank.KNOWN,
+    scores.SCORE: scores.KNOWN,
 }
 """What a route knows beside its description."""
 
@@ -210,7 +215,12 @@ class Requests:
         return {**minimal(self.bodies[route]), **copy.deepcopy(self._fixed.get(route, {}))}
 
     def singles(self, thorough: bool = False) -> Iterator[Probe]:
-        """Every place of every body at every value, alone; then paths, queries and headers."""
+        """Every place of every body at every value, alone, and of nested ones; then paths, queries and headers."""
+        for route, nested in fuzz_bodies.BODIES.items():
+            body = {**self.plain(route), **nested}
+            for place in fuzz_bodies.places(nested):
+                for value in values_for(set(), True) if thorough else [*FEW, "@deep"]:
+                    yield Probe("POST", route, encoded(fuzz_bodies.replaced(body, place, value)), route)
         for route, schema in self.bodies.items():
             for path, kinds in places(schema):
                 for value in values_for(kinds, thorough):

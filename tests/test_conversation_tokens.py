@@ -72,7 +72,7 @@ def test_what_is_kept_is_bounded(tokenizer: Counting, monkeypatch: pytest.Monkey
 
 def test_refusals_are_those_of_the_tokenizer(tokenizer: Counting) -> None:
     encoder = ConversationEncoder(tokenizer)
-    with pytest.raises(PromptTooLong, match="20 tokens have"):
+    with pytest.raises(PromptTooLong, match="maximum context length of 20 tokens has"):
         encoder.encode("hello" * 1000, False, b"", 20)
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
         encoder.encode("hello " * 500 + "</s>\ud800", False, b"", 10**6)

@@ -12,6 +12,7 @@ import pytest
 from kvern import SamplingParams
 from kvern.server.batches import ENDPOINTS
 from kvern.structured_output import StructuredOutput
+from tests.fuzz_bodies import BODIES
 from tests.fuzz_requests import Findings, Requests, encoded, places, send
 from tests.served import KEY, Served, eventually
 
@@ -70,6 +71,13 @@ def test_every_field_alone(server: Served, requests: Requests) -> None:
 def test_fields_together(server: Served, requests: Requests) -> None:
     findings = check(server, itertools.islice(requests.several(random.Random(5)), PAIRS))
     assert sum(count for (_, status), count in findings.statuses.items() if status == 200) > PAIRS / 10
+
+
+def test_nested_bodies_are_good(server: Served, requests: Requests) -> None:
+    """Where nothing in them is changed, but for their length."""
+    for route, nested in BODIES.items():
+        status, _, answer = server.raw("POST", route, json.dumps({**requests.plain(route), **nested}).encode())
+        assert status == 200 or "prompt is too long" in str(answer) or "tokens with the query" in str(answer), answer
 
 
 def test_new_fields_are_fuzzed_without_being_named(requests: Requests) -> None:

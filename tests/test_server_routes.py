@@ -120,7 +120,7 @@ def test_templates_made_for_reranking_say_the_task_themselves() -> None:
         ({"query": "a", "documents": ["a", {"title": "b"}]}, "documents[1] is {'title': 'b'}: it must be a text"),
         ({"query": "a" * 9000, "documents": ["a"] * 512}, "the query counted with each: at most 4194304"),
         ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n is -1"),
-        ({"query": "a", "documents": ["fox " * 600]}, "continuation 0 has"),
+        ({"query": "a", "documents": ["fox " * 600]}, "documents[0] has"),
     ],
 )
 def test_what_cannot_be_ranked(server: Served, body: Any, said: str) -> None:

@@ -83,7 +83,10 @@ class Tokenizer:
     def check_length(self, text: str, most_tokens: int) -> None:
         """Raises PromptTooLong for a text that has more tokens than that whatever it says."""
         if self.longest_token is not None and len(text) > (most := most_tokens * self.longest_token):
-            message = f"the prompt has {len(text)} characters, and {most_tokens} tokens have {most} at most: shorten it"
+            message = (
+                f"the prompt has {len(text)} characters, and the maximum context length of {most_tokens} tokens has "
+                f"{most} at most: the prompt is too long; shorten it"
+            )
             raise PromptTooLong(message, len(text) // self.longest_token, most_tokens)
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:

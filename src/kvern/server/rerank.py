@@ -8,6 +8,7 @@ from starlette.responses import Response
 from kvern.api.errors import HttpError
 from kvern.api.fields import merge_extra
 from kvern.api.rerank import ANSWERS, KNOWN, RerankBody, probability_of_yes, read_rerank, rerank_answer
+from kvern.api.thinking_fields import read_thinking
 from kvern.engine.embedding import POOLING_FILE, check_pooling, cosines
 from kvern.engine.scoring import Pair, score_of
 from kvern.sampling_params import SamplingParams
@@ -15,6 +16,8 @@ from kvern.server.bodies import let_go, read_object
 from kvern.server.http import ignored_header, json_response, until_gone
 from kvern.server.keys import ApiKey
 from kvern.server.service import Service
+
+NO_THINKING = read_thinking({"enable_thinking": False}).variables
 
 
 class Rerank:
@@ -52,8 +55,13 @@ class Rerank:
         template = client.tokenizer.chat_template.source(tools=False)
         answers = [await client.inputs.encode(text, add_special_tokens=False) for text in ANSWERS]
         pairs: list[Pair] = []
-        for question in asked.questions(has_roles='"query"' in template and '"document"' in template):
-            prompt = await client.inputs.chat_prompt(question, None, {"enable_thinking": False})
+        questions = asked.questions(has_roles='"query"' in template and '"document"' in template)
+        for number, question in enumerate(questions):
+            prompt = await client.inputs.chat_prompt(question, None, NO_THINKING)
+            size, most = len(prompt) + max(map(len, answers)), client.inputs.max_model_len - 1
+            if size > most:
+                message = f"documents[{number}] has {size} tokens with the query and the task, and at most {most} fit"
+                raise HttpError(400, f"{message}: shorten it", param="documents")
             pairs += [(prompt, answer) for answer in answers]
         prompts = await client.inputs.scored_prompts(pairs, add_special_tokens=False)
         params = [prompt.params for prompt in prompts]
