@@ -8,7 +8,8 @@ import anthropic
 import openai
 import pytest
 
-from kvern.api.messages import read_conversation
+from kvern.api.fields import ignored
+from kvern.api.messages import KNOWN, read_conversation, read_message
 from tests.served import KEY, Served, serving
 
 MODEL = "kvern-1m"
@@ -106,6 +107,20 @@ def test_tokens_are_counted_as_messages_use_them(claude: anthropic.Anthropic) ->
     enabled = {**body, "thinking": {"type": "enabled", "budget_tokens": 1024}}  # which this model never exceeds
     raw = claude.messages.with_raw_response.create(model=MODEL, max_tokens=1, **enabled)
     assert raw.headers["x-kvern-ignored-fields"] == "thinking.budget_tokens"
+
+
+def test_thinking_by_every_name() -> None:
+    body: dict[str, Any] = {"max_tokens": 1, "messages": [user(text("a"))]}
+    budgets: list[dict[str, Any]] = [
+        {"thinking": {"type": "enabled", "budget_tokens": 5}},
+        {"thinking_budget": 5},
+        {"reasoning": {"max_tokens": 5}},
+    ]
+    for named in budgets:
+        assert read_message(body | named, True).conversation.thinking_budget == 5
+    asked = read_message(body | {"enable_thinking": False, "reasoning_effort": "low"}, True).conversation.variables
+    assert asked == {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
+    assert ignored({"enable_thinking": False, "include_reasoning": True}, KNOWN) == ["include_reasoning"]
 
 
 def test_tools_of_the_service_are_left_out_by_name(claude: anthropic.Anthropic) -> None:

@@ -154,12 +154,13 @@ def test_conversations_have_limits(tmp_path: Path) -> None:
     asyncio.run(fill())
 
 
-def test_events_are_kept_small_and_told_to_whoever_follows() -> None:
+@pytest.mark.parametrize("kinds", [["text"], ["text", "summary"]])
+def test_events_are_kept_small_and_told_to_whoever_follows(kinds: list[str]) -> None:
     response: dict[str, Any] = {"status": "in_progress", "output": []}
-    deltas = [{"type": "text", "item_id": "a", "delta": str(number)} for number in range(1000)]
+    deltas = [{"type": kinds[number % len(kinds)], "item_id": "a", "delta": str(number // 2)} for number in range(1000)]
     events = [
         ("response.created", {"type": "response.created", "response": response}),
-        *(("text", one) for one in deltas),
+        *((one["type"], one) for one in deltas),
     ]
 
     async def follow(log: EventLog, after: int) -> list[int]:

@@ -21,17 +21,30 @@ NOT_YET: dict[str, Any] = {"output": [], "usage": None, "error": None, "incomple
 
 
 class Run(msgspec.Struct, array_like=True):
-    """Events in a row that differ in their `delta` only, or, without `deltas`, a single one. `first` is a number."""
+    """One event, or two, again and again with another of the `deltas`; without them a single one, once.
+
+    `first` is a number; an event is a kind and its fields.
+    """
 
     first: int
-    kind: str
-    fields: dict[str, Any]
+    events: list[Event]
     deltas: list[str] | None = None
 
     @property
     def end(self) -> int:
         """The number of the first event behind it."""
         return self.first + (1 if self.deltas is None else len(self.deltas))
+
+    def takes(self, event: Event, delta: str) -> bool:
+        """Whether it goes on with this one: thinking that is summed up as well is told twice."""
+        if self.deltas is None:
+            return False
+        if len(self.events) == len(self.deltas) == 1 and self.events[0] != event:
+            self.events.append(event)
+        is_next = self.events[len(self.deltas) % len(self.events)] == event
+        if is_next:
+            self.deltas.append(delta)
+        return is_next
 
 
 class EventLog:
@@ -56,11 +69,9 @@ class EventLog:
         last = self._runs[-1] if self._runs else None
         end = 0 if last is None else last.end
         if "delta" not in told:
-            self._runs.append(Run(end, kind, fields))
-        elif last is not None and last.deltas is not None and (last.kind, last.fields) == (kind, fields):
-            last.deltas.append(told["delta"])
-        else:
-            self._runs.append(Run(end, kind, fields, [told["delta"]]))
+            self._runs.append(Run(end, [(kind, fields)]))
+        elif last is None or not last.takes((kind, fields), told["delta"]):
+            self._runs.append(Run(end, [(kind, fields)], [told["delta"]]))
         if kind not in LAST:
             self._show(end + 1)
 
@@ -95,14 +106,15 @@ class EventLog:
         news.set()
 
     def _event(self, run: Run, number: int) -> Event:
-        fields = dict(run.fields)
+        kind, fields = run.events[(number - run.first) % len(run.events)]
+        fields = dict(fields)
         if "response" in fields:
             status = fields["response"]
             early = {**NOT_YET, "status": status} if status in RUNNING else {}
             fields["response"] = {name: early.get(name, value) for name, value in self._response.items()}
         if run.deltas is not None:
             fields["delta"] = run.deltas[number - run.first]
-        return run.kind, {"type": run.kind, "sequence_number": number, **fields}
+        return kind, {"type": kind, "sequence_number": number, **fields}
 
 
 async def events_of(response: Mapping[str, Any], packed: bytes, after: int) -> AsyncIterator[Event]:
@@ -111,7 +123,7 @@ async def events_of(response: Mapping[str, Any], packed: bytes, after: int) -> A
     Of one whose server ended before it did, only the last is known.
     """
     runs = msgspec.json.decode(packed, type=list[Run])
-    log = EventLog(response, runs or [Run(after + 1, "response.failed", {"response": response["status"]})])
+    log = EventLog(response, runs or [Run(after + 1, [("response.failed", {"response": response["status"]})])])
     log.close()
     async for event in log.follow(after):
         yield event
