@@ -4,6 +4,7 @@ python benchmarks/attacks.py http://127.0.0.1:8000 KEY      # each once, with th
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import random
@@ -11,6 +12,7 @@ import secrets
 import ssl
 import sys
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -137,6 +139,11 @@ def attacks() -> Iterator[tuple[str, Act]]:
         yield f"{name}, left", lambda attacker, body=body: attacker.leave(fresh(body))
     message = {"role": "user", "content": "a"}
     pin = json.dumps({"prompt": "The number is 4711", "max_tokens": 1}).encode()
+    packed = base64.urlsafe_b64encode(zlib.compress(bytes(5 << 20))).decode()
+    bomb = {"type": "reasoning", "encrypted_content": f"kvern1.{packed}"}
+    thought = {"type": "reasoning", "content": [{"type": "text", "text": "a" * 4000}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
+    update, changed = {"type": "configuration_update"}, {f"field {number}": 0 for number in range(150_000)}
     score = {"context": [5] * 1_000_000, "continuations": [[6]] * 1000}
     bodies: dict[str, tuple[str, bytes]] = {
         "tiny messages": (CHAT, json.dumps({"messages": [message] * 400_000}).encode()),
@@ -149,6 +156,9 @@ def attacks() -> Iterator[tuple[str, Act]]:
         "large metadata": ("/v1/responses", json.dumps({"input": "a", "metadata": {"a": "b" * 10_000_000}}).encode()),
         "many responses": ("/v1/responses", b'{"input": "a", "max_output_tokens": 1}'),
         "many followed responses": ("/v1/responses", b'{"input": "a", "background": true, "stream": true}'),
+        "thinking that unpacks": ("/v1/responses", json.dumps({"input": [message] + [bomb] * 1500}).encode()),
+        "thinking before calls": ("/v1/responses", json.dumps({"input": [thought, call] * 3500}).encode()),
+        "configurations": ("/v1/responses", json.dumps({"input": [update] * 6000 + [message], **changed}).encode()),
         "many conversations": ("/v1/conversations", json.dumps({"items": [message] * 8000}).encode()),
         "the words of others": (COMPLETIONS, pin),
         "lone surrogates": (COMPLETIONS, b'{"prompt": "\\ud800", "user": "\\udfff", "stop": ["\\ud800"]}'),
