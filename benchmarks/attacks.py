@@ -114,6 +114,20 @@ def schemas() -> dict[str, Any]:
     }
 
 
+def items() -> dict[str, Any]:
+    """Bodies of responses whose items are little one by one."""
+    packed = base64.urlsafe_b64encode(zlib.compress(bytes(5 << 20))).decode()
+    bomb = {"type": "reasoning", "encrypted_content": f"kvern1.{packed}"}
+    thought = {"type": "reasoning", "content": [{"type": "text", "text": "a" * 4000}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
+    changed = {f"field {number}": 0 for number in range(150_000)}
+    return {
+        "thinking that unpacks": {"input": [bomb] * 1500},
+        "thinking before calls": {"input": [thought, call] * 3500},
+        "configurations": {"input": [{"type": "configuration_update"}] * 6000, **changed},
+    }
+
+
 Act = Callable[[Attacker], Awaitable[str]]
 
 
@@ -139,13 +153,9 @@ def attacks() -> Iterator[tuple[str, Act]]:
         yield f"{name}, left", lambda attacker, body=body: attacker.leave(fresh(body))
     message = {"role": "user", "content": "a"}
     pin = json.dumps({"prompt": "The number is 4711", "max_tokens": 1}).encode()
-    packed = base64.urlsafe_b64encode(zlib.compress(bytes(5 << 20))).decode()
-    bomb = {"type": "reasoning", "encrypted_content": f"kvern1.{packed}"}
-    thought = {"type": "reasoning", "content": [{"type": "text", "text": "a" * 4000}]}
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
-    update, changed = {"type": "configuration_update"}, {f"field {number}": 0 for number in range(150_000)}
     score = {"context": [5] * 1_000_000, "continuations": [[6]] * 1000}
     bodies: dict[str, tuple[str, bytes]] = {
+        **{name: ("/v1/responses", json.dumps(body).encode()) for name, body in items().items()},
         "tiny messages": (CHAT, json.dumps({"messages": [message] * 400_000}).encode()),
         "token ids": (COMPLETIONS, json.dumps({"prompt": [7] * 5_000_000}).encode()),
         "one long word": (COMPLETIONS, completion(prompt="a" * 15_000_000)),
@@ -156,9 +166,6 @@ def attacks() -> Iterator[tuple[str, Act]]:
         "large metadata": ("/v1/responses", json.dumps({"input": "a", "metadata": {"a": "b" * 10_000_000}}).encode()),
         "many responses": ("/v1/responses", b'{"input": "a", "max_output_tokens": 1}'),
         "many followed responses": ("/v1/responses", b'{"input": "a", "background": true, "stream": true}'),
-        "thinking that unpacks": ("/v1/responses", json.dumps({"input": [message] + [bomb] * 1500}).encode()),
-        "thinking before calls": ("/v1/responses", json.dumps({"input": [thought, call] * 3500}).encode()),
-        "configurations": ("/v1/responses", json.dumps({"input": [update] * 6000 + [message], **changed}).encode()),
         "many conversations": ("/v1/conversations", json.dumps({"items": [message] * 8000}).encode()),
         "the words of others": (COMPLETIONS, pin),
         "lone surrogates": (COMPLETIONS, b'{"prompt": "\\ud800", "user": "\\udfff", "stop": ["\\ud800"]}'),
