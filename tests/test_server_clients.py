@@ -73,13 +73,17 @@ GENERATE = (
     'generation_kwargs: {until: ["\\n"], max_gen_toks: 24, temperature: 0}\nmetric_list:\n  - metric: exact_match'
 )
 
+NIGHTLY = pytest.mark.nightly
+
 
 @pytest.mark.parametrize(
     ("model", "path", "kind", "more"),
     [
         ("local-completions", "completions", "multiple_choice", CHOICES),
-        ("local-completions", "completions", "generate_until", GENERATE),
-        ("local-chat-completions", "chat/completions", "generate_until", GENERATE),
+        pytest.param("local-completions", "completions", "generate_until", GENERATE, marks=pytest.mark.nightly),
+        pytest.param(
+            "local-chat-completions", "chat/completions", "generate_until", GENERATE, marks=pytest.mark.nightly
+        ),
     ],
     ids=["choices", "completions", "chat"],
 )
