@@ -73,8 +73,6 @@ GENERATE = (
     'generation_kwargs: {until: ["\\n"], max_gen_toks: 24, temperature: 0}\nmetric_list:\n  - metric: exact_match'
 )
 
-NIGHTLY = pytest.mark.nightly
-
 
 @pytest.mark.parametrize(
     ("model", "path", "kind", "more"),
