@@ -183,7 +183,7 @@ def finish(start: Start, output: str) -> str:
     return shown
 
 
-@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out.parquet", marks=pytest.mark.nightly)])
 def test_a_killed_job_goes_on_to_the_same_file(start: Start, whole: Path, tmp_path: Path, output: str) -> None:
     for target in (10, 40):
         process = start("in.jsonl", output)
@@ -212,7 +212,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(start: Start, whole: Pa
     assert (tmp_path / "out.jsonl").read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize("output", ["out.jsonl", "out.csv"])
+@pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out.csv", marks=pytest.mark.nightly)])
 def test_a_full_disk_keeps_what_was_done(start: Start, whole: Path, tmp_path: Path, output: str) -> None:
     process = start("in.jsonl", output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))
     _, errors = process.communicate(timeout=120)

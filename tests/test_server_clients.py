@@ -78,8 +78,10 @@ GENERATE = (
     ("model", "path", "kind", "more"),
     [
         ("local-completions", "completions", "multiple_choice", CHOICES),
-        ("local-completions", "completions", "generate_until", GENERATE),
-        ("local-chat-completions", "chat/completions", "generate_until", GENERATE),
+        pytest.param("local-completions", "completions", "generate_until", GENERATE, marks=pytest.mark.nightly),
+        pytest.param(
+            "local-chat-completions", "chat/completions", "generate_until", GENERATE, marks=pytest.mark.nightly
+        ),
     ],
     ids=["choices", "completions", "chat"],
 )

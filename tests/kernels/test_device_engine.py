@@ -18,21 +18,12 @@ from tests.processors import install
 from tests.speculation import speculating
 from tests.tiny_model import make_tiny_model
 
+SDPA = {"attention_backend": "torch_sdpa"}
+BY_DAY = ("llama", "gemma2", "gemma3_text", "olmo2", "qwen3_moe")
+BY_NIGHT = ("qwen3", "glm4", "cohere", "smollm3", "mixtral")
 FAMILIES_BY_MECHANISM = [
-    name
-    for name in (
-        "llama",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "olmo2",
-        "cohere",
-        "smollm3",
-        "mixtral",
-        "qwen3_moe",
-    )
-    if name in FAMILIES
+    *(name for name in BY_DAY if name in FAMILIES),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT if name in FAMILIES),
 ]
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
 
@@ -91,7 +82,7 @@ def test_families_answer_alike(family: str, tmp_path: Path, on_device: Callable[
     [
         {"overlap": False, "prefix_cache": False, "chunked_prefill": False},
         {"deterministic": True, "max_batch_tokens": 8},
-        {"kv_cache": "contiguous", "batching": "static"},
+        pytest.param({"kv_cache": "contiguous", "batching": "static"}, marks=pytest.mark.nightly),
         {"attention_backend": "torch_sdpa", "kv_cache_tokens": 48, "max_model_len": 48},
     ],
     ids=str,
@@ -128,7 +119,9 @@ def test_adapters(folder: Path, tmp_path: Path, on_device: Callable[..., LLM]) -
     assert alone != answers(expected.generate(PROMPTS[0], params)) == answers(found.generate(PROMPTS[0], params))
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_backend": "torch_sdpa"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"attention_backend": "torch_sdpa"}, marks=pytest.mark.nightly)], ids=str
+)
 def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
     """Two steps in flight: rows behind drafts begin where only the device knows."""
     plain: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 9, "ignore_eos": True}
@@ -204,7 +197,7 @@ def test_structured_answers(tmp_path: Path, on_device: Callable[..., LLM]) -> No
     assert found[0].outputs[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 5}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"max_batch_tokens": 5}], ids=str)
 def test_scores(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
     """Contexts come from the prefix cache, in the same step already."""
     pairs = [(context, continuation) for context in PROMPTS for continuation in ([7], [9, 30, 12])]
@@ -258,7 +251,7 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     assert "out of GPU memory in a step of 28 tokens" in caplog.text
 
 
-@pytest.mark.parametrize("where", ["before", "result"])
+@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.nightly), "result"])
 def test_a_failed_step_ends_the_one_that_causes_it(where: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     """With steps in flight behind it: whatever it was to bring to the device comes anew."""
     folder = make_tiny_model(tmp_path / "model")

@@ -32,14 +32,13 @@ class Ways(Protocol):
 class Landing:
     """One answer's. `left`: tokens that it may still have; `budget`: those that it may have in all.
 
-    `began`: it is on its way out; `cut`: not by what the model would have said; `over`: it has got there, so that what
-    comes next is not a part of it any more.
+    `began`: it is on its way out; `over`: it has got there, so that what comes next is not a part of it any more. Both
+    follow from the answer's tokens alone, so that they are the same where it is read anew.
     """
 
     budget: int
     left: int
     began: bool = False
-    cut: bool = False
     over: bool = False
     _asked_below: int = field(default=1 << 62)
     _way: list[int] = field(default_factory=list)
@@ -47,7 +46,7 @@ class Landing:
     def forced(self, matcher: "Matcher", ways: Ways) -> int | None:
         """The token that must come next; None: the form alone decides."""
         if self.began and not self._way:
-            self.over, self.began = self.cut, self.cut
+            self.over = True
         if not self.began and self.left < self._asked_below:
             self._ask(matcher, ways)
         return self._way[0] if self._way else None

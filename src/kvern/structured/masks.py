@@ -181,7 +181,6 @@ class GrammarRows:
             if matcher.is_stopped():
                 masks[place] = self._ended
             elif forced is not None:
-                self._landings[matcher].cut = True
                 masks[place] = self._only([forced])
             else:
                 going.append((matcher, place))
