@@ -168,14 +168,17 @@ def test_tags_in_text_are_not_written(writer: Any) -> None:
         {"type": 5, "enum": 7, "anyOf": {}, "pattern": "(", "minLength": "x"},
         {"type": "string", "pattern": "(" * 900},
         {"type": "string", "minLength": float("inf"), "maxLength": -1},
+        {"$ref": "#/properties/list/enum/" + "1" * 5000},
+        {"type": "string", "pattern": "[" + "\\a" * 60},
+        {"type": "string", "pattern": "(" * 60_000 + "a" + ")" * 60_000},
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_strange_schemas_hurt_nobody(writer: Any, schema: Any) -> None:
     """Values are read somehow, and a grammar is refused as others are."""
     _, grammars, written = writer
     many = {"anyOf": [{"$ref": "#/$defs/many"}] * 40}
-    tool = {"type": "object", "properties": {"key": schema}, "$defs": {"many": many}}
+    tool = {"type": "object", "properties": {"key": schema, "list": {"enum": ["abc"]}}, "$defs": {"many": many}}
     reader = AnswerReader(Qwen3Coder().parser({"f": tool}), None)
     reader.read("<function=f>\n<parameter=key>\nabc\n</parameter>\n</function>", True)
     assert reader.message.tool_calls[0].arguments == '{"key": "abc"}'

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 import kvern
-from kvern.cli.arguments import kvern_arguments
+from kvern.cli.arguments import TEXTS, kvern_arguments
 from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import ChatCommand
@@ -69,6 +69,7 @@ def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(adapters_from_text)
     registry.primitive_rule(object_from_text)
+    registry.primitive_rule(texts_from_list)
     with registry:
         command = tyro.cli(
             commands(defaults),
@@ -101,6 +102,21 @@ def object_from_text(
         instance_from_str=lambda texts: json_object(texts[0]),
         is_instance=lambda value: isinstance(value, Mapping),
         str_from_instance=lambda value: [json.dumps(dict(value))],
+    )
+
+
+def texts_from_list(
+    kind: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[tuple[str, ...]] | None:
+    """How tyro reads several texts: as the JSON list that `kvern_arguments` makes of them, whatever they begin with."""
+    if kind.type != TEXTS:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TEXT ...",
+        instance_from_str=lambda texts: tuple(json.loads(texts[0])),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [json.dumps(value)],
     )
 
 
