@@ -310,22 +310,6 @@ def test_calls_between_tags_with_marks_missing(
         assert (message.content, [(call.name, call.arguments) for call in message.tool_calls]) == (content, calls)
 
 
-@pytest.mark.parametrize("form", [Qwen3Coder(), Glm()], ids=lambda form: form.name)
-@pytest.mark.parametrize("place", range(4))
-def test_models_that_write_blanks_for_ever_cost_little(form: ToolFormat, place: int) -> None:
-    """Wherever they begin to: each further blank is looked at once, and what it is does not depend on the cutting."""
-    call = qwen_call(("count", "1")) if form.name == "qwen3_coder" else glm_call(("count", "1"))
-    end = (0, len("<tool_call>"), call.index("1"), call.rindex("</tool_call>"))[place]
-    text = call[:end] + " " * 30_000
-    tail = "1</tool_call> x"
-    whole = read(reader_of(form, tools={"plan": PLAN}), text + tail)
-    pieces = read(reader_of(form, tools={"plan": PLAN}), text + tail, range(1, len(text) + 1))
-    assert (pieces.content, [call.arguments for call in pieces.tool_calls]) == (
-        whole.content,
-        [call.arguments for call in whole.tool_calls],
-    )
-
-
 def test_texts_between_tags_come_while_they_form() -> None:
     for form, text in ((Qwen3Coder(), qwen_call(("text", 'He said "n'))), (Glm(), glm_call(("text", 'He said "n')))):
         reader = reader_of(form, tools={"plan": PLAN})

@@ -185,6 +185,18 @@ def test_what_kvern_cannot_do_is_refused_with_the_reason(
     assert reason in shown and len(shown.splitlines()) == 1
 
 
+def test_documented_benchmarks_are_understood() -> None:
+    line = (
+        "bench serve --backend vllm --model m --endpoint /v1/completions --dataset-name random --num-prompts 10 "
+        "--request-rate inf --trust-remote-code --tokenizer-mode auto --goodput ttft:200 tpot:50 "
+        "--header a=b --header c=d"
+    )
+    command, notes = parsed(line)
+    asked = vars(command)
+    assert (asked["goodput"], asked["header"]) == (("ttft:200", "tpot:50"), ("a=b", "c=d"))
+    assert asked["request_rate"] == float("inf") and notes == []
+
+
 def test_what_has_no_effect_is_said_once() -> None:
     _, notes = parsed("serve m --swap-space 4 --swap-space=8 --enable-auto-tool-choice --no-enable-expert-parallel")
     assert notes == [

@@ -22,6 +22,7 @@ from kvern.tools.glm import Glm
 from kvern.tools.grammar import GrammarWriter
 from kvern.tools.qwen3_coder import Qwen3Coder
 from kvern.tools.tool_format import ToolFormat
+from tests.test_tool_formats import PLAN, glm_call, qwen_call, read, reader_of
 
 FOLDER = Path(kvern.__file__).parent / "embedded" / "kvern-1m"
 MOST_TOKENS = 400
@@ -184,3 +185,19 @@ def test_strange_schemas_hurt_nobody(writer: Any, schema: Any) -> None:
     assert reader.message.tool_calls[0].arguments == '{"key": "abc"}'
     with pytest.raises((InvalidRequest, InvalidParameter)):
         grammars.compile(written.answer(Qwen3Coder(), read_tools([tool_of(tool)], "required"), None, None))
+
+
+@FORMS
+@pytest.mark.parametrize("place", range(4))
+def test_models_that_write_blanks_for_ever_cost_little(form: ToolFormat, place: int) -> None:
+    """Wherever they begin to: each further blank is looked at once, and what it is does not depend on the cutting."""
+    call = qwen_call(("count", "1")) if form.name == "qwen3_coder" else glm_call(("count", "1"))
+    end = (0, len("<tool_call>"), call.index("1"), call.rindex("</tool_call>"))[place]
+    text = call[:end] + " " * 30_000
+    tail = "1</tool_call> x"
+    whole = read(reader_of(form, tools={"plan": PLAN}), text + tail)
+    pieces = read(reader_of(form, tools={"plan": PLAN}), text + tail, range(1, len(text) + 1))
+    assert (pieces.content, [call.arguments for call in pieces.tool_calls]) == (
+        whole.content,
+        [call.arguments for call in whole.tool_calls],
+    )

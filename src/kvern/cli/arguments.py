@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvern.cli.flag_rules import MANY, Idle, Options, Refused, Rule, as_arguments, flag
-from kvern.cli.help import knows_vllm, options_of
+from kvern.cli.help import options_of, rules_of
 from kvern.cli.options import ADAPTER, converted
-from kvern.cli.vllm_flags import SHORT, VLLM
+from kvern.cli.vllm_flags import SHORT
 from kvern.errors import ConfigError
 
 TEXTS = tuple[str, ...]
@@ -28,7 +28,7 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
     """
     options = list(options_of(kind))
     own = {option.name: option.kind for option in options}
-    rules: Mapping[str, Rule] = VLLM if knows_vllm(options) else {}
+    rules = rules_of(options)
     notes: list[str] = []
     found: list[str] = []
     several: dict[str, list[str]] = {}
