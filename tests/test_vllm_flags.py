@@ -225,10 +225,19 @@ def test_files_may_use_names_of_vllm(tmp_path: Path) -> None:
     assert [note.partition(" has")[0] for note in notes] == [f"{file}: swap-space"]
 
 
+@pytest.mark.parametrize("count", range(4))
+def test_texts_of_flags_stand_for_those_of_a_file(tmp_path: Path, count: int) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"api-key: {[str(number) for number in range(count)]}")
+    for line, expected in (("", tuple(map(str, range(count)))), ("--api-key a --api-key b", ("a", "b"))):
+        assert parsed(f"serve m --config {file} {line}")[0].server.api_key == expected
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("trust-remote-code: true", "trust-remote-code is refused: kvern runs no code"),
+        ('enable-prefix-caching: "false"', "enable-prefix-caching is 'false': it must be true or false"),
         ("max-num-seqs: many", "max-num-seqs is 'many': expected int"),
         ("- a", "is not valid YAML: it must be a mapping"),
         ("a: [", "is not valid YAML"),

@@ -93,12 +93,13 @@ def own_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def reads(kind: Any, metavar: str, read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:
     """How tyro reads options of a kind that are one text on a command line."""
+    wanted = typing.get_origin(kind), typing.get_args(kind)
 
     def rule(
         option: tyro.constructors.PrimitiveTypeInfo,
     ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        if option.type != kind:
-            return None
+        if (typing.get_origin(option.type), typing.get_args(option.type)) != wanted:
+            return None  # tyro's typing.Tuple[str, ...] is tuple[str, ...], but does not equal it
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar=metavar,

@@ -121,6 +121,8 @@ def translated(name: str, value: Any, types: Mapping[str, Any], source: str, not
     rule = VLLM[name.removeprefix("no_")]
     if value is None:
         return {}
+    if not rule.takes and not isinstance(value, bool):
+        raise ConfigError(f"{source} is {value!r}: it must be true or false")
     on = (value is not False) is not name.startswith("no_")
     several = value if isinstance(value, list) else [value]
     texts = [item if isinstance(item, str) else json.dumps(item) for item in several if not isinstance(item, bool)]
