@@ -49,3 +49,14 @@ def test_a_cpu_has_no_shares_and_says_so(caplog: pytest.LogCaptureFixture) -> No
 def test_a_share_is_a_part_of_the_whole(share: float) -> None:
     with pytest.raises(ConfigError, match=f"gpu_memory_share is {share}"):
         EngineConfig(gpu_memory_share=share)
+
+
+def test_what_an_earlier_engine_gave_back_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps it until the check of kernels empties its cache; the share does not grow by it."""
+    kept = [45 * GIB]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: kept[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - kept[0], TOTAL))
+    memory = DeviceMemory(torch.device("cuda"), 0.4)
+    torch.cuda.empty_cache()
+    assert memory.free_and_total() == (left_of_share(TOTAL, TOTAL, 0, 0.4), TOTAL)

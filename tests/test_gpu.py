@@ -240,7 +240,8 @@ def steps(llm: LLM, count: int) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"cuda_graphs": False}, {"model": "kvern-1m", "adapters": ADAPTERS, "max_adapters": 1}], ids=str
 )
-def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any]) -> None:
+def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A step that waits would fail."""
     llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, **options)
     plain = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=200, ignore_eos=True)
     wide = SamplingParams(
@@ -277,6 +278,7 @@ def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any]) -> Non
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert "failed" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"max_batch_tokens": 64}], ids=str)

@@ -100,7 +100,7 @@ import sys
 from kvern.errors import ModelNotFound
 from kvern.models.hub import resolve_model
 try:
-    print(resolve_model(sys.argv[1], revision=sys.argv[2] or None))
+    print(resolve_model(sys.argv[1], revision=sys.argv[2] or None, weights=sys.argv[3] == "True"))
 except ModelNotFound as error:
     print("ModelNotFound:", error)
 """
@@ -113,7 +113,7 @@ class Client:
     home: Path
     hub: Hub
 
-    def resolve(self, model: str, revision: str = "", **environment: str) -> str:
+    def resolve(self, model: str, revision: str = "", weights: bool = True, **environment: str) -> str:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         added = {
             "HF_HOME": str(self.home),
@@ -122,7 +122,7 @@ class Client:
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
         result = subprocess.run(
-            [sys.executable, "-c", SCRIPT, model, revision],
+            [sys.executable, "-c", SCRIPT, model, revision, str(weights)],
             env={**kept, **added, **environment},
             capture_output=True,
             text=True,
@@ -146,6 +146,13 @@ def test_hub_id_is_downloaded_once_and_found_offline(client: Client) -> None:
     client.hub.requests.clear()
     assert client.resolve("kvern-tests/tiny", HF_HUB_OFFLINE="1") == str(folder)
     assert client.hub.requests == []
+
+
+def test_of_a_tokenizer_no_weights_are_downloaded(client: Client) -> None:
+    folder = Path(client.resolve("kvern-tests/tiny", weights=False))
+    assert (folder / "tokenizer.json").is_file() and not (folder / "model.safetensors").exists()
+    assert client.resolve("kvern-tests/tiny") == str(folder)
+    assert (folder / "model.safetensors").is_file()
 
 
 def test_revision_is_honoured(client: Client) -> None:

@@ -1,5 +1,6 @@
 """Options that stand in for files of a model: tokenizer, chat template, configuration, defaults of sampling."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -84,6 +85,29 @@ def test_generation_config_none_keeps_only_what_ends_an_answer(model: Path, tmp_
         assert stored == (expected or {"temperature": 0.3, "eos_token_id": [1, 7]}) | {"top_k": 9}
 
 
+def test_an_engine_takes_the_defaults_of_its_model(model: Path) -> None:
+    """Where a request says nothing; 0 and 1 are something."""
+    plain = SamplingParams(max_tokens=12, ignore_eos=True, seed=1)
+    neutral = plain.replace(min_p=0.0, repetition_penalty=1.0)
+    with LLM(str(model)) as llm:
+        usual, best = (
+            [
+                llm.generate("the fox", params.replace(temperature=t))[0].outputs[0].token_ids
+                for params in (plain, given)
+            ]
+            for t, given in ((1.0, plain.replace(min_p=1.0)), (0.0, plain.replace(repetition_penalty=9.0)))
+        )
+    assert usual[0] != usual[1] and best[0] != best[1]
+    for defaults, temperature, (without, expected) in (
+        ({"min_p": 1.0}, 1.0, usual),
+        ({"repetition_penalty": 9.0}, 0.0, best),
+    ):
+        with LLM(str(model), override_generation_config=defaults) as llm:
+            asked = [params.replace(temperature=temperature) for params in (plain, neutral)]
+            outputs = llm.generate(["the fox"] * 2, asked)
+        assert [output.outputs[0].token_ids for output in outputs] == [expected, without]
+
+
 def test_overrides_reach_into_inner_configurations_alone() -> None:
     values = {"text_config": {"a": 1, "b": 2}, "rope_scaling": {"rope_type": "linear", "factor": 2}}
     overrides = {"text_config": {"b": 3}, "rope_scaling": {"rope_type": "yarn"}}
@@ -97,7 +121,8 @@ def test_overrides_reach_into_inner_configurations_alone() -> None:
         ({"chat_template": "{% for %}"}, "chat_template cannot be compiled"),
         ({"tokenizer": "/"}, "there is no tokenizer.json"),
         ({"generation_config": "nowhere"}, "it must be auto, none, or a folder"),
-        ({"override_generation_config": {"repetition_penalty": 1.1}}, "holds 'repetition_penalty'"),
+        ({"override_generation_config": {"presence_penalty": 1.1}}, "holds 'presence_penalty'"),
+        ({"override_generation_config": {"temperature": "0.5"}}, "temperature is '0.5': it must be a number"),
         ({"hf_overrides": {"x": {1, 2}}}, "is not JSON: Object of type set"),
         ({"hf_overrides": '{"x": 1}'}, "hf_overrides is '{\"x\": 1}': it must map names to values"),
         ({"hf_overrides": {"x": 1}, "cache_dir": "/dev/null"}, "cannot be written"),
@@ -106,6 +131,16 @@ def test_overrides_reach_into_inner_configurations_alone() -> None:
 def test_what_cannot_be_used_is_named(model: Path, options: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         model_folder(EngineConfig(str(model), **options))  # type: ignore[arg-type]
+
+
+def test_a_start_that_fails_leaves_nothing(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        model_folder(EngineConfig(str(model), hf_overrides={"max_position_embeddings": 64}))
+    assert not list((cache / "kvern" / "models").iterdir())
 
 
 def test_the_model_itself_is_not_touched(model: Path) -> None:

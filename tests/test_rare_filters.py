@@ -24,7 +24,7 @@ def expected_shares(logits: torch.Tensor, params: SamplingParams) -> torch.Tenso
     probabilities = (scores if dynamic else scores / temperature).softmax(-1)
     if params.top_k:
         probabilities[probabilities < probabilities.sort(descending=True).values[params.top_k - 1]] = 0
-    probabilities[probabilities < params.min_p * probabilities.max()] = 0
+    probabilities[probabilities < (params.min_p or 0) * probabilities.max()] = 0
     probabilities /= probabilities.sum()
     without = probabilities.clone()
     reached = [token for token in probabilities.argsort().tolist() if probabilities[token] >= params.xtc_threshold]

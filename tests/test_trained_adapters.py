@@ -9,9 +9,11 @@ import pytest
 from training.adapter import Lesson, save, train
 
 from kvern import LLM, AsyncLLM, SamplingParams
+from kvern.cli.arguments import kvern_arguments
 from kvern.cli.chat import Conversation
 from kvern.cli.main import main
-from kvern.cli.options import adapters_of, joined_adapters, read_defaults
+from kvern.cli.options import adapters_of, read_defaults
+from kvern.cli.run import RunCommand
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.models.hub import resolve_model
 
@@ -70,9 +72,8 @@ def test_where_adapters_are_named(tmp_path: Path) -> None:
     both = {"a": "/one", "b": "/two"}
     assert read_defaults([], {"KVERN_ADAPTERS": "a=/one,b=/two"}).engine.adapters == both
     assert read_defaults(["--config", str(file)], {}).engine.adapters == {"a": "/one"}
-    assert joined_adapters(["run", "--adapter", "a=/one", "in", "--adapter=b=/two"]) == (
-        ["run", "--adapters", "a=/one,b=/two", "in"]
-    )
+    for line in ("--adapter a=/one in --adapter=b=/two", "--adapters a=/one in --lora-modules b=/two"):
+        assert kvern_arguments(line.split(), "run", RunCommand) == (["in", "--adapters=a=/one,b=/two"], [])
     for wrong in ("a", "=/one", "a=", "a=/one,a=/two"):
         with pytest.raises(ConfigError, match=r"NAME=FOLDER|same name"):
             adapters_of(wrong)

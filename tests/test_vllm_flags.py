@@ -46,6 +46,12 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("serve Qwen/Qwen2.5-1.5B-Instruct", {"model": "Qwen/Qwen2.5-1.5B-Instruct"}),
     ("serve m --dtype auto --api-key token-abc123", {"model": "m", "api_key": ("token-abc123",)}),
     ("serve m --api-key a b", {"model": "m", "api_key": ("a", "b")}),
+    ("serve --api-key=a m --api-key b --api-key=-c", {"model": "m", "api_key": ("a", "b", "-c")}),
+    (
+        "serve m --served-model-name [a] --port 1 --served-model-name b --port 2",
+        {"served_model_name": ("[a]", "b"), "port": 2},
+    ),
+    ("serve m -cc.mode=3 -O.level=2", {}),
     ("serve --model m --host 0.0.0.0 --port 8080", {"model": "m", "host": "0.0.0.0", "port": 8080}),
     ("serve m --tensor-parallel-size 1 --pipeline-parallel-size=1 -dp 1", {"model": "m"}),
     ("serve m -tp 1 -q none", {"model": "m"}),
@@ -155,7 +161,14 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
         ("serve m --lora-modules {}", "it must have a name and a path"),
         ("serve m --structured-outputs-config [", "'[' is not JSON"),
         ("serve m --hf-overrides [", "'[' is not JSON"),
-        ("serve m --allowed-origins [", "'[' is not a JSON list"),
+        ("serve m --allowed-origins [", "allowed_origins has '[': it must be a text, or a JSON list of texts"),
+        ("serve m --api-key", "--api-key needs a value"),
+        ("serve m --port --host h", "--port needs a value"),
+        ("serve m --max-num-seqs 1.5", "--max-num-seqs is '1.5': expected int"),
+        ("serve m --batching both", "--batching is 'both': it must be one of continuous, static"),
+        ("serve m --no-port", "there is no option --no-port"),
+        ("serve m --enable-prefix-caching=true", "--enable-prefix-caching takes no value"),
+        ("serve m --prefix-cache=false", "--prefix-cache takes no value"),
         ("serve m --gpu-memory-utilization", "--gpu-memory-utilization needs a value"),
         ("serve m --gpu-memory-utilization 1.5", "gpu_memory_share is 1.5: it must be above 0 and 1 at most"),
         ("serve m --max-num-seq 3", "there is no option --max-num-seq: did you mean --max-num-seqs, which is kvern's "),
@@ -170,6 +183,18 @@ def test_what_kvern_cannot_do_is_refused_with_the_reason(
     assert main(shlex.split(line)) == 2
     shown = capsys.readouterr().err
     assert reason in shown and len(shown.splitlines()) == 1
+
+
+def test_documented_benchmarks_are_understood() -> None:
+    line = (
+        "bench serve --backend vllm --model m --endpoint /v1/completions --dataset-name random --num-prompts 10 "
+        "--request-rate inf --trust-remote-code --tokenizer-mode auto --goodput ttft:200 tpot:50 "
+        "--header a=b --header c=d"
+    )
+    command, notes = parsed(line)
+    asked = vars(command)
+    assert (asked["goodput"], asked["header"]) == (("ttft:200", "tpot:50"), ("a=b", "c=d"))
+    assert asked["request_rate"] == float("inf") and notes == []
 
 
 def test_what_has_no_effect_is_said_once() -> None:
@@ -200,10 +225,19 @@ def test_files_may_use_names_of_vllm(tmp_path: Path) -> None:
     assert [note.partition(" has")[0] for note in notes] == [f"{file}: swap-space"]
 
 
+@pytest.mark.parametrize("count", range(4))
+def test_texts_of_flags_stand_for_those_of_a_file(tmp_path: Path, count: int) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"api-key: {[str(number) for number in range(count)]}")
+    for line, expected in (("", tuple(map(str, range(count)))), ("--api-key a --api-key b", ("a", "b"))):
+        assert parsed(f"serve m --config {file} {line}")[0].server.api_key == expected
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("trust-remote-code: true", "trust-remote-code is refused: kvern runs no code"),
+        ('enable-prefix-caching: "false"', "enable-prefix-caching is 'false': it must be true or false"),
         ("max-num-seqs: many", "max-num-seqs is 'many': expected int"),
         ("- a", "is not valid YAML: it must be a mapping"),
         ("a: [", "is not valid YAML"),

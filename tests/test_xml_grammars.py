@@ -22,6 +22,7 @@ from kvern.tools.glm import Glm
 from kvern.tools.grammar import GrammarWriter
 from kvern.tools.qwen3_coder import Qwen3Coder
 from kvern.tools.tool_format import ToolFormat
+from tests.test_tool_formats import PLAN, glm_call, qwen_call, read, reader_of
 
 FOLDER = Path(kvern.__file__).parent / "embedded" / "kvern-1m"
 MOST_TOKENS = 400
@@ -168,16 +169,35 @@ def test_tags_in_text_are_not_written(writer: Any) -> None:
         {"type": 5, "enum": 7, "anyOf": {}, "pattern": "(", "minLength": "x"},
         {"type": "string", "pattern": "(" * 900},
         {"type": "string", "minLength": float("inf"), "maxLength": -1},
+        {"$ref": "#/properties/list/enum/" + "1" * 5000},
+        {"type": "string", "pattern": "[" + "\\a" * 60},
+        {"type": "string", "pattern": "(" * 60_000 + "a" + ")" * 60_000},
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_strange_schemas_hurt_nobody(writer: Any, schema: Any) -> None:
     """Values are read somehow, and a grammar is refused as others are."""
     _, grammars, written = writer
     many = {"anyOf": [{"$ref": "#/$defs/many"}] * 40}
-    tool = {"type": "object", "properties": {"key": schema}, "$defs": {"many": many}}
+    tool = {"type": "object", "properties": {"key": schema, "list": {"enum": ["abc"]}}, "$defs": {"many": many}}
     reader = AnswerReader(Qwen3Coder().parser({"f": tool}), None)
     reader.read("<function=f>\n<parameter=key>\nabc\n</parameter>\n</function>", True)
     assert reader.message.tool_calls[0].arguments == '{"key": "abc"}'
     with pytest.raises((InvalidRequest, InvalidParameter)):
         grammars.compile(written.answer(Qwen3Coder(), read_tools([tool_of(tool)], "required"), None, None))
+
+
+@FORMS
+@pytest.mark.parametrize("place", range(4))
+def test_models_that_write_blanks_for_ever_cost_little(form: ToolFormat, place: int) -> None:
+    """Wherever they begin to: each further blank is looked at once, and what it is does not depend on the cutting."""
+    call = qwen_call(("count", "1")) if form.name == "qwen3_coder" else glm_call(("count", "1"))
+    end = (0, len("<tool_call>"), call.index("1"), call.rindex("</tool_call>"))[place]
+    text = call[:end] + " " * 30_000
+    tail = "1</tool_call> x"
+    whole = read(reader_of(form, tools={"plan": PLAN}), text + tail)
+    pieces = read(reader_of(form, tools={"plan": PLAN}), text + tail, range(1, len(text) + 1))
+    assert (pieces.content, [call.arguments for call in pieces.tool_calls]) == (
+        whole.content,
+        [call.arguments for call in whole.tool_calls],
+    )

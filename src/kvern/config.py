@@ -36,7 +36,8 @@ class EngineConfig:
     generation_config: str = "auto"
     """Where defaults of sampling come from: auto takes the model's, none no file's; else a folder with the file."""
     override_generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """JSON object whose values go before those: temperature, top_k, top_p, do_sample, eos_token_id."""
+    """JSON object whose values go before those: temperature, top_k, top_p, min_p, repetition_penalty, do_sample,
+    eos_token_id."""
     dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"

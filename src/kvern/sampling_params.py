@@ -1,6 +1,6 @@
 """What the user asks of the sampler, checked when it is made."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import msgspec
@@ -22,6 +22,8 @@ MAX_LENGTH_PENALTY = 10
 MAX_BIAS = 1e9
 MAX_FACTOR = 1_000_000
 """Of temperature and repetition_penalty (there also its inverse): products with logits stay finite in float32."""
+USUAL: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Parameters of which a model may have own defaults, and what they are where it has none."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,8 +38,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Keep the k most probable tokens; 0 keeps all. None: the model's generation_config, else 0."""
     top_p: float | None = None
     """Keep the smallest set of tokens with this probability in all. None: the model's generation_config, else 1."""
-    min_p: float = 0.0
-    """Keep tokens at least this probable relative to the most probable one."""
+    min_p: float | None = None
+    """Keep tokens at least this probable relative to the most probable one. None: the model's generation_config, else
+    0."""
     typical_p: float = 1.0
     """Keep the tokens whose surprise is nearest the entropy, with this probability in all (Meister et al. 2022)."""
     top_n_sigma: float = 0.0
@@ -50,8 +53,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The temperature is so much lower where the model is sure, and higher where it is not; 0: it stays."""
     dynatemp_exponent: float = 1.0
     """The power of the normalised entropy that says how sure the model is."""
-    repetition_penalty: float = 1.0
-    """Divide (positive) or multiply (negative) the logits of tokens in prompt or output (Keskar et al. 2019)."""
+    repetition_penalty: float | None = None
+    """Divide (positive) or multiply (negative) the logits of tokens in prompt or output (Keskar et al. 2019). None: the
+    model's generation_config, else 1."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
@@ -128,13 +132,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """A copy with other values, checked again."""
         return msgspec.structs.replace(self, **changes)
 
-    def resolved(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> "ResolvedParams":
-        """A copy in which these stand for what is None; a beam search draws nothing and needs none of them."""
+    def resolved(self, defaults: Mapping[str, float] = USUAL) -> "ResolvedParams":
+        """A copy in which a model's defaults, by the names of `USUAL`, stand for what is None.
+
+        A beam search draws nothing and takes none of them.
+        """
         if self.beam_width is not None:
-            temperature, top_k, top_p = 0.0, 0, 1.0
+            defaults = {"temperature": 0.0}
         values = msgspec.structs.asdict(self)
-        for name, default in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
-            values[name] = default if values[name] is None else values[name]
+        for name, usual in USUAL.items():
+            values[name] = defaults.get(name, usual) if values[name] is None else values[name]
         values["top_k"] = max(values["top_k"], 0)
         return ResolvedParams(**values)
 
@@ -243,13 +250,15 @@ class ResolvedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0
     """0 keeps all."""
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 MEANINGLESS_WITH_BEAMS: dict[str, tuple[float | None, ...]] = {
     "temperature": (None, 0),
     "top_k": (None, 0, -1),
     "top_p": (None, 1),
-    "min_p": (0,),
+    "min_p": (None, 0),
     "typical_p": (1,),
     "top_n_sigma": (0, -1),
     "xtc_probability": (0,),

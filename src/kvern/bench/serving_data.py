@@ -8,6 +8,7 @@ from typing import Any
 
 from kvern.bench.serving import Sample
 from kvern.errors import ConfigError
+from kvern.models.hub import resolve_model
 from kvern.tokenizer import Tokenizer
 
 _COMMON_WORDS = (
@@ -73,11 +74,11 @@ def repeated_prefixes(
     return samples
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder. Raises ConfigError if it has none."""
-    tokenizer = Tokenizer(folder)
+def read_tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a folder, or of a model by its name. Raises ConfigError or ModelNotFound if there is none."""
+    tokenizer = Tokenizer(model if model.is_dir() else resolve_model(model, weights=False))
     if not tokenizer.available:
-        raise ConfigError(f"tokenizer {folder} has no tokenizer.json: give the folder of a model")
+        raise ConfigError(f"tokenizer {model} has no tokenizer.json: give a model that has one")
     return tokenizer
 
 

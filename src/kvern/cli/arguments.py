@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvern.cli.flag_rules import MANY, Idle, Refused, Rule, as_arguments, flag
-from kvern.cli.help import knows_vllm, options_of
-from kvern.cli.options import ADAPTER, joined_adapters
-from kvern.cli.vllm_flags import SHORT, VLLM
+from kvern.cli.flag_rules import MANY, Idle, Options, Refused, Rule, as_arguments, flag
+from kvern.cli.help import options_of, rules_of
+from kvern.cli.options import ADAPTER, converted
+from kvern.cli.vllm_flags import SHORT
 from kvern.errors import ConfigError
 
 TEXTS = tuple[str, ...]
+ADAPTERS = "adapters"
+LETTERS = re.compile(r"-[A-Za-z]+")
 
 
 def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple[list[str], list[str]]:
     """The arguments of a command, whose options are the fields of `kind`, by kvern's names; and notes for the user.
 
-    Raises ConfigError for a flag that is unknown or refused.
+    What options of several texts are given, at once or one after the other, stands at the end. Raises ConfigError for a
+    flag that is unknown, refused, or without a value.
     """
     options = list(options_of(kind))
     own = {option.name: option.kind for option in options}
-    rules: Mapping[str, Rule] = VLLM if knows_vllm(options) else {}
+    rules = rules_of(options)
     notes: list[str] = []
     found: list[str] = []
+    several: dict[str, list[str]] = {}
     waiting = deque(arguments)
     while waiting:
         argument = waiting.popleft()
@@ -36,38 +41,61 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
             continue
         name = name[2:].replace("-", "_")
         positive = name.removeprefix("no_")
-        if equals:
-            waiting.appendleft(value)
         if isinstance(rules.get(inner := name.partition(".")[0]), Idle | Refused):
             name = positive = inner  # a key of a JSON object, of which kvern reads nothing
+        written = argument.partition("=")[0]
         if name in rules or positive in rules:
             rule, on = rules[name if name in rules else positive], name in rules
-            found += _translated(argument.partition("=")[0], rule, on, own, waiting, notes)
-        elif name in own or positive in own or flag(name) == ADAPTER:
-            found.append(flag(name))
-            if equals or own.get(name) == TEXTS:
-                found += _taken(waiting, MANY if own.get(name) == TEXTS else 1)
+            values = _values(written, rule.takes if on else 0, value if equals else None, waiting)
+            settings = _translated(written, rule, on, values, own, notes)
+        elif name in own or own.get(positive) is bool or flag(name) == ADAPTER:
+            takes = 0 if own.get(positive) is bool else MANY if own.get(name) == TEXTS else 1
+            values = _values(written, takes, value if equals else None, waiting)
+            settings = [(name, text) for text in values] if takes else [(positive, name in own)]
         else:
             raise ConfigError(f"there is no option {flag(name)}: {_hint(name, command, own, rules)}")
-    return joined_adapters(found), list(dict.fromkeys(notes))
+        for option, setting in settings:
+            if isinstance(setting, str) and (own.get(option) == TEXTS or option in (ADAPTERS, ADAPTER[2:])):
+                several.setdefault(option if own.get(option) == TEXTS else ADAPTERS, []).append(setting)
+            else:
+                if isinstance(setting, str) and setting != "None":
+                    converted(option, setting, own, written, strict=False)  # says in a line what is wrong
+                found += as_arguments(option, setting)
+    for option, texts in several.items():
+        found += as_arguments(option, ",".join(texts) if option == ADAPTERS else json.dumps(texts))
+    return found, list(dict.fromkeys(notes))
 
 
 def spelled_out(argument: str) -> str:
-    """The argument, with vLLM's letters for a flag written in full: -tp=2, -O3."""
-    letters, equals, value = argument.partition("=")
-    if letters in SHORT:
-        return f"{flag(SHORT[letters])}{equals}{value}"
-    if argument[:2] == "-O" and argument[2:3].isdigit():
-        return f"{flag(SHORT['-O'])}={argument[2:]}"
-    return argument
+    """The argument, with vLLM's letters for a flag written in full: -tp=2, -O3, -cc.mode=3."""
+    letters = LETTERS.match(argument)
+    if letters is None or letters[0] not in SHORT:
+        return argument
+    rest = argument[letters.end() :]
+    return f"{flag(SHORT[letters[0]])}{'=' if rest[:1].isdigit() else ''}{rest}"
+
+
+def _values(written: str, takes: int, given: str | None, waiting: deque[str]) -> list[str]:
+    """What a flag that takes so many values is given: behind its equals sign, or in the arguments that follow."""
+    if given is not None and not takes:
+        raise ConfigError(f"{written} takes no value: there are the flag and its --no- form")
+    values = _taken(waiting, takes) if given is None else [given]
+    if takes and not values:
+        raise ConfigError(f"{written} needs a value")
+    return values
+
+
+def _taken(waiting: deque[str], most: int) -> list[str]:
+    """The values that follow a flag: one, which may begin with a dash, or all to the next flag."""
+    values: list[str] = []
+    while waiting and len(values) < most and not waiting[0].startswith("--" if most == 1 else "-"):
+        values.append(waiting.popleft())
+    return values
 
 
 def _translated(
-    written: str, rule: Rule, on: bool, own: Mapping[str, Any], waiting: deque[str], notes: list[str]
-) -> list[str]:
-    values = _taken(waiting, rule.takes) if on else []
-    if on and rule.takes and not values:
-        raise ConfigError(f"{written} needs a value")
+    written: str, rule: Rule, on: bool, values: Sequence[str], own: Mapping[str, Any], notes: list[str]
+) -> Options:
     try:
         options = rule.options(values, on)
     except ConfigError as error:
@@ -76,21 +104,7 @@ def _translated(
         raise ConfigError(f"{written} is an option of kvern serve alone")
     if on and (note := rule.note()):
         notes.append(f"{written} {note}")
-    return [text for option, value in options for text in as_arguments(option, value)]
-
-
-def _taken(waiting: deque[str], most: int) -> list[str]:
-    """The values that follow a flag: one, which may begin with a dash, or all to the next flag, or a JSON list."""
-    values: list[str] = []
-    while waiting and len(values) < most and not waiting[0].startswith("--" if most == 1 else "-"):
-        values.append(waiting.popleft())
-    if most == MANY and len(values) == 1 and values[0].startswith("["):
-        try:
-            listed = json.loads(values[0])
-        except ValueError as error:
-            raise ConfigError(f"{values[0]!r} is not a JSON list: {error}") from None
-        return [item if isinstance(item, str) else json.dumps(item) for item in listed]
-    return values
+    return options
 
 
 def _hint(name: str, command: str, own: Mapping[str, Any], rules: Mapping[str, Rule]) -> str:

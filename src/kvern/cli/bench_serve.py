@@ -69,7 +69,7 @@ class ServeBench:
     num_warmups: int = 0
     """Requests before them that are not measured."""
     tokenizer: Path | None = None
-    """Folder with the model's tokenizer.json, which tells its vocabulary and counts tokens of texts."""
+    """Whose tokenizer tells the vocabulary and counts tokens of texts: a folder, hub id or embedded model."""
     vocab_size: int | None = None
     """Random token ids lie below. None: from the tokenizer, else what /v1/models says, else 4096."""
     random_input_len: int = 1024

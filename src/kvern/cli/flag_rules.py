@@ -146,7 +146,7 @@ def as_arguments(option: str, value: str | bool) -> list[str]:
     """An option and its value, as they are written on a command line."""
     if isinstance(value, bool):
         return [flag(option if value else f"no_{option}")]
-    return [flag(option), value]
+    return [f"{flag(option)}={value}"]  # which may begin with a dash
 
 
 def human_number(text: str) -> str:

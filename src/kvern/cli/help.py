@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from kvern.cli.flag_rules import flag
+from kvern.cli.flag_rules import Rule, flag
 from kvern.cli.options import ADAPTER, SamplingOptions
-from kvern.cli.vllm_flags import VLLM
+from kvern.cli.vllm_flags import VLLM, VLLM_BENCH
 from kvern.config import EngineConfig
 from kvern.documentation import field_documents
 from kvern.errors import ConfigError
@@ -86,7 +86,7 @@ def print_help(command: str, kind: type, word: str | None) -> int:
         sys.stdout.write("\n".join(usage(command, kind, options, width)) + "\n")
         return 0
     wanted = word.lower().strip("-").replace("-", "_")
-    rules = {name: rule for name, rule in VLLM.items() if wanted in name} if knows_vllm(options) else {}
+    rules = {name: rule for name, rule in rules_of(options).items() if wanted in name}
     own = {getattr(rule, "option", None) for rule in rules.values()}
     about = [
         item
@@ -115,7 +115,7 @@ def usage(command: str, kind: type, options: Sequence[Option], width: int) -> It
             yield f"\n{group}:"
         yield item.lines(width)
     yield f"\nkvern {command} --help WORD shows the options about a word" + (
-        ", vLLM's names among them." if knows_vllm(options) else "."
+        ", vLLM's names among them." if rules_of(options) else "."
     )
 
 
@@ -132,9 +132,10 @@ def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
             yield Option(group, field.name, hint, field.default, documents[field.name])
 
 
-def knows_vllm(options: Sequence[Option]) -> bool:
-    """A command with these options takes vLLM's flags, too: it starts an engine."""
-    return any(option.name == "max_batch_requests" for option in options)
+def rules_of(options: Sequence[Option]) -> Mapping[str, Rule]:
+    """The flags of vLLM that a command with these options takes: it starts an engine, or measures a server."""
+    names = {option.name for option in options}
+    return VLLM if "max_batch_requests" in names else VLLM_BENCH if "burstiness" in names else {}
 
 
 def positional(kind: type) -> Iterator[tuple[str, str, bool]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import tyro
 
 import kvern
-from kvern.cli.arguments import kvern_arguments
+from kvern.cli.arguments import TEXTS, kvern_arguments
 from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import ChatCommand
@@ -24,6 +25,7 @@ from kvern.cli.serve import ServeCommand
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
+Rule = Callable[[tyro.constructors.PrimitiveTypeInfo], tyro.constructors.PrimitiveConstructorSpec[Any] | None]
 KINDS: dict[tuple[str, ...], type] = {
     ("run",): RunCommand,
     ("chat",): ChatCommand,
@@ -67,8 +69,8 @@ def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[
     defaults = read_defaults(arguments, environment)
     arguments, notes = own_arguments(arguments)
     registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(adapters_from_text)
-    registry.primitive_rule(object_from_text)
+    for rule in RULES:
+        registry.primitive_rule(rule)
     with registry:
         command = tyro.cli(
             commands(defaults),
@@ -89,34 +91,37 @@ def own_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments, []
 
 
-def object_from_text(
-    kind: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec[Mapping[str, Any]] | None:
-    """How tyro reads JSON objects."""
-    if kind.type != Mapping[str, Any]:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda texts: json_object(texts[0]),
-        is_instance=lambda value: isinstance(value, Mapping),
-        str_from_instance=lambda value: [json.dumps(dict(value))],
-    )
+def reads(kind: Any, metavar: str, read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:
+    """How tyro reads options of a kind that are one text on a command line."""
+    wanted = typing.get_origin(kind), typing.get_args(kind)
+
+    def rule(
+        option: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if (typing.get_origin(option.type), typing.get_args(option.type)) != wanted:
+            return None  # tyro's typing.Tuple[str, ...] is tuple[str, ...], but does not equal it
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda texts: read(texts[0]),
+            is_instance=lambda value: isinstance(value, typing.get_origin(kind)),
+            str_from_instance=lambda value: [write(value)],
+        )
+
+    return rule
 
 
-def adapters_from_text(
-    kind: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec[Mapping[str, str]] | None:
-    """How tyro reads adapters: NAME=FOLDER,NAME=FOLDER."""
-    if kind.type != Mapping[str, str]:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="NAME=FOLDER",
-        instance_from_str=lambda texts: adapters_of(texts[0]),
-        is_instance=lambda value: isinstance(value, Mapping),
-        str_from_instance=lambda value: [",".join(f"{name}={folder}" for name, folder in value.items())],
-    )
+RULES = (
+    reads(TEXTS, "TEXT ...", lambda text: tuple(json.loads(text)), json.dumps),
+    reads(Mapping[str, Any], "JSON", json_object, lambda value: json.dumps(dict(value))),
+    reads(
+        Mapping[str, str],
+        "NAME=FOLDER",
+        adapters_of,
+        lambda value: ",".join(f"{name}={folder}" for name, folder in value.items()),
+    ),
+)
+"""Several texts come as the JSON list that `kvern_arguments` makes of them, whatever they begin with."""
 
 
 def commands(defaults: Defaults) -> Any:

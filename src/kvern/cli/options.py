@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,9 +47,9 @@ class SamplingOptions:
     """Sample from the k most probable tokens; 0 keeps all."""
     top_p: float | None = None
     """Sample from the smallest set of tokens with this probability in all."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Sample from tokens at least this probable, relative to the most probable one."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     """Divide the logits of tokens that are already there."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens already generated."""
@@ -69,7 +69,7 @@ class SamplingOptions:
 
 
 ADAPTER = "--adapter"
-"""The one flag that may be given several times."""
+"""One adapter of `adapters`: NAME=FOLDER."""
 
 KINDS: tuple[type, ...] = (EngineConfig, SamplingOptions, ServerConfig)
 
@@ -121,6 +121,8 @@ def translated(name: str, value: Any, types: Mapping[str, Any], source: str, not
     rule = VLLM[name.removeprefix("no_")]
     if value is None:
         return {}
+    if not rule.takes and not isinstance(value, bool):
+        raise ConfigError(f"{source} is {value!r}: it must be true or false")
     on = (value is not False) is not name.startswith("no_")
     several = value if isinstance(value, list) else [value]
     texts = [item if isinstance(item, str) else json.dumps(item) for item in several if not isinstance(item, bool)]
@@ -140,9 +142,9 @@ def translated(name: str, value: Any, types: Mapping[str, Any], source: str, not
 
 def config_file(arguments: Sequence[str], environment: Mapping[str, str]) -> Path | None:
     """Return the file named by ``--config FILE``, ``--config=FILE`` or the environment."""
-    for index, argument in enumerate(arguments):
-        if argument == "--config" and index + 1 < len(arguments):
-            return Path(arguments[index + 1])
+    for place, argument in reversed([*enumerate(arguments)]):
+        if argument == "--config" and place + 1 < len(arguments):
+            return Path(arguments[place + 1])
         if argument.startswith("--config="):
             return Path(argument.removeprefix("--config="))
     return Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None
@@ -187,8 +189,11 @@ def converted(name: str, value: Any, types: Mapping[str, Any], source: str, stri
     try:
         return msgspec.convert(value, types[name], strict=strict, dec_hook=as_path)
     except msgspec.ValidationError as error:
+        choices = typing.get_args(types[name]) if typing.get_origin(types[name]) is Literal else ()
+        reason = f"{str(error)[:1].lower()}{str(error)[1:].replace('`', '').replace(' | null', '')}"
+        reason = reason if strict else reason.removesuffix(", got str")  # every value of a flag is a text
         raise ConfigError(
-            f"{source} is {value!r}: {str(error)[:1].lower()}{str(error)[1:].replace('`', '')}"
+            f"{source} is {value!r}: {'it must be one of ' + ', '.join(choices) if choices else reason}"
         ) from error
 
 
@@ -208,18 +213,3 @@ def adapters_of(text: str) -> dict[str, str]:
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise ConfigError(f"two adapters of {text} have the same name: give each its own")
     return {name: folder for name, _, folder in pairs}
-
-
-def joined_adapters(arguments: Sequence[str]) -> list[str]:
-    """The arguments with one `--adapters NAME=FOLDER,NAME=FOLDER` in the place of each `--adapter NAME=FOLDER`."""
-    rest: list[str] = []
-    adapters: list[str] = []
-    place = 0
-    waiting = iter(arguments)
-    for argument in waiting:
-        if argument == ADAPTER or argument.startswith(f"{ADAPTER}="):
-            place = place if adapters else len(rest)
-            adapters.append(argument.removeprefix(ADAPTER)[1:] or next(waiting, ""))
-        else:
-            rest.append(argument)
-    return [*rest[:place], "--adapters", ",".join(adapters), *rest[place:]] if adapters else rest

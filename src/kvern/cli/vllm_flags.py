@@ -235,6 +235,14 @@ ALIKE: dict[Rule, tuple[str, ...]] = {
 }  # fmt: skip
 VLLM |= {name: rule for rule, names in ALIKE.items() for name in names}
 
+VLLM_BENCH: dict[str, Rule] = {
+    "trust_remote_code": Idle("no code of models is run", silent=True),
+    "tokenizer_mode": VLLM["tokenizer_mode"],
+    "endpoint_type": Named("backend"),
+    "request_id_prefix": Idle("requests have the ids that the server gives them", 1),
+}
+"""Of `vllm bench serve`."""
+
 SHORT = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",

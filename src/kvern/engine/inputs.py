@@ -16,7 +16,7 @@ from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
 from kvern.model_spec import ModelSpec
 from kvern.request import PromptInput, RequestOptions, RequestSpec
 from kvern.sample.processors import Processors, check_arguments
-from kvern.sampling_params import ResolvedParams, SamplingParams, check_wide_integer
+from kvern.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.structured.grammar import grammars_of
 from kvern.tokenizer import Tokenizer, read_json
 from kvern.tools.chat import Chat
@@ -26,7 +26,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 LONGEST_DIGEST = 64
 """Bytes that name the content behind a token."""
-EMBEDDING = SamplingParams(temperature=0, max_tokens=1)
+EMBEDDING = SamplingParams(temperature=0, repetition_penalty=1, max_tokens=1)
 """The token that is sampled beside a hidden state means nothing."""
 
 
@@ -149,7 +149,7 @@ class InputProcessor:
                 f"beam_width is {params.beam_width}, and {self._max_batch_requests} sequences run at the same time at "
                 "most: lower it, or raise max_batch_requests"
             )
-        return params.resolved(**self._defaults)
+        return params.resolved(self._defaults)
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         spellings = (spelling for word in params.bad_words or () for spelling in (word, " " + word))
@@ -195,11 +195,10 @@ def as_list(prompt: Any) -> list[int]:
     return list(prompt)
 
 
-def _generation_defaults(folder: Path) -> dict[str, Any]:
-    """Temperature, top_k and top_p that the checkpoint recommends; without do_sample the most probable token."""
+def _generation_defaults(folder: Path) -> dict[str, float]:
+    """The parameters that the checkpoint recommends; without do_sample the most probable token."""
     stored = read_json(folder / "generation_config.json")
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    defaults |= {name: stored[name] for name in defaults if isinstance(stored.get(name), (int, float))}
+    defaults = {name: stored[name] for name in USUAL if isinstance(stored.get(name), (int, float))}
     if stored.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults

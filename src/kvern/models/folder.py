@@ -20,13 +20,14 @@ from typing import Any
 
 from kvern.chat_template import environment
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, InvalidParameter
 from kvern.files import MOST_CONFIG_BYTES, read_object, read_whole, reason
 from kvern.models.hub import resolve_model
+from kvern.sampling_params import USUAL, SamplingParams
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES)
-GENERATION_VALUES = ("temperature", "top_k", "top_p", "do_sample", "eos_token_id")
+GENERATION_VALUES = (*USUAL, "do_sample", "eos_token_id")
 """Those of generation_config.json that kvern reads."""
 
 Files = dict[str, Path | bytes]
@@ -88,11 +89,16 @@ def as_json(values: Mapping[str, Any]) -> bytes:
 
 def _with_tokenizer(files: Files, name: str, download_dir: str | None) -> Files:
     given = Path(name).expanduser()
-    folder = given.absolute() if given.is_dir() else resolve_model(name, cache_folder=download_dir).absolute()
+    folder = given.absolute() if given.is_dir() else _downloaded(name, download_dir)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"tokenizer is {name!r}: there is no tokenizer.json")
     rest = {name: file for name, file in files.items() if name not in TOKENIZER_FILES}
     return rest | {name: folder / name for name in TOKENIZER_FILES if (folder / name).exists()}
+
+
+def _downloaded(name: str, download_dir: str | None) -> Path:
+    """The folder of another model, for what is beside its weights."""
+    return resolve_model(name, cache_folder=download_dir, weights=False).absolute()
 
 
 def _with_template(files: Files, text: str) -> Files:
@@ -121,6 +127,10 @@ def _generation_config(files: Files, config: EngineConfig) -> dict[str, Any]:
             f"override_generation_config holds {unknown[0]!r}: kvern reads {', '.join(GENERATION_VALUES)} there; other "
             "parameters go into requests"
         )
+    try:
+        SamplingParams(**{name: value for name, value in config.override_generation_config.items() if name in USUAL})
+    except InvalidParameter as error:
+        raise ConfigError(f"override_generation_config: {error}") from None
     return stored | dict(config.override_generation_config)
 
 
@@ -140,16 +150,16 @@ def _linked(files: Files, cache: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=cache))
-        for name, file in files.items():
-            if isinstance(file, bytes):
-                (made / name).write_bytes(file)
-            else:
-                (made / name).symlink_to(file)
         try:
+            for name, file in files.items():
+                if isinstance(file, bytes):
+                    (made / name).write_bytes(file)
+                else:
+                    (made / name).symlink_to(file)
             os.rename(made, folder)
         except OSError:
-            shutil.rmtree(made)
-            if not folder.is_dir():
+            shutil.rmtree(made, ignore_errors=True)
+            if not folder.is_dir():  # another start was faster
                 raise
     except OSError as error:
         raise ConfigError(f"{cache} cannot be written: {reason(error)}; give another cache_dir") from error

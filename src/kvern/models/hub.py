@@ -10,7 +10,8 @@ from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
-NEEDED_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
+WEIGHTS = "*.safetensors"
+NEEDED_FILES = (WEIGHTS, "*.json", "tokenizer*", "*.jinja")
 OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
 
 
@@ -25,6 +26,7 @@ def resolve_model(
     token: str | None = None,
     offline: bool | None = None,
     cache_folder: str | Path | None = None,
+    weights: bool = True,
 ) -> Path:
     """Return the folder that holds ``config.json`` and the weights of ``model``, downloading them if needed.
 
@@ -35,6 +37,7 @@ def resolve_model(
         token: overrides ``HF_TOKEN`` and the token stored by ``hf auth login``.
         offline: ``True`` uses only what was downloaded before; ``None`` follows ``HF_HUB_OFFLINE``.
         cache_folder: overrides ``HF_HUB_CACHE``.
+        weights: download them, too, not only what is beside them.
 
     Raises:
         ModelNotFound: there is no such model, or the hub does not deliver it.
@@ -53,7 +56,7 @@ def resolve_model(
             f"model {name!r} is neither a folder nor an embedded model ({known}): "
             "give a folder, or a hub id as organisation/name"
         )
-    return _download(name, revision, token, offline, cache_folder)
+    return _download(name, revision, token, offline, cache_folder, weights)
 
 
 def _checked_folder(folder: Path) -> Path:
@@ -70,7 +73,12 @@ def _checked_folder(folder: Path) -> Path:
 
 
 def _download(
-    repository: str, revision: str | None, token: str | None, offline: bool | None, cache_folder: str | Path | None
+    repository: str,
+    revision: str | None,
+    token: str | None,
+    offline: bool | None,
+    cache_folder: str | Path | None,
+    weights: bool,
 ) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
@@ -87,7 +95,7 @@ def _download(
             cache_dir=cache_folder,
             local_files_only=offline,
             allow_patterns=list(NEEDED_FILES),
-            ignore_patterns=list(OTHER_FORMATS),
+            ignore_patterns=[*OTHER_FORMATS, *([] if weights else [WEIGHTS])],
         )
     except Exception as error:  # the hub's client raises the errors of its HTTP library, which share no base class
         raise ModelNotFound(_explain(error, repository, revision, offline)) from error

@@ -25,6 +25,8 @@ from kvern.sampling_params import SamplingParams
 
 MOST_PENALTY = 1e9
 """Powers stay finite, and a token that loses so much is still better than one that is banned."""
+MOST_POWER = 1e30
+"""Of the base; times the largest multiplier it is finite, and times the smallest a number."""
 MOST_PLACES = 1 << 20
 """Rows times tokens that are looked at in one go, some 100 bytes each."""
 FACTOR = 0x27BB2EE687B0B0FD
@@ -129,7 +131,8 @@ def _penalties(
     numbers = [number for item in params for number in (item.dry_multiplier, item.dry_base, item.dry_allowed_length)]
     multiplier, base, allowed = upload(numbers, torch.float32, logits.device).view(-1, 3, 1).unbind(1)
     beyond = lengths[:, 1:] - allowed
-    penalties = (multiplier * base ** beyond.clamp(min=0)).clamp_(max=MOST_PENALTY).masked_fill_(beyond < 0, 0.0)
+    powers = (base ** beyond.clamp(min=0)).clamp_(max=MOST_POWER)
+    penalties = (multiplier * powers).clamp_(max=MOST_PENALTY).masked_fill_(beyond < 0, 0.0)
     followers = recent[:, :-1].clamp(min=0)  # what follows the tokens from a place on stands before it
     result = torch.zeros(len(params), logits.shape[-1], device=logits.device)
     return result.scatter_reduce_(1, followers, penalties, "amax").to(logits.dtype)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from kvern.device.rows import BatchRows
+from kvern.device.transfer import upload
 from kvern.sample.random import uniform
 from kvern.sample.rare_filters import RareFilters, has_rare_filters
 from kvern.sampling_params import SamplingParams
@@ -47,19 +48,20 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
             params = rows.request(slots[row]).params
             ordered = params.top_p < 1.0 or params.typical_p < 1.0
             kinds.setdefault((params.top_k > 0, ordered, has_rare_filters(params)), []).append(row)
-    slot_index = torch.tensor(slots, device=logits.device)
+    slot_index = upload(slots, torch.int64, logits.device)
     for (few, ordered, rare), members in kinds.items():
-        index = torch.tensor(members, device=logits.device)
+        index = upload(members, torch.int64, logits.device)
+        asked = [rows.request(slots[row]).params for row in members]
         slot = slot_index[index]
         temperature = rows.temperature[slot, None]
-        rarely = RareFilters.of([rows.request(slots[row]).params for row in members], logits.device) if rare else None
+        rarely = RareFilters.of(asked, logits.device) if rare else None
         scores = logits[index] / temperature if rarely is None else rarely.scale(logits[index], temperature)
         ids = None
         if few:
             scores, ids = _most_probable(scores, rows.top_k[slot])
         elif ordered:
             scores, ids = scores.sort(dim=-1, descending=True, stable=True)
-        probabilities = _filter(scores, rows, slot, ordered)
+        probabilities = _filter(scores, rows, slot, ordered, any(params.typical_p < 1.0 for params in asked))
         if rarely is not None:
             probabilities = rarely.reshape(probabilities, temperature, rows.seeds[slot], positions[index])
         candidates = torch.arange(scores.shape[-1], device=logits.device)[None] if ids is None else ids
@@ -69,8 +71,14 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
 
 
 def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's k best scores and every tie of the last, descending, ties by token id; [N, most kept]."""
+    """Each row's k best scores and every tie of the last, descending, ties by token id; [N, most kept].
+
+    A GPU, which is not waited for, sorts all and keeps their places.
+    """
     top_k = top_k.clamp(max=scores.shape[-1])
+    if scores.is_cuda:
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return values.masked_fill(values < values.gather(1, top_k[:, None] - 1), float("-inf")), ids
     best = scores.topk(int(top_k.max()), -1).values
     limit = best.gather(1, top_k[:, None] - 1)
     kept = scores >= limit
@@ -81,7 +89,9 @@ def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Ten
     return values, ids.gather(1, order)
 
 
-def _filter(scores: torch.Tensor, rows: BatchRows, slot: torch.Tensor, ordered: bool) -> torch.Tensor:
+def _filter(
+    scores: torch.Tensor, rows: BatchRows, slot: torch.Tensor, ordered: bool, any_typical: bool
+) -> torch.Tensor:
     """Probabilities [N, candidates] with everything that top_p, min_p and typical_p drop at 0, not normalised."""
     probabilities = scores.softmax(-1)
     if ordered:
@@ -90,8 +100,8 @@ def _filter(scores: torch.Tensor, rows: BatchRows, slot: torch.Tensor, ordered: 
         probabilities = probabilities.masked_fill(scores < scores.gather(1, last), 0)  # ties of the last are kept
     floor = rows.min_p[slot, None] * probabilities.amax(-1, keepdim=True)
     probabilities = probabilities.masked_fill(probabilities < floor, 0)
-    typical = rows.typical_p[slot, None]
-    if ordered and bool((typical < 1).any()):
+    if any_typical:
+        typical = rows.typical_p[slot, None]
         probabilities = torch.where(typical < 1, _typical(probabilities, typical), probabilities)
     return probabilities
 

@@ -7,6 +7,8 @@ from kvern.errors import InvalidParameter
 
 SAME_VALUE = ("allOf", "anyOf", "oneOf")
 """What stands in these describes the value itself, not a part of it."""
+LONGEST_INDEX = 10
+"""Digits of a place in a list."""
 
 
 def check_references(schema: Any) -> None:
@@ -66,7 +68,7 @@ def pointed_at(reference: str, root: Any) -> Any:
     found = root
     for part in reference[1:].split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+        if isinstance(found, list) and key.isdecimal() and len(key) < LONGEST_INDEX and int(key) < len(found):
             found = found[int(key)]
         elif isinstance(found, dict):
             found = found.get(key)

@@ -7,6 +7,8 @@ from kvern.tools.pieces import Arguments, CallBegins, Content, Piece
 from kvern.tools.tool_format import new_call_id
 
 BLANKS = " \t\r\n"
+LONGEST_GAP = 1024
+"""Blanks before a marker that is waited for."""
 
 
 def held_back(text: str, marker: str) -> int:
@@ -75,6 +77,8 @@ class BufferedParser(ABC):
     def expect(self, marker: str) -> bool | None:
         """The buffer, blanks aside, begins with this; None: more must come to tell."""
         text = self.buffer.lstrip(BLANKS)
+        if len(self.buffer) - len(text) > LONGEST_GAP:
+            return False
         if text.startswith(marker):
             return True
         return None if marker.startswith(text) and not self.ended else False
@@ -85,12 +89,12 @@ class BufferedParser(ABC):
 
     def content(self, text: str) -> None:
         """Text for the user."""
-        text = self._blanks + text
         kept = text.rstrip(BLANKS)
-        self._blanks = text[len(kept) :]
         if kept:
             self._after_call = False
-            self._pieces.append(Content(kept))
+            self._pieces.append(Content(self._blanks + kept))
+            self._blanks = ""
+        self._blanks += text[len(kept) :]
 
     def content_until(self, *markers: str) -> str:
         """Take content up to the first of some markers, and that, which is returned; empty: none has come yet."""

@@ -25,6 +25,7 @@ LONGEST_HEAD = 512
 """Characters of a call's or a parameter's opening."""
 MOST_BLANKS = 64
 """Between tags."""
+NO_BLANK = re.compile(rf"[^{BLANKS}]")
 PLAIN_KEY = re.compile(r"[^<>\n]{1,256}")
 PLAIN_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$schema", "$id", "$defs", "definitions"}
 PLAIN_KEYWORDS |= {"title", "description", "$comment"}
@@ -124,12 +125,13 @@ class XmlParser(BufferedParser):
 
     def _start_state(self) -> bool:
         """Tags in the strings of a value that is JSON are a part of it."""
-        text = self.buffer.lstrip(BLANKS)
-        if not text and not self.ended:
+        found = NO_BLANK.search(self.buffer, self._place)
+        if found is None and not self.ended:
+            self._place = len(self.buffer)
             return False
-        self.state = self._value_state
-        if text.startswith(("{", "[", '"')):
-            self._json = JsonValue(len(self.buffer) - len(text))
+        self.state, self._place = self._value_state, 0
+        if found is not None and found[0] in '{["':
+            self._json = JsonValue(found.start())
             self.state = self._json_state
         return True
 

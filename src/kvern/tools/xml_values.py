@@ -22,8 +22,7 @@ WRITABLE_BESIDE_TEXT = frozenset({"string", "null", "boolean"})
 REFERENCE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)"')
 OTHER_REFERENCE = re.compile(r'"\$(dynamicRef|recursiveRef)"|"\$ref": "(?!#/(\$defs|definitions)/)')
 REFERRED = ("$schema", "$id", "$defs", "definitions")
-INSIDE_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]])*\]", re.DOTALL)
-GROUP = re.compile(r"\([^()]*\)")
+INSIDE_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,12 @@ def _pattern(pattern: Any) -> str | None:
     rest = INSIDE_CLASS.sub("", body)
     if re.search(r"[\^$]|\(\?", rest) or re.search(r"\\[bBAZzGkpP0-9]", body):
         return None
-    while rest != (rest := GROUP.sub("", rest)):
-        pass
-    if not body or "|" in rest:
+    depth = 0
+    for sign in re.findall(r"[()|]", rest):
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if depth < 0 or (sign == "|" and not depth):
+            return None
+    if not body or depth:
         return None
     written = re.sub(r"\\.|/", lambda found: found[0] if found[0] != "/" else "\\/", body, flags=re.DOTALL)
     written = written.replace("\n", "\\n")

@@ -1,5 +1,6 @@
 """How much memory a device has for keys and values."""
 
+import gc
 import logging
 import os
 from pathlib import Path
@@ -33,6 +34,9 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device, share: float | None = None) -> None:
         self.device, self.share = device, share
+        if device.type == "cuda" and torch.cuda.memory_reserved(device):
+            gc.collect()  # engines of this process that ended hold theirs until then, and PyTorch what they gave back
+            torch.cuda.empty_cache()
         self._held_before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         if share is not None and device.type != "cuda":
             logger.warning("gpu_memory_share is %s and has no effect: the model runs on a CPU", share)
