@@ -108,7 +108,7 @@ def _lengths(recent: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     """How many tokens from each place of a row on are those that it begins with, [N, width], at most `most` [N, 1]."""
     count, width = recent.shape
     weights = torch.full((width + 1,), FACTOR, dtype=torch.int64, device=recent.device)
-    weights[0] = 1
+    weights[:1].fill_(1)  # a number written to one place would wait for a GPU
     weights = weights.cumprod(0)
     hashes = torch.zeros(count, width + 1, dtype=torch.int64, device=recent.device)
     hashes[:, 1:] = (mixed(recent) * weights[:-1]).cumsum(1)
