@@ -203,7 +203,7 @@ def test_the_http_process_does_not_import_torch() -> None:
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_streams_survive_their_engine(how: int) -> None:
     """Killed, or hanging, in mid-answer: another engine goes on, and no token is lost or doubled."""
     prompts = [f"Once upon a time there were {number}" for number in range(12)]

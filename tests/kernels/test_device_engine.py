@@ -83,7 +83,7 @@ def test_families_answer_alike(family: str, tmp_path: Path, on_device: Callable[
         {"overlap": False, "prefix_cache": False, "chunked_prefill": False},
         {"deterministic": True, "max_batch_tokens": 8},
         pytest.param({"kv_cache": "contiguous", "batching": "static"}, marks=pytest.mark.nightly),
-        {"attention_backend": "torch_sdpa", "kv_cache_tokens": 48, "max_model_len": 48},
+        pytest.param(SDPA | {"kv_cache_tokens": 48, "max_model_len": 48}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
