@@ -60,7 +60,7 @@ class Option:
     def lines(self, width: int) -> str:
         """Its flag with the kind of value, then in a column its text with the default."""
         head = f"  {written(self.name, self.kind)}"
-        shown = "" if self.default in (None, (), "", dataclasses.MISSING) else f" [{lower(self.default)}]"
+        shown = "" if self.default in (None, (), "", dataclasses.MISSING) else f" [{as_typed(self.default)}]"
         text = textwrap.wrap(" ".join(self.text.split()) + shown, width - INDENT, break_on_hyphens=False)
         lines = [f"{'':{INDENT}}{line}" for line in text]
         if len(head) < INDENT and lines:
@@ -166,5 +166,8 @@ def _value(kind: Any) -> str:
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "JSON" if kind == Mapping[str, Any] else "TEXT")
 
 
-def lower(value: Any) -> str:
+def as_typed(value: Any) -> str:
+    """A default as one would type it."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
