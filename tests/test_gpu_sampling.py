@@ -3,6 +3,7 @@
 Run with `pytest -m gpu`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -68,5 +69,13 @@ def test_batches_without_them_stay_one_graph(monkeypatch: pytest.MonkeyPatch) ->
     llm = LLM(device="cuda", **SMALL)
     llm.chat(held_out()[:6], asked(PARAMS, 6))
     graphs = llm._engine.core.executor._worker.runner._graphs
-    monkeypatch.setattr(graphs, "run_to_states", lambda *_: pytest.fail("not one graph from embedding to token"))
-    llm.chat(held_out()[:6], SamplingParams(temperature=0.8, top_p=0.9, max_tokens=20))
+    run, in_parts = graphs.run_to_states, list[int]()
+
+    def noted(slots: Sequence[int], *rest: Any) -> Any:
+        in_parts.append(len(slots))
+        return run(slots, *rest)
+
+    monkeypatch.setattr(graphs, "run_to_states", noted)
+    answers = llm.chat(held_out()[:6], SamplingParams(temperature=0.8, top_p=0.9, max_tokens=20))
+    assert all(answer.outputs[0].token_ids for answer in answers)
+    assert in_parts == []  # one graph from embedding to token

@@ -12,7 +12,7 @@ import re
 
 from kvern.tools.buffered import BLANKS
 from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
-from kvern.tools.xml_call import CALL, CALL_END, LONGEST_HEAD, XmlMarks, XmlParser, written_body, written_parameters
+from kvern.tools.xml_call import CALL, CALL_END, LONGEST_HEAD, XmlMarks, XmlParser, written_tools
 
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 MARKS = XmlMarks(re.compile(rf"{KEY}([^<>\n]{{1,256}}){KEY_END}\s*{VALUE}"), KEY, VALUE_END, (CALL_END,), lined=False)
@@ -38,12 +38,8 @@ class Glm:
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """With the line breaks of GLM 4.5."""
-        one = []
-        for name, schema in tools.items():
-            parameters = written_parameters(schema, f"{KEY}{{}}{KEY_END}\n{VALUE}".format, MARKS, write)
-            inside = written_body(schema, write) if parameters is None else parameters
-            one.append(f"{write.literal(name + chr(10))} {inside}")
-        call = f"({' | '.join(one)}) {write.literal(CALL_END)}"
+        one = written_tools(tools, "{}\n".format, f"{KEY}{{}}{KEY_END}\n{VALUE}".format, MARKS, write)
+        call = f"({one}) {write.literal(CALL_END)}"
         return f'{call} ("\\n"? {write.literal(CALL)} {call})*' if several else call
 
 

@@ -14,7 +14,7 @@ The outer opening is often forgotten; then only the request's tools count.
 import re
 
 from kvern.tools.tool_format import NAME, GrammarPieces, ToolParser, ToolSchemas
-from kvern.tools.xml_call import CALL, CALL_END, LONGEST_HEAD, XmlMarks, XmlParser, written_body, written_parameters
+from kvern.tools.xml_call import CALL, CALL_END, LONGEST_HEAD, XmlMarks, XmlParser, written_tools
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 MARKS = XmlMarks(
@@ -42,12 +42,8 @@ class Qwen3Coder:
 
     def calls(self, tools: ToolSchemas, several: bool, write: GrammarPieces) -> str:
         """With all line breaks that templates have."""
-        one = []
-        for name, schema in tools.items():
-            parameters = written_parameters(schema, "<parameter={}>\n".format, MARKS, write)
-            inside = written_body(schema, write) if parameters is None else parameters
-            one.append(f"{write.literal(f'{FUNCTION}{name}>{chr(10)}')} {inside}")
-        call = f'"\\n"? ({" | ".join(one)}) {write.literal(FUNCTION_END)} "\\n"? {write.literal(CALL_END)}'
+        one = written_tools(tools, f"{FUNCTION}{{}}>\n".format, "<parameter={}>\n".format, MARKS, write)
+        call = f'"\\n"? ({one}) {write.literal(FUNCTION_END)} "\\n"? {write.literal(CALL_END)}'
         return f'{call} ("\\n"? {write.literal(CALL)} {call})*' if several else call
 
 

@@ -231,7 +231,23 @@ class XmlParser(BufferedParser):
         return True
 
 
-def written_parameters(
+def written_tools(
+    tools: ToolSchemas,
+    head: Callable[[str], str],
+    opening: Callable[[str], str],
+    marks: XmlMarks,
+    write: GrammarPieces,
+) -> str:
+    """A grammar's expression for one of the tools with its arguments; `head` and `opening` write a name in its tag."""
+    one = []
+    for name, schema in tools.items():
+        parameters = _written_parameters(schema, opening, marks, write)
+        inside = _written_body(schema, write) if parameters is None else parameters
+        one.append(f"{write.literal(head(name))} {inside}")
+    return " | ".join(one)
+
+
+def _written_parameters(
     schema: Mapping[str, Any], opening: Callable[[str], str], marks: XmlMarks, write: GrammarPieces
 ) -> str | None:
     """A grammar's expression for the parameters of a tool, in the order of its schema, each in a line.
@@ -265,6 +281,6 @@ def _written_value(text: str | None, schema: Any, marks: XmlMarks, write: Gramma
     return f'{write.part(StructuredOutput(grammar=GRAMMAR.format(behind, text, inside)))} "\\n"'
 
 
-def written_body(schema: Mapping[str, Any], write: GrammarPieces) -> str:
+def _written_body(schema: Mapping[str, Any], write: GrammarPieces) -> str:
     """All arguments as one JSON object."""
     return f'{write.json(schema)} "\\n"'
