@@ -46,5 +46,8 @@ class FailingRunner:
             part.result = unreadable
         return result
 
+    def idle(self) -> bool:
+        return self._runner.idle()
+
     def abandon(self) -> None:
         self._runner.abandon()

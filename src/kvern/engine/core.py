@@ -11,6 +11,7 @@ that raises stands alone and ends (`engine/trial.py`). The others lose nothing b
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -162,6 +163,17 @@ class EngineCore:
         To be called once for each load, if the result of its step does not say so; a load that was given up is ignored.
         """
         self.scheduler.waiting.loaded(self.scheduler.cache.loaded(load, count))
+
+    def use_idle_time(self, seconds: float = math.inf) -> bool:
+        """Without any work, make what later steps would run faster with, for so long; whether there is more of it.
+
+        What is begun is brought to its end: at least one thing is made, and each takes some hundredths of a second.
+        """
+        until = time.monotonic() + seconds
+        while more := self.executor.idle():
+            if time.monotonic() >= until:
+                break
+        return more
 
     def step(self) -> list[TokenEvent]:
         """Submit and collect once; events of the step that came back, none if it is still on its way.

@@ -32,6 +32,8 @@ class Engine:
         self.config = config
         self.folder = folder = model_folder(config)
         self.core, self.spec, self.layout = build_core(config, folder, self.startup)
+        with self.startup.stage("graphs"):
+            self.core.use_idle_time()  # later there is none: between two calls the thread is the user's
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder, config.chat_template_kwargs)
         self.inputs = InputProcessor(

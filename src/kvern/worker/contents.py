@@ -36,6 +36,10 @@ class Runner(Protocol):
         """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
         ...
 
+    def idle(self) -> bool:
+        """Make one thing that steps would run faster with, while none runs; whether there are more."""
+        ...
+
     def abandon(self) -> None:
         """Wait for the device, then forget all steps: every request joins anew. Raises if the device is broken."""
         ...

@@ -1,13 +1,16 @@
-"""Whole decode steps as CUDA graphs, from the embedding to the sampled token, or to the last hidden states.
+"""Whole decode steps as CUDA graphs, from the embedding to the sampled token.
 
-A graph is captured when a batch of its size first comes, and pads smaller batches. It owns the rows and positions that
-it reads, and advances them: as long as the same requests decode, a step is one launch and the host sends nothing.
+A graph pads smaller batches. It owns the rows and positions that it reads, and advances them: as long as the same
+requests decode, a step is one launch and the host sends nothing. Where sampling takes more than a graph can do, it goes
+on behind the graph, from the logits that it leaves, and the graph's own token is overwritten.
 """
 
+import logging
+from collections import deque
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_not
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -15,37 +18,45 @@ from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.transfer import upload
+from kvern.errors import in_a_line
 from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.step import NewRequest
+from kvern.worker.graph_captures import Captured, captures, padded_size
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes, tiles_for
 
+logger = logging.getLogger("kvern")
 
-def padded_size(requests: int) -> int:
-    """The batch size of the graph that runs this many requests: powers of two, then multiples of 8 and of 16."""
-    if requests <= 8:
-        return 1 << (requests - 1).bit_length()
-    step = 8 if requests <= 64 else 16
-    return -(-requests // step) * step
+
+class DecodedStep(NamedTuple):
+    """What a step of R decodes leaves, all good until the next.
+
+    hidden     [R, hidden]      the last hidden states
+    logits     [R, vocabulary]  scores of the tokens to be sampled, in the model's dtype unless something scales them
+    positions  [R] int64        of these tokens
+    sampled    [R] int64        the tokens
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    positions: torch.Tensor
+    sampled: torch.Tensor
 
 
 @dataclass
 class DecodeGraph:
-    """A captured step: reads `inputs` [2, size] int32 (rows and positions), writes `result`.
+    """A captured step: reads `inputs` [2, size] int32 (rows and positions), writes `outputs`.
 
-    That is the sampled tokens [size] int64, or the hidden states [size, hidden] of a graph that ends there, whose
-    `next_positions` [size] int64 are those of the tokens to be sampled. `indices` [3, size] int32 are what it reads
-    besides: indices of its requests, their first tokens, and ones.
+    `indices` [3, size] int32 are what it reads besides: indices of its requests, their first tokens, and ones.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     indices: torch.Tensor
-    result: torch.Tensor
-    next_positions: torch.Tensor
+    outputs: DecodedStep
     shared: SharedPrefix | None
     """Which requests begin alike, if the graph was captured to read that once."""
     slots: list[int]
@@ -57,20 +68,36 @@ class DecodeGraph:
 
 @dataclass(frozen=True)
 class DecodedStates:
-    """A step that was run up to its hidden states [R, hidden]: what sampling from them needs, all good until the next.
+    """Hidden states [R, hidden] and what sampling from them needs, all good until the next step.
 
-    `slots` [R] int32, `positions` [R] int64 of the tokens to be sampled, and, of a graph, `starts` [R] int32, which
-    whoever writes the tokens has to advance.
+    `slots` [R] integers; `positions` [R] int64 of the tokens to be sampled; `logits` [R, vocabulary], if there are.
     """
 
     hidden: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
-    starts: torch.Tensor | None
+    logits: torch.Tensor | None = None
+
+
+class _Memory:
+    """The bytes of a tensor, without a hold on them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory of a graph's that other graphs may write to."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
 class DecodeGraphs:
-    """Captures and replays. `sizes` that were captured share one pool of memory."""
+    """Captures and replays. All graphs share one pool of memory, since none runs beside another."""
 
     def __init__(
         self,
@@ -89,14 +116,28 @@ class DecodeGraphs:
         self._adapters = adapters
         self._groups: PrefixGroups | None = None
         self._grouped: list[NewRequest] = []
-        self._graphs: dict[tuple[int, bool | None, bool, bool], DecodeGraph] = {}
-        self._pool: Any = None
+        self._graphs: dict[Captured, DecodeGraph] = {}
+        adapts = adapters is not None and adapters.captures
+        self._missing = deque(captures(rows.scratch, prefix_members > 0, adapts))
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
-    @property
-    def captures_adapters(self) -> bool:
-        """Whether `adapted` steps can be run."""
-        return self._adapters is not None and self._adapters.captures
+    def capture_next(self) -> bool:
+        """Capture the next graph; whether there are more."""
+        if not self._missing:
+            return False
+        captured = self._missing.popleft()
+        try:
+            self._graphs[captured] = self._capture(captured)
+        except torch.OutOfMemoryError as error:
+            missing = 1 + len(self._missing)
+            logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", missing, in_a_line(error))
+            self._missing.clear()
+        return bool(self._missing)
+
+    def can_run(self, requests: int, filtered: bool, adapted: bool) -> bool:
+        """Whether there is a graph for a step of one token for each of so many requests."""
+        return Captured(padded_size(requests), filtered, False, adapted) in self._graphs
 
     def run(
         self,
@@ -110,15 +151,15 @@ class DecodeGraphs:
 
         `adapted`: some of the rows use adapters. `exact` [R] int32: where they begin, if `starts` are only bounds.
         """
-        return self._replay(slots, starts, filtered, adapted, exact).result[: len(slots)]
+        return self._replay(slots, starts, filtered, adapted, exact).outputs.sampled[: len(slots)]
 
     def run_to_states(
         self, slots: list[int], starts: list[int], adapted: bool = False, exact: torch.Tensor | None = None
     ) -> DecodedStates:
         """Start a step of one token for each request, whose sampling takes more than a graph can do."""
-        graph, count = self._replay(slots, starts, None, adapted, exact), len(slots)
-        rows, positions = graph.inputs[:, :count]
-        return DecodedStates(graph.result[:count], rows, graph.next_positions[:count], positions)
+        graph, count = self._replay(slots, starts, False, adapted, exact), len(slots)
+        outputs, rows = graph.outputs, graph.inputs[0, :count]
+        return DecodedStates(outputs.hidden[:count], rows, outputs.positions[:count], outputs.logits[:count])
 
     def forget_inputs(self) -> None:
         """What the graphs have read and advanced is not known after a failed step: it is written anew."""
@@ -126,14 +167,14 @@ class DecodeGraphs:
             graph.slots, graph.starts, graph.groups = [], [], None
 
     def _replay(
-        self, slots: list[int], starts: list[int], filtered: bool | None, adapted: bool, exact: torch.Tensor | None
+        self, slots: list[int], starts: list[int], filtered: bool, adapted: bool, exact: torch.Tensor | None
     ) -> DecodeGraph:
         size = padded_size(len(slots))
         groups = self._shared_prefixes(slots, starts)
-        key = size, filtered, groups is not None, adapted
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._capture(*key)
+        plain = Captured(size, filtered, False, adapted)
+        graph = self._graphs[plain]
+        if groups is not None:
+            graph = self._graphs.get(plain._replace(prefix=True), graph)
         if groups is not graph.groups:
             self._write(groups, graph)
         padding = size - len(slots)
@@ -173,37 +214,39 @@ class DecodeGraphs:
         for target, part in zip(shared, parts, strict=True):
             target.copy_(part.view(target.shape))
 
-    def _capture(self, size: int, filtered: bool | None, with_prefix: bool, adapted: bool) -> DecodeGraph:
-        rows, device = self._rows, self._rows.device
+    def _capture(self, captured: Captured) -> DecodeGraph:
+        rows, device, size = self._rows, self._rows.device, captured.size
         inputs = torch.zeros(2, size, dtype=torch.int32, device=device)
         inputs[0] = rows.scratch
         indices = torch.ones(3, size, dtype=torch.int32, device=device)
         torch.arange(size, dtype=torch.int32, device=device, out=indices[0])
         indices[1] = 0
         shared = None
-        if with_prefix:
+        if captured.prefix:
             tiles = tiles_for(size, self._prefix_members)
             members = torch.full((tiles, self._prefix_members), -1, dtype=torch.int32, device=device)
             tile_keys, keys = (torch.zeros(count, dtype=torch.int32, device=device) for count in (tiles, size))
             shared = SharedPrefix(members, tile_keys, keys)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            self._step(inputs, indices, filtered, shared, adapted)  # compiles and loads what the capture may not
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result, next_positions = self._step(inputs, indices, filtered, shared, adapted)
-        self._pool = graph.pool()
-        torch.cuda.current_stream(device).wait_stream(self._stream)
-        return DecodeGraph(graph, inputs, indices, result, next_positions, shared, [], [])
+        with torch.cuda.stream(self._stream):
+            # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
+            # ask for anew. Relaxed: a library may load a kernel at its first launch.
+            graph.capture_begin(self._pool, capture_error_mode="relaxed")
+            try:
+                outputs = self._step(inputs, indices, captured.filtered, shared, captured.adapted)
+            finally:
+                graph.capture_end()
+        outputs = outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
+        return DecodeGraph(graph, inputs, indices, outputs, shared, [], [])
 
     def _step(
         self,
         inputs: torch.Tensor,
         indices: torch.Tensor,
-        filtered: bool | None,
+        filtered: bool,
         shared: SharedPrefix | None,
         adapted: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> DecodedStep:
         rows = self._rows
         slots, starts = inputs
         requests, zeros, ones = indices
@@ -234,8 +277,6 @@ class DecodeGraphs:
         adapter_indices = rows.adapters.index_select(0, slots) if adapted else None
         adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters)
-        if filtered is None:
-            return hidden, next_positions
         logits = self._decoder.logits(hidden, upcast=False)
         sampled = sample(
             logits,
@@ -249,4 +290,4 @@ class DecodeGraphs:
             filtered=filtered,
         )
         write_sampled(rows.tokens, slots, next_positions, sampled, starts)
-        return sampled, next_positions
+        return DecodedStep(hidden, logits, next_positions, sampled)

@@ -2,7 +2,7 @@
 
 differences --> rows on the device --> tokens, positions, slot mapping read on the device
                                          |
-             a step of decodes alone: one CUDA graph, from embedding to sampled token; or to the hidden states, where
+             a step of decodes alone: one CUDA graph, from embedding to sampled token; behind it sampling again, where
              more than filters and a draw is asked for (log-probabilities, penalties, grammars, beams, ...)
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
@@ -139,6 +139,11 @@ class DeviceRunner:
             torch.cuda.empty_cache()
             raise StepTooLarge(f"({free / 2**20:.0f} MiB free)") from error
 
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Capture one graph; whether there are more."""
+        return self._graphs is not None and self._graphs.capture_next()
+
     def abandon(self) -> None:
         """Wait for the device and forget the steps on their way. Raises if the device is broken."""
         self._grammars.abandon()
@@ -159,11 +164,12 @@ class DeviceRunner:
         wanted = Needs(needs)
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
-        if decodes and self._graphs is not None and (not adapted or self._graphs.captures_adapters):
+        filtered = wanted == Needs.FILTERS
+        if decodes and self._graphs is not None and self._graphs.can_run(len(slots), filtered, adapted):
             starts = [item.start for item in scheduled]
             exact = self._rows.starts(scheduled) if uncertain else None
             if not wanted & ~Needs.FILTERS:
-                sampled = self._graphs.run(slots, starts, bool(wanted & Needs.FILTERS), adapted, exact)
+                sampled = self._graphs.run(slots, starts, filtered, adapted, exact)
                 if exact is not None:
                     self._rows.advance(scheduled, exact)
                 return PendingStep(scheduled, sampled)
@@ -181,7 +187,7 @@ class DeviceRunner:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
         if len(batch.sample_slots) != hidden.shape[0]:
             hidden = hidden.index_select(0, batch.logits_indices)
-        decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions, None)
+        decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions)
         counted = uncertain or any(item.sampled > 1 for item in scheduled)
         exact = batch.device_starts if counted else None
         return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
@@ -198,7 +204,11 @@ class DeviceRunner:
         """Sample and write what `slots` [S] go on with. `starts` [R] int32: of a step with drafts, or behind them."""
         rows = self._rows
         computing = needs & ~(Needs.FILTERS | Needs.EMBEDDING | Needs.GRAMMAR)
-        logits = self._decoder.logits(decoded.hidden, upcast=bool(computing))
+        logits = decoded.logits
+        if logits is None:
+            logits = self._decoder.logits(decoded.hidden, upcast=bool(computing))
+        elif computing:
+            logits = logits.float()
         counts: list[int | None] = []
         original = logits
         if needs & Needs.LOGPROBS:
@@ -221,7 +231,7 @@ class DeviceRunner:
         kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
         if starts is not None:
             kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
-        write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen, decoded.starts)
+        write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen)
         step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
         if needs & Needs.GRAMMAR:
             self._grammars.expect(rows.sampled_slots(scheduled), step)

@@ -27,6 +27,10 @@ class Executor(Protocol):
         """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""
         ...
 
+    def idle(self) -> bool:
+        """Make one thing that steps would run faster with, while none runs; whether there are more."""
+        ...
+
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs; None: it is there."""
         ...
@@ -72,6 +76,9 @@ class InProcessExecutor:
     def abandon(self) -> None:
         self._error = None
         self._worker.runner.abandon()
+
+    def idle(self) -> bool:
+        return self._worker.runner.idle()
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         return self._worker.prepare(grammar)

@@ -90,6 +90,10 @@ class ModelRunner:
         states = embeddings(self._rows, batch.sample_slots, hidden)
         return PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
 
+    def idle(self) -> bool:
+        """Nothing can be made beforehand."""
+        return False
+
     def abandon(self) -> None:
         """Wait for the device and forget the steps on their way. Raises if the device is broken."""
         self._grammars.abandon()

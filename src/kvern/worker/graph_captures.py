@@ -1,0 +1,46 @@
+"""Which decode steps are captured as CUDA graphs, and in which order: before anybody waits for one.
+
+at start      the first of `captures`, those that most steps need, as many as a moment allows
+idle moments  the others, one at a time; an engine that has none (`LLM`) captures all at start
+in a step     none: a step whose graph is missing runs eagerly, or by one that reads common prefixes several times
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvern.worker.shared_prefix import LEAST_REQUESTS
+
+
+class Captured(NamedTuple):
+    """What a graph does: a decode step of `size` rows.
+
+    `filtered`: with top_k, top_p and min_p; `prefix`: what requests begin with in common is read once; `adapted`: rows
+    may use adapters.
+    """
+
+    size: int
+    filtered: bool
+    prefix: bool
+    adapted: bool
+
+
+def padded_size(requests: int) -> int:
+    """The batch size of the graph that runs this many requests: a power of two, a multiple of 8, or a quarter more."""
+    if requests <= 8:
+        return 1 << (requests - 1).bit_length()
+    step = max(8, 1 << ((requests - 1).bit_length() - 3))
+    return -(-requests // step) * step
+
+
+def captures(requests: int, prefixes: bool, adapters: bool) -> Iterator[Captured]:
+    """All graphs of an engine that runs so many requests at once, the likeliest first.
+
+    Of a kind the largest comes first, in whose memory the others find place.
+    """
+    sizes = sorted({padded_size(count) for count in range(1, requests + 1)}, reverse=True)
+    for adapted in (False, True) if adapters else (False,):
+        for prefix in (False, True) if prefixes else (False,):
+            for filtered in (False, True):
+                for size in sizes:
+                    if size >= LEAST_REQUESTS or not prefix:
+                        yield Captured(size, filtered, prefix, adapted)
