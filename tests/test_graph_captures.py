@@ -1,11 +1,13 @@
 """Which decode steps are captured, and in which order; and when an engine finds time for it."""
 
-from collections.abc import Callable
+import os
 from typing import Any
 
 import pytest
 
-from kvern.engine import process
+from kvern.engine.process import serve
+from kvern.engine.wire import FinishRequests, Shutdown, encode
+from kvern.events import EngineStatistics
 from kvern.worker.graph_captures import Captured, captures, padded_size
 
 
@@ -16,7 +18,6 @@ def test_few_sizes_serve_all_and_pad_little() -> None:
         size = padded_size(requests)
         assert size == min(other for other in sizes if other >= requests)
         assert size - requests < max(8, requests / 4)
-        assert padded_size(size) == size
 
 
 @pytest.mark.parametrize("prefixes", [True, False])
@@ -32,3 +33,57 @@ def test_every_step_has_its_graph_and_the_likeliest_come_first(prefixes: bool, a
             assert plain == (sizes if adapters or not adapted else set())
             assert behind_prefixes == ({size for size in plain if size >= 4} if prefixes else set())
     assert order[: len(sizes)] == [Captured(size, False, False, False) for size in sorted(sizes, reverse=True)]
+
+
+class Core:
+    """Three graphs are missing, and every message makes work for two steps."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.missing, self.steps = 3, 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.steps > 0
+
+    def use_idle_time(self, seconds: float) -> bool:
+        assert seconds == 0
+        self.missing -= 1
+        self.done.append("captures")
+        return self.missing > 0
+
+    def step(self) -> list[Any]:
+        self.steps -= 1
+        self.done.append("step")
+        return []
+
+    def finish(self, request_ids: list[str], reason: str, stop_reason: str | None) -> None:
+        self.steps += 2
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics()
+
+
+class Socket:
+    """Has a message after the first capture, and the last one when the engine waits for one."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._messages: list[Any] = [FinishRequests(["a"]), Shutdown()]
+
+    def poll(self, milliseconds: int) -> bool:
+        if milliseconds:
+            self._core.done.append("waits")
+        return bool(milliseconds) or self._core.done == ["captures"] and len(self._messages) == 2
+
+    def recv(self) -> bytes:
+        return encode(self._messages.pop(0))
+
+    def send(self, data: bytes) -> None:
+        pass
+
+
+def test_an_engine_captures_one_graph_at_a_time_while_nothing_runs() -> None:
+    core = Core()
+    serve(Socket(core), core, os.getppid())  # type: ignore[arg-type]
+    assert core.done == ["captures", "step", "step", "captures", "captures", "waits"]
