@@ -213,7 +213,8 @@ def test_requests_that_begin_alike(options: dict[str, Any]) -> None:
     llm = LLM(device="cuda", **(config | options))
     assert tokens(llm.generate(prompts, params)) == expected
     graphs = llm._engine.core.executor._worker.runner._graphs._graphs
-    assert any(with_prefix for _, _, with_prefix, _ in graphs) == llm.config.shared_prefix_attention
+    shared = [graph.groups for key, graph in graphs.items() if key.prefix]
+    assert any(shared) == llm.config.shared_prefix_attention
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"kv_cache_tokens": 1024, "overlap": False}], ids=str)

@@ -74,7 +74,7 @@ class Socket:
     def poll(self, milliseconds: int) -> bool:
         if milliseconds:
             self._core.done.append("waits")
-        return bool(milliseconds) or self._core.done == ["captures"] and len(self._messages) == 2
+        return bool(milliseconds) or (self._core.done == ["captures"] and len(self._messages) == 2)
 
     def recv(self) -> bytes:
         return encode(self._messages.pop(0))

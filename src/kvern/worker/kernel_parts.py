@@ -23,7 +23,8 @@ from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import restrict
 from kvern.worker.contents import Contents
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.memory import DeviceMemory, bytes_of_token, cache_bytes, report_others
+from kvern.worker.graph_captures import captures
+from kvern.worker.memory import GRAPH_BYTES, DeviceMemory, bytes_of_token, cache_bytes, report_others
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.startup import Startup
 
@@ -68,8 +69,8 @@ class KernelParts:
         """What the device's memory has left, and who attends fastest. Compiles the kernels that serving needs."""
         with self._startup.stage("memory"):
             token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype))
-            activations = self._activation_bytes(contents)
-            room = cache_bytes(self._memory, token_bytes, activations)
+            graphs = self._run_largest_steps(contents)
+            room = cache_bytes(self._memory, token_bytes, graphs)
             report_others(self._memory)
         if self._choice is None:
             return Room(room, token_bytes)
@@ -105,8 +106,11 @@ class KernelParts:
         triton, deterministic = self._choice.triton, self._config.deterministic
         return PagedAttention(self._layers, blocks, block_size, dtype, self._device, phases, triton, deterministic)
 
-    def _activation_bytes(self, contents: Contents) -> int:
-        """What the largest steps take beside weights and cache: measured by running them, over a cache of one block."""
+    def _run_largest_steps(self, contents: Contents) -> int:
+        """Run the largest steps, over a cache of one block: PyTorch keeps their memory for the steps to come.
+
+        Returns what CUDA graphs take besides.
+        """
         device, longest, slots = self._device, self._plan.max_model_len, self._plan.max_batch_requests
         if device.type != "cuda":
             return 0
@@ -118,16 +122,17 @@ class KernelParts:
         attention = self._attention(1, size, self._dtype, {} if self._choice is None else self._choice.phases)
         decoder, grammars, processors = contents.decoder, contents.grammars, contents.processors
         runner = DeviceRunner(decoder, attention, rows, size, grammars, processors, cuda_graphs=False)
-        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
         asked = RequestSpec("", PromptInput([0]), ResolvedParams(temperature=1.0, top_p=0.9), 1)
         joined = [NewRequest(slot, asked, asked.params, 0, [0], []) for slot in range(slots)]
         prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
         decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]
-        for step, scheduled in enumerate((prompts, decodes)):
-            runner.execute(SchedulerOutput(step, joined=joined if step == 0 else [], scheduled=scheduled)).result()
-        peak = torch.cuda.max_memory_allocated(device) - before
-        del runner, attention, rows
-        torch.cuda.empty_cache()
-        return peak
+        runner.execute(SchedulerOutput(0, joined=joined, scheduled=prompts)).result()
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.execute(SchedulerOutput(1, scheduled=decodes)).result()
+        if not (self._config.cuda_graphs and attention.captures):
+            return 0
+        adapts = contents.adapters is not None and contents.adapters.bank.captures
+        graphs = sum(1 for _ in captures(slots, attention.prefix_members > 0, adapts))
+        return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES

@@ -24,7 +24,9 @@ OTHERS_BYTES = 2 << 30
 """Memory beside ours that is worth a word: the CUDA context itself takes half a gigabyte."""
 MARGIN_BYTES = 512 << 20
 MARGIN_SHARE = 0.02
-"""Of the card's memory: kept free beside weights, activations and KV cache, for CUDA graphs and fragments."""
+"""Of the card's memory: kept free beside weights, activations, graphs and KV cache, for fragments."""
+GRAPH_BYTES = 1 << 20
+"""What a driver takes for a captured graph, beside the activations that all graphs share."""
 CONTEXT_BYTES = 600 << 20
 """What a process takes of a card beside what PyTorch hands out: the CUDA context, kernels, workspaces of libraries."""
 
@@ -58,16 +60,16 @@ def bytes_of_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     return sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers) * dtype.itemsize
 
 
-def cache_bytes(memory: DeviceMemory, token_bytes: int, activations: int | None = None) -> int:
+def cache_bytes(memory: DeviceMemory, token_bytes: int, reserved: int | None = None) -> int:
     """Bytes that keys and values may take of the memory that is left.
 
-    `activations`: bytes that a GPU's steps take besides; None: not measured.
+    `reserved`: bytes that a GPU's steps will take besides; None: nobody measured what they take.
     """
     if memory.device.type == "cuda":
         free, total = memory.free_and_total()
-        if activations is None:
+        if reserved is None:
             return int(free * GPU_MEMORY_SHARE)
-        return max(0, free - activations - MARGIN_BYTES - int(MARGIN_SHARE * (memory.share or 1) * total))
+        return max(0, free - reserved - MARGIN_BYTES - int(MARGIN_SHARE * (memory.share or 1) * total))
     return min(int(available_memory() * CPU_MEMORY_SHARE), max(CPU_CACHE_BYTES, CPU_CACHE_TOKENS * token_bytes))
 
 
