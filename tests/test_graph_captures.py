@@ -27,9 +27,9 @@ def test_every_step_has_its_graph_and_the_likeliest_come_first(prefixes: bool, a
     sizes = {padded_size(requests) for requests in range(1, 101)}
     assert len(order) == len(set(order))
     for adapted in (False, True):
-        for filtered in (False, True):
-            plain = {item.size for item in order if item[1:] == (filtered, False, adapted)}
-            behind_prefixes = {item.size for item in order if item[1:] == (filtered, True, adapted)}
+        for options in (False, True):
+            plain = {item.size for item in order if item[1:] == (options, False, adapted)}
+            behind_prefixes = {item.size for item in order if item[1:] == (options, True, adapted)}
             assert plain == (sizes if adapters or not adapted else set())
             assert behind_prefixes == ({size for size in plain if size >= 4} if prefixes else set())
     assert order[: len(sizes)] == [Captured(size, False, False, False) for size in sorted(sizes, reverse=True)]

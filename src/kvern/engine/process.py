@@ -4,7 +4,6 @@ It serves the process PARENT, which started it, and ends when that has; in FILE 
 """
 
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -83,7 +82,6 @@ def main(address: str, running: str, parent: int) -> int:
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
-    gc.freeze()  # what is there now stays: collections need not look at it, and so stop no step for long
     gpu = next(iter(layout.gpus), None)
     socket.send(encode(Ready(layout.max_model_len, layout.max_batch_requests, str(startup), gpu)))
     try:

@@ -135,23 +135,24 @@ class DecodeGraphs:
             self._missing.clear()
         return bool(self._missing)
 
-    def can_run(self, requests: int, filtered: bool, adapted: bool) -> bool:
-        """Whether there is a graph for a step of one token for each of so many requests."""
-        return Captured(padded_size(requests), filtered, False, adapted) in self._graphs
+    def can_run(self, requests: int, adapted: bool, options: bool = False) -> bool:
+        """Whether there is a graph for a step of one token for each of so many requests; see `run`."""
+        return Captured(padded_size(requests), options, False, adapted) in self._graphs
 
     def run(
         self,
         slots: list[int],
         starts: list[int],
-        filtered: bool,
+        options: bool,
         adapted: bool = False,
         exact: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call.
 
-        `adapted`: some of the rows use adapters. `exact` [R] int32: where they begin, if `starts` are only bounds.
+        `options`: some of the rows ask for more than a temperature; `adapted`: some use adapters. `exact` [R] int32:
+        where they begin, if `starts` are only bounds.
         """
-        return self._replay(slots, starts, filtered, adapted, exact).outputs.sampled[: len(slots)]
+        return self._replay(slots, starts, options, adapted, exact).outputs.sampled[: len(slots)]
 
     def run_to_states(
         self, slots: list[int], starts: list[int], adapted: bool = False, exact: torch.Tensor | None = None
@@ -167,11 +168,11 @@ class DecodeGraphs:
             graph.slots, graph.starts, graph.groups = [], [], None
 
     def _replay(
-        self, slots: list[int], starts: list[int], filtered: bool, adapted: bool, exact: torch.Tensor | None
+        self, slots: list[int], starts: list[int], options: bool, adapted: bool, exact: torch.Tensor | None
     ) -> DecodeGraph:
         size = padded_size(len(slots))
         groups = self._shared_prefixes(slots, starts)
-        plain = Captured(size, filtered, False, adapted)
+        plain = Captured(size, options, False, adapted)
         graph = self._graphs[plain]
         if groups is not None:
             graph = self._graphs.get(plain._replace(prefix=True), graph)
@@ -233,7 +234,7 @@ class DecodeGraphs:
             # ask for anew. Relaxed: a library may load a kernel at its first launch.
             graph.capture_begin(self._pool, capture_error_mode="relaxed")
             try:
-                outputs = self._step(inputs, indices, captured.filtered, shared, captured.adapted)
+                outputs = self._step(inputs, indices, captured.options, shared, captured.adapted)
             finally:
                 graph.capture_end()
         outputs = outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
@@ -243,7 +244,7 @@ class DecodeGraphs:
         self,
         inputs: torch.Tensor,
         indices: torch.Tensor,
-        filtered: bool,
+        options: bool,
         shared: SharedPrefix | None,
         adapted: bool,
     ) -> DecodedStep:
@@ -287,7 +288,7 @@ class DecodeGraphs:
             rows.top_p,
             rows.min_p,
             rows.seeds,
-            filtered=filtered,
+            filtered=options,
         )
         write_sampled(rows.tokens, slots, next_positions, sampled, starts)
         return DecodedStep(hidden, logits, next_positions, sampled)

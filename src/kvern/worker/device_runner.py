@@ -164,12 +164,11 @@ class DeviceRunner:
         wanted = Needs(needs)
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
-        filtered = wanted == Needs.FILTERS
-        if decodes and self._graphs is not None and self._graphs.can_run(len(slots), filtered, adapted):
+        if decodes and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
             starts = [item.start for item in scheduled]
             exact = self._rows.starts(scheduled) if uncertain else None
-            if not wanted & ~Needs.FILTERS:
-                sampled = self._graphs.run(slots, starts, filtered, adapted, exact)
+            if not wanted & ~Needs.FILTERS and self._graphs.can_run(len(slots), adapted, bool(wanted)):
+                sampled = self._graphs.run(slots, starts, bool(wanted), adapted, exact)
                 if exact is not None:
                     self._rows.advance(scheduled, exact)
                 return PendingStep(scheduled, sampled)

@@ -14,12 +14,12 @@ from kvern.worker.shared_prefix import LEAST_REQUESTS
 class Captured(NamedTuple):
     """What a graph does: a decode step of `size` rows.
 
-    `filtered`: with top_k, top_p and min_p; `prefix`: what requests begin with in common is read once; `adapted`: rows
-    may use adapters.
+    `options`: some of them ask for more than a temperature; `prefix`: what requests begin with in common is read once;
+    `adapted`: rows may use adapters.
     """
 
     size: int
-    filtered: bool
+    options: bool
     prefix: bool
     adapted: bool
 
@@ -40,7 +40,7 @@ def captures(requests: int, prefixes: bool, adapters: bool) -> Iterator[Captured
     sizes = sorted({padded_size(count) for count in range(1, requests + 1)}, reverse=True)
     for adapted in (False, True) if adapters else (False,):
         for prefix in (False, True) if prefixes else (False,):
-            for filtered in (False, True):
+            for options in (False, True):
                 for size in sizes:
                     if size >= LEAST_REQUESTS or not prefix:
-                        yield Captured(size, filtered, prefix, adapted)
+                        yield Captured(size, options, prefix, adapted)
