@@ -90,8 +90,8 @@ class StepWatch:
             del self._core.step, self._core.executor.submit
 
     def _compile(self, **found: Any) -> None:
-        self.compiled.append(f"{found['fn'].name} {found['repr']}")
-        self._happened.append(f"compiles {self.compiled[-1]}")
+        self.compiled.append(f"{found['fn'].name} {found['key']}")
+        self._happened.append(f"compiles {found['fn'].name}")
 
     def _timed_submit(self, output: SchedulerOutput) -> StepResult:
         self._happened = []

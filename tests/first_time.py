@@ -47,7 +47,7 @@ WITH_TEXT = [
 Batch = list[tuple[list[int], SamplingParams]]
 
 
-def workloads(vocabulary: int, longest: int, kinds: list[SamplingParams]) -> list[Batch]:
+def workloads(vocabulary: int, longest: int, kinds: list[SamplingParams] = PARAMS) -> list[Batch]:
     """Requests that arrive together: of every kind, alone and with all others; behind a prefix; of every number."""
     rng = random.Random(3)
 
@@ -60,7 +60,7 @@ def workloads(vocabulary: int, longest: int, kinds: list[SamplingParams]) -> lis
         *([(prompt(9 + index), params)] for index, params in enumerate(kinds)),
         *([(prompt(9 + index), params) for index in range(6)] for params in kinds),
         [(prompt(10 + 3 * index), kinds[index % len(kinds)]) for index in range(40)],
-        *([(prompt(rng.randrange(5, 90)), PARAMS[1]) for _ in range(count)] for count in (2, 3, 7, 13, 29, 64)),
+        *([(prompt(rng.randrange(5, 90)), PARAMS[1]) for _ in range(count)] for count in (2, 3, 7, 13, 33, 64)),
         *([(prefix + prompt(index + 1), PARAMS[0]) for index in range(count)] for count in (4, 11, 30, 60)),
         [(prompt(longest - 20), PARAMS[1]), *((prompt(5), PARAMS[1]) for _ in range(3))],
     ]

@@ -48,7 +48,7 @@ HEARTBEAT_SECONDS = 0.5
 """How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
 READING_SECONDS = 0.01
 """The same while it reads an adapter."""
-GRAPH_SECONDS = 1.0
+GRAPH_SECONDS = 0.5
 """So long an engine captures the likeliest graphs before it is ready; the others when it is idle."""
 MOST_MESSAGES = 256
 """Taken between two steps, or signs of life."""

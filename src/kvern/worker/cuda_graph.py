@@ -216,6 +216,20 @@ class DecodeGraphs:
             target.copy_(part.view(target.shape))
 
     def _capture(self, captured: Captured) -> DecodeGraph:
+        inputs, indices, shared = self._inputs(captured)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
+            # ask for anew. Relaxed: a library may load a kernel at its first launch.
+            graph.capture_begin(self._pool, capture_error_mode="relaxed")
+            try:
+                outputs = self._step(inputs, indices, captured.options, shared, captured.adapted)
+            finally:
+                graph.capture_end()
+        outputs = outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
+        return DecodeGraph(graph, inputs, indices, outputs, shared, [], [])
+
+    def _inputs(self, captured: Captured) -> tuple[torch.Tensor, torch.Tensor, SharedPrefix | None]:
         rows, device, size = self._rows, self._rows.device, captured.size
         inputs = torch.zeros(2, size, dtype=torch.int32, device=device)
         inputs[0] = rows.scratch
@@ -228,17 +242,7 @@ class DecodeGraphs:
             members = torch.full((tiles, self._prefix_members), -1, dtype=torch.int32, device=device)
             tile_keys, keys = (torch.zeros(count, dtype=torch.int32, device=device) for count in (tiles, size))
             shared = SharedPrefix(members, tile_keys, keys)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
-            # ask for anew. Relaxed: a library may load a kernel at its first launch.
-            graph.capture_begin(self._pool, capture_error_mode="relaxed")
-            try:
-                outputs = self._step(inputs, indices, captured.options, shared, captured.adapted)
-            finally:
-                graph.capture_end()
-        outputs = outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
-        return DecodeGraph(graph, inputs, indices, outputs, shared, [], [])
+        return inputs, indices, shared
 
     def _step(
         self,
