@@ -26,7 +26,7 @@ def test_no_step_of_a_fresh_process_does_anything_for_the_first_time(tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     for model, found in json.loads(done.stdout.splitlines()[-1]).items():
-        assert found["steps"] > 300, model
+        assert found["steps"] > 200, model
         for what in ("compiled", "captured", "far slower"):
             assert not found[what], f"{model}: {what}: {found[what]}"
         assert "torch._inductor" not in found["imported"], model
