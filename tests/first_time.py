@@ -49,7 +49,7 @@ RARE = [
     WITH_TEXT[1],
     SamplingParams(max_tokens=4, structured=StructuredOutput(regex="[0-9]{2}")),
 ]
-"""Beams and rare filters are PyTorch's, whose kernels the driver loads at their first use, some 50 ms each; grammars are
+"""Beams and rare filters are PyTorch's, whose kernels the driver loads at first use, some 50 ms each; grammars are
 a library's, which is loaded for the first one."""
 Batch = list[tuple[list[int], SamplingParams]]
 
