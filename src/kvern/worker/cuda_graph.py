@@ -7,10 +7,12 @@ on behind the graph, from the logits that it leaves, and the graph's own token i
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import is_not
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,6 +98,22 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
+def capture(
+    step: Callable[[], DecodedStep], pool: Any, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, DecodedStep]:
+    """A step as a graph in a pool of memory, and what it leaves there."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
+        # ask for anew. Relaxed: a library may load a kernel at its first launch.
+        graph.capture_begin(pool, capture_error_mode="relaxed")
+        try:
+            outputs = step()
+        finally:
+            graph.capture_end()
+    return graph, outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
+
+
 class DecodeGraphs:
     """Captures and replays. All graphs share one pool of memory, since none runs beside another."""
 
@@ -119,8 +137,8 @@ class DecodeGraphs:
         self._graphs: dict[Captured, DecodeGraph] = {}
         adapts = adapters is not None and adapters.captures
         self._missing = deque(captures(rows.scratch, prefix_members > 0, adapts))
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
     def capture_next(self) -> bool:
         """Capture the next graph; whether there are more."""
@@ -228,16 +246,8 @@ class DecodeGraphs:
             members = torch.full((tiles, self._prefix_members), -1, dtype=torch.int32, device=device)
             tile_keys, keys = (torch.zeros(count, dtype=torch.int32, device=device) for count in (tiles, size))
             shared = SharedPrefix(members, tile_keys, keys)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
-            # ask for anew. Relaxed: a library may load a kernel at its first launch.
-            graph.capture_begin(self._pool, capture_error_mode="relaxed")
-            try:
-                outputs = self._step(inputs, indices, captured.options, shared, captured.adapted)
-            finally:
-                graph.capture_end()
-        outputs = outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
+        step = partial(self._step, inputs, indices, captured.options, shared, captured.adapted)
+        graph, outputs = capture(step, self.pool, self.stream)
         return DecodeGraph(graph, inputs, indices, outputs, shared, [], [])
 
     def _step(
