@@ -29,6 +29,9 @@ class AttentionBackend(Protocol[Batch]):
     prefix_members: int
     """How many requests of a batch share a tile of a common prefix; 0: prefixes are read for each."""
 
+    deterministic: bool
+    """What is attended to a token depends on nothing else in the step."""
+
     reads_device_starts: bool
     """A step may begin where only the device knows: what the host says of `starts` are then bounds."""
 

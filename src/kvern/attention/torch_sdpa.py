@@ -84,6 +84,7 @@ class TorchAttention:
 
     captures = False
     prefix_members = 0
+    deterministic = False
     reads_device_starts = False
 
     def __init__(

@@ -127,7 +127,7 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     numbers = np.array(slots + starts + counts + firsts, dtype=np.int32)
     sampling = np.array(sampled.indices + sampled.positions + sampled.slots, dtype=np.int64)
     packed = np.concatenate((sampling.view(np.int32), numbers))
-    sent = _send(packed, rows.device)
+    sent = send(packed, rows.device)
     logits_indices, sample_at, device_sample_slots = sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1)
     device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(sampled.slots) :].view(4, -1)
     uncertain = any(item.uncertain for item in scheduled)
@@ -168,7 +168,8 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     )
 
 
-def _send(values: "np.ndarray[tuple[int], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:
+def send(values: "np.ndarray[tuple[int], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:
+    """A copy on the device, which is not waited for."""
     if device.type == "cpu":
         return torch.from_numpy(values)
     pinned = torch.empty(len(values), dtype=torch.int32, pin_memory=True)

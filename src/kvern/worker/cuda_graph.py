@@ -5,12 +5,13 @@ requests decode, a step is one launch and the host sends nothing. Where sampling
 on behind the graph, from the logits that it leaves, and the graph's own token is overwritten.
 """
 
-import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import is_not
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +19,6 @@ from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.transfer import upload
-from kvern.errors import in_a_line
 from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
@@ -27,8 +27,6 @@ from kvern.models.decoder import Decoder
 from kvern.step import NewRequest
 from kvern.worker.graph_captures import Captured, captures, padded_size
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes, tiles_for
-
-logger = logging.getLogger("kvern")
 
 
 class DecodedStep(NamedTuple):
@@ -96,6 +94,22 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
+def capture(
+    step: Callable[[], DecodedStep], pool: Any, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, DecodedStep]:
+    """A step as a graph in a pool of memory, and what it leaves there."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
+        # ask for anew. Relaxed: a library may load a kernel at its first launch.
+        graph.capture_begin(pool, capture_error_mode="relaxed")
+        try:
+            outputs = step()
+        finally:
+            graph.capture_end()
+    return graph, outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
+
+
 class DecodeGraphs:
     """Captures and replays. All graphs share one pool of memory, since none runs beside another."""
 
@@ -118,22 +132,14 @@ class DecodeGraphs:
         self._grouped: list[NewRequest] = []
         self._graphs: dict[Captured, DecodeGraph] = {}
         adapts = adapters is not None and adapters.captures
-        self._missing = deque(captures(rows.scratch, prefix_members > 0, adapts))
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        self.missing = deque(captures(rows.scratch, prefix_members > 0, adapts))
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
-    def capture_next(self) -> bool:
-        """Capture the next graph; whether there are more."""
-        if not self._missing:
-            return False
-        captured = self._missing.popleft()
-        try:
-            self._graphs[captured] = self._capture(captured)
-        except torch.OutOfMemoryError as error:
-            missing = 1 + len(self._missing)
-            logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", missing, in_a_line(error))
-            self._missing.clear()
-        return bool(self._missing)
+    def capture_next(self) -> None:
+        """Capture the next of those that are `missing`."""
+        captured = self.missing.popleft()
+        self._graphs[captured] = self._capture(captured)
 
     def can_run(self, requests: int, adapted: bool, options: bool = False) -> bool:
         """Whether there is a graph for a step of one token for each of so many requests; see `run`."""
@@ -217,16 +223,8 @@ class DecodeGraphs:
 
     def _capture(self, captured: Captured) -> DecodeGraph:
         inputs, indices, shared = self._inputs(captured)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Not torch.cuda.graph, which waits for the device and gives all unused memory back, for the next steps to
-            # ask for anew. Relaxed: a library may load a kernel at its first launch.
-            graph.capture_begin(self._pool, capture_error_mode="relaxed")
-            try:
-                outputs = self._step(inputs, indices, captured.options, shared, captured.adapted)
-            finally:
-                graph.capture_end()
-        outputs = outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
+        step = partial(self._step, inputs, indices, captured.options, shared, captured.adapted)
+        graph, outputs = capture(step, self.pool, self.stream)
         return DecodeGraph(graph, inputs, indices, outputs, shared, [], [])
 
     def _inputs(self, captured: Captured) -> tuple[torch.Tensor, torch.Tensor, SharedPrefix | None]:

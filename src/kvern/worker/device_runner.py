@@ -10,6 +10,7 @@ sampled tokens <-- copied to the host behind the step, which an event marks as d
 """
 
 import enum
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
+from kvern.errors import in_a_line
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
@@ -31,8 +33,11 @@ from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.processor_rows import ProcessorRows
+from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
+
+logger = logging.getLogger("kvern")
 
 
 class Needs(enum.IntFlag):
@@ -107,11 +112,14 @@ class DeviceRunner:
         self._processors = processors
         self._adapters = adapters
         self._needs = [0] * rows.scratch
-        self._graphs = None
+        self._graphs, self._prompt_graphs = None, None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
             members = attention.prefix_members if shared_prefix_attention else 0
             bank = None if adapters is None else adapters.bank
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank)
+            if attention.reads_device_starts and not attention.deterministic:
+                pool, stream = self._graphs.pool, self._graphs.stream
+                self._prompt_graphs = PromptGraphs(decoder, attention, rows, block_size, pool, stream)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
@@ -141,8 +149,21 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Capture one graph; whether there are more."""
-        return self._graphs is not None and self._graphs.capture_next()
+        """Capture one graph; whether there are more. Those of plain decodes come first, then those with prompts."""
+        decodes, prompts = self._graphs, self._prompt_graphs
+        if decodes is None:
+            return False
+        plain = bool(decodes.missing) and not any(decodes.missing[0][1:])
+        graphs = prompts if prompts is not None and prompts.missing and not plain else decodes
+        if not graphs.missing:
+            return False
+        try:
+            graphs.capture_next()
+        except torch.OutOfMemoryError as error:
+            count = 1 + len(graphs.missing)
+            logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
+            graphs.missing.clear()
+        return bool(decodes.missing or (prompts is not None and prompts.missing))
 
     def abandon(self) -> None:
         """Wait for the device and forget the steps on their way. Raises if the device is broken."""
@@ -174,6 +195,10 @@ class DeviceRunner:
                 return PendingStep(scheduled, sampled)
             decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
             return self._sample(scheduled, slots, decoded, wanted, None, exact)
+        if self._prompt_graphs is not None and not decodes and not adapted and not uncertain:
+            step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
+            if step is not None:
+                return step
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         states = tokens_wanted(batch, runs)
@@ -190,6 +215,28 @@ class DeviceRunner:
         counted = uncertain or any(item.sampled > 1 for item in scheduled)
         exact = batch.device_starts if counted else None
         return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
+
+    def _replay_prompts(
+        self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs
+    ) -> PendingStep | None:
+        """A small step with prompts, if there is a graph for it."""
+        for item in scheduled:
+            request = self._rows.request(item.slot)
+            if request.params.prompt_logprobs is not None and item.start + 1 < request.spec.prompt_length:
+                return None
+        replayed = graphs.run(scheduled)
+        if replayed is None:
+            return None
+        graph, count = replayed
+        outputs = graph.outputs
+        if not count:
+            return PendingStep(scheduled, None)
+        if not needs:
+            return PendingStep(scheduled, outputs.sampled[:count])
+        decoded = DecodedStates(
+            outputs.hidden[:count], graph.slots[:count], outputs.positions[:count], outputs.logits[:count]
+        )
+        return self._sample(scheduled, sampled_tokens(scheduled).slots, decoded, needs, None, None)
 
     def _sample(
         self,

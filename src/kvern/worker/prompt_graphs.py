@@ -1,0 +1,214 @@
+"""Small steps with prompts in them as CUDA graphs: their kernels take the host longer to launch than a GPU to run.
+
+A graph is cut for so many decodes and so many tokens of prompts, which belong to a few requests: `inputs` says whose
+they are. What is left of the tokens is a run of the row that pads batches. Attention reads on the device where runs
+begin and end, so that any such step fits.
+
+    inputs   [S] int64 each: indices of the tokens that are sampled from, positions of what is sampled, and rows
+             [R] int32 each: rows, first positions, numbers of tokens, and indices of the first tokens of the requests
+             [tiles] int32 each: request and first query of each tile of the runs
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.device.device_batch import DeviceBatch, DeviceRows, send
+from kvern.device.input_batch import sampled_tokens
+from kvern.kernels.attention_prefill import prefill_shape
+from kvern.kernels.batch import read_tokens, write_sampled
+from kvern.kernels.sampling import sample
+from kvern.models.decoder import Decoder
+from kvern.step import ScheduledTokens
+from kvern.worker.cuda_graph import DecodedStep, capture
+
+DECODES = (0, 16, 64, 128, 256)
+TOKENS = (64, 128, 256, 384, 512)
+"""With more tokens of prompts a step takes a GPU longer than its launches take a host."""
+RUNS = 8
+"""Prompts of one step."""
+MOST_KEYS = 8192
+"""Behind more of them a run is left to kernels that the host chooses for it."""
+
+
+class PromptStep(NamedTuple):
+    """What a graph is cut for: tokens of decodes, and of prompts."""
+
+    decodes: int
+    tokens: int
+
+    @property
+    def requests(self) -> int:
+        """Decodes, runs of prompts, the run that pads the tokens, and an empty one, which pads tiles."""
+        return self.decodes + RUNS + 2
+
+    @property
+    def samples(self) -> int:
+        return self.decodes + RUNS
+
+    def fits(self, decodes: int, tokens: int) -> bool:
+        return decodes <= self.decodes and tokens <= self.tokens
+
+
+def prompt_steps(requests: int) -> list[PromptStep]:
+    """All graphs of an engine that runs so many requests at once; the largest first, whose memory the others share."""
+    most = next((size for size in DECODES if size >= requests), DECODES[-1])
+    sizes = [size for size in DECODES if size <= most]
+    return [PromptStep(decodes, tokens) for tokens in reversed(TOKENS) for decodes in reversed(sizes)]
+
+
+@dataclass
+class PromptGraph:
+    """A captured step: reads `inputs` int32, writes `outputs`."""
+
+    replay: Callable[[], None]
+    inputs: torch.Tensor
+    outputs: DecodedStep
+    slots: torch.Tensor
+    """[S] int64, in `inputs`: the rows that are sampled for."""
+
+
+class PromptGraphs:
+    """Captures and replays."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend[DeviceBatch],
+        rows: DeviceRows,
+        block_size: int,
+        pool: Any,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """`pool` and `stream`: of graphs."""
+        self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+        self._pool, self._stream = pool, stream
+        sizes = {prefill_shape(layer.attention.head_dim).queries for layer in decoder.spec.layers}
+        self._tile = sizes.pop() if len(sizes) == 1 else 0
+        longest = rows.tokens.shape[1] - 1
+        steps = prompt_steps(rows.scratch) if self._tile else []
+        self.missing = deque(step for step in steps if step.tokens <= longest)
+        self._graphs: dict[PromptStep, PromptGraph] = {}
+
+    def capture_next(self) -> None:
+        """Capture the next of those that are `missing`."""
+        step = self.missing.popleft()
+        self._graphs[step] = self._capture(step)
+
+    def run(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PromptGraph, int] | None:
+        """Start a step, decodes first; its graph, and how many tokens it samples. None: there is no graph for it."""
+        decodes = next((place for place, item in enumerate(scheduled) if item.count > 1), len(scheduled))
+        tokens = sum(item.count for item in scheduled[decodes:])
+        runs = scheduled[decodes:]
+        if len(runs) > RUNS or tokens > TOKENS[-1] or decodes > DECODES[-1]:
+            return None
+        if any(item.sampled > 1 or item.start + item.count > MOST_KEYS for item in runs):
+            return None
+        fitting = [step for step in self._graphs if step.fits(decodes, tokens)]
+        if not fitting:
+            return None
+        step = min(fitting, key=sum)
+        graph = self._graphs[step]
+        packed, samples = self._packed(step, scheduled, decodes)
+        graph.inputs.copy_(send(packed, self._rows.device))
+        graph.replay()
+        return graph, samples
+
+    def _packed(
+        self, step: PromptStep, scheduled: Sequence[ScheduledTokens], decodes: int
+    ) -> "tuple[np.ndarray[tuple[int], np.dtype[np.int32]], int]":
+        """What `inputs` are for this step, and how many tokens are sampled."""
+        scratch, missing = self._rows.scratch, step.decodes - decodes
+        runs = scheduled[decodes:]
+        padding = step.tokens - sum(item.count for item in runs)
+        empty = RUNS + 1 - len(runs)
+        slots = [item.slot for item in scheduled[:decodes]] + [scratch] * missing
+        slots += [item.slot for item in runs] + [scratch] * (1 + empty)
+        starts = [item.start for item in scheduled[:decodes]] + [0] * missing
+        starts += [item.start for item in runs] + [0] * (1 + empty)
+        run_counts = [item.count for item in runs] + [padding] + [0] * empty
+        counts = [1] * step.decodes + run_counts
+        firsts = list(accumulate(counts[:-1], initial=0))
+        size = self._tile
+        tiles = [
+            (start + first, run, first)
+            for run, (start, count) in enumerate(zip(starts[step.decodes :], run_counts, strict=True))
+            for first in range(0, count, size)
+        ]
+        tiles.sort(reverse=True)
+        tiles += [(0, RUNS + 1, 0)] * (self._tiles(step) - len(tiles))
+        sampled = sampled_tokens(scheduled)
+        indices = [index if index < decodes else index + missing for index in sampled.indices]
+        unused = [0] * (step.samples - len(sampled.slots))
+        sampling = np.array(
+            indices + unused + sampled.positions + unused + sampled.slots + [scratch] * len(unused), dtype=np.int64
+        )
+        numbers = slots + starts + counts + firsts + [run for _, run, _ in tiles] + [first for _, _, first in tiles]
+        return np.concatenate((sampling.view(np.int32), np.array(numbers, dtype=np.int32))), len(sampled.slots)
+
+    def _tiles(self, step: PromptStep) -> int:
+        """Tiles that the runs of a step are cut into, at most."""
+        return -(-step.tokens // self._tile) + RUNS + 1
+
+    def _capture(self, step: PromptStep) -> PromptGraph:
+        packed, _ = self._packed(step, [], 0)
+        inputs = torch.from_numpy(packed).to(self._rows.device)
+        replay, outputs = self._record(lambda: self._step(step, inputs))
+        sampling = inputs[: 6 * step.samples].view(torch.int64).view(3, -1)
+        return PromptGraph(replay, inputs, outputs, sampling[2])
+
+    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
+        """Whatever repeats the step, and where it then leaves what."""
+        graph, outputs = capture(step, self._pool, self._stream)
+        return graph.replay, outputs
+
+    def _step(self, step: PromptStep, inputs: torch.Tensor) -> DecodedStep:
+        rows, requests, samples, tokens = self._rows, step.requests, step.samples, step.decodes + step.tokens
+        indices, positions_sampled, sample_slots = inputs[: 6 * samples].view(torch.int64).view(3, -1)
+        numbers = inputs[6 * samples :]
+        slots, starts, counts, firsts = numbers[: 4 * requests].view(4, -1)
+        tile_request, tile_first = numbers[4 * requests :].view(2, -1)
+        token_ids, positions, slot_mapping = read_tokens(
+            rows.tokens, rows.block_table, slots, starts, firsts, counts, tokens, step.tokens, self._block_size
+        )
+        batch = DeviceBatch(
+            slots=[rows.scratch] * requests,
+            starts=[0] * requests,
+            counts=[1] * requests,
+            positions=positions,
+            token_ids=token_ids,
+            slot_mapping=slot_mapping,
+            block_table=rows.block_table,
+            sample_slots=[rows.scratch] * samples,
+            logits_indices=indices,
+            sample_positions=positions_sampled,
+            decodes=step.decodes,
+            device_slots=slots,
+            device_starts=starts,
+            device_counts=counts,
+            query_start_loc=firsts,
+            device_sample_slots=sample_slots,
+            tiles=(tile_request, tile_first),
+            uncertain=True,
+        )
+        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices)
+        logits = self._decoder.logits(hidden, upcast=False)
+        sampled = sample(
+            logits,
+            sample_slots,
+            positions_sampled,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seeds,
+            filtered=False,
+        )
+        write_sampled(rows.tokens, sample_slots, positions_sampled, sampled)
+        return DecodedStep(hidden, logits, positions_sampled, sampled)

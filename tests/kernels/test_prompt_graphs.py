@@ -1,0 +1,74 @@
+"""Steps with prompts, padded to the size of a graph, compute what they compute eagerly."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvern.worker.prompt_graphs
+from kvern import LLM, SamplingParams
+from kvern.worker.cuda_graph import DecodedStep
+from kvern.worker.device_runner import DeviceRunner
+from kvern.worker.prompt_graphs import PromptGraphs, PromptStep
+from tests.families import make_checkpoint
+from tests.kernels.test_device_engine import OPTIONS, answers, on_device  # noqa: F401
+
+PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 7, [7], [5, 9, 17, 33, 2, 80, 40, 41]]
+
+
+class Recorded(PromptGraphs):
+    """Repeats steps by computing them again, where there is no device that could."""
+
+    used: set[PromptStep]
+
+    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
+        outputs = step()
+
+        def replay() -> None:
+            for target, source in zip(outputs, step(), strict=True):
+                target.copy_(source)
+
+        return replay, outputs
+
+    def run(self, scheduled: Any) -> Any:
+        replayed = super().run(scheduled)
+        if replayed is not None:
+            self.used |= {step for step, graph in self._graphs.items() if graph is replayed[0]}
+        return replayed
+
+
+@pytest.mark.parametrize(
+    ("family", "params"),
+    [
+        ("llama", {"temperature": 0}),
+        pytest.param("llama", {"temperature": 1.0, "seed": 3, "top_p": 0.9}, marks=pytest.mark.nightly),
+        pytest.param("gemma2", {"temperature": 0, "logprobs": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=["greedy", "options", "logprobs"],
+)
+def test_a_replayed_step_is_the_eager_one(
+    family: str,
+    params: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_device: Callable[..., LLM],  # noqa: F811
+) -> None:
+    make_checkpoint(family, tmp_path)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True, **params)
+    options = {**OPTIONS, "max_batch_tokens": 24}
+    expected = answers(on_device(tmp_path, **options).generate(PROMPTS, sampling))
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "DECODES", (0, 4))
+    monkeypatch.setattr(kvern.worker.prompt_graphs, "TOKENS", (24,))
+    llm = on_device(tmp_path, **options)
+    runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+    assert isinstance(runner, DeviceRunner)
+    graphs = Recorded(runner._decoder, runner._attention, runner._rows, 4, None, None)  # type: ignore[arg-type]
+    graphs.used = set()
+    runner._prompt_graphs = graphs
+    with torch.inference_mode():
+        while graphs.missing:
+            graphs.capture_next()
+    assert answers(llm.generate(PROMPTS, sampling)) == expected
+    assert len(graphs.used) >= 2, "too few steps were replayed for this to say anything"
