@@ -26,11 +26,11 @@ class BatchRows:
 
     def __init__(self, slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
         self.device = device
-        self.tokens = torch.zeros(slots, max_model_len + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(slots, max_blocks, dtype=torch.int32, device=device)
+        self.tokens = _zeros(slots, max_model_len + 1, torch.int32, device)
+        self.block_table = _zeros(slots, max_blocks, torch.int32, device)
         self.num_computed_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._integers = torch.zeros(3, slots, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(7, slots, dtype=torch.float32, device=device)
+        self._integers = _zeros(3, slots, torch.int64, device)
+        self._numbers = _zeros(7, slots, torch.float32, device)
         self.seeds, self.top_k, self.adapters = self._integers
         self.adapters.fill_(-1)
         (
@@ -143,3 +143,8 @@ class BatchRows:
             item.slot if item.sampled and self.request(item.slot).params.beam_width is None else None
             for item in scheduled
         ]
+
+
+def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [rows, columns], all rows aligned and as far apart as a multiple of 16: Triton compiles for that, once."""
+    return torch.zeros(rows, -(-columns // 16) * 16, dtype=dtype, device=device)[:, :columns]

@@ -1,15 +1,15 @@
 """Attention over the paged cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels.attention_decode import decode_attention, decode_shape
+from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
-from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
+from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, prefix_parts, tiles_for
 from kvern.model_spec import AttentionSpec, ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -52,19 +52,21 @@ def _decode(
     keys: int,
     planned: int,
     slot_type: torch.dtype = torch.int32,
-    shared: int = 0,
+    tiles: int = 0,
 ) -> Call:
-    """`planned`: the number of requests that the launch is cut for; `shared`: keys that all have in common."""
+    """`planned`: the number of requests that the launch is cut for; `tiles`: what reads a block that all begin with."""
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
     cache, table = _paged(attention, inputs, requests, keys)
     query = inputs.numbers(requests, heads, head_dim)
     out = torch.empty_like(query)
     prefix = None
-    if shared:
-        table[:, : shared // inputs.block_size] = table[0, : shared // inputs.block_size]
-        members = inputs.zeros(1, prefix_members(heads // kv_heads)) - 1
+    if tiles:
+        shared = inputs.block_size
+        table[:, 0] = table[0, 0]
+        members = inputs.zeros(tiles, prefix_members(heads // kv_heads)) - 1
         members[0, :requests] = inputs.integers(range(requests))
-        prefix = SharedPrefix(members, inputs.integers([shared]), inputs.integers([shared] * requests))
+        tile_keys = inputs.integers([shared] + [0] * (tiles - 1))
+        prefix = SharedPrefix(members, tile_keys, inputs.integers([shared] * requests))
     launch = partial(
         decode_attention,
         query,
@@ -102,13 +104,28 @@ def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
 
 
 def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    keys = 2 * inputs.block_size + 1
     for kind in _kinds(spec):
-        keys, shared = 2 * inputs.block_size + 1, inputs.block_size
-        for planned in (1, 256):
+        for planned in _cuts(kind, inputs, 1, lambda planned, shape: shape.splits > 1):
             yield from ((kind, 2, keys, planned, slot_type) for slot_type in (torch.int32, torch.int64))
-        together = min(2, prefix_members(kind.heads // kind.kv_heads))
         if kind.window is None:
-            yield kind, together, keys, 256, torch.int32, shared
+            members = prefix_members(kind.heads // kind.kv_heads)
+            parts = partial(_parts, kind, members)
+            for planned in _cuts(kind, inputs, 4, parts):
+                yield kind, min(2, members), keys, planned, torch.int32, tiles_for(planned, members)
+
+
+def _parts(kind: AttentionSpec, members: int, planned: int, shape: DecodeShape) -> int:
+    return prefix_parts(kind.kv_heads, tiles_for(planned, members))
+
+
+def _cuts(kind: AttentionSpec, inputs: Inputs, least: int, other: Callable[[int, DecodeShape], Hashable]) -> list[int]:
+    """Numbers of requests from `least` on: one for each tile of a launch, with what else it is compiled for."""
+    forms: dict[Hashable, int] = {}
+    for planned in range(least, inputs.batch_requests + 1):
+        shape = decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors)
+        forms.setdefault((shape._replace(splits=0), other(planned, shape)), planned)
+    return list(forms.values())
 
 
 def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -1,5 +1,6 @@
 """Norms, rotation, activations, products of few rows, and what adapters add."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec, small_matmul
@@ -18,7 +19,11 @@ from kvern.layers.tuned_linear import CANDIDATES, Shape
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec
 
 ROWS = 64
+FEW_OUTPUTS = 256
+"""Of a product that stands for others: how many there are changes nothing but whether rows of them are aligned."""
 TIMED_ROWS = (1, 64, 8192)
+MOST_DECODES = 512
+"""Rows of a graph, which reads the indices of adapters as the batch keeps them; other steps are sent them."""
 Sizes = Iterator[tuple[Any, ...]]
 ACTIVATION: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -192,6 +197,7 @@ def _matvec(
 
 def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     hidden, attention = spec.hidden_size, spec.layers[0].attention
+    yield spec.vocab_size, hidden
     for mlp in gated_mlps(spec):
         yield (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden, True
         yield 2 * mlp.width, hidden, True, mlp.activation
@@ -208,8 +214,7 @@ def _matvec_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
         yield hidden, mlp.width
 
 
-def _product(spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape) -> Call:
-    outputs, width = 256, spec.hidden_size
+def _product(spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape, outputs: int, width: int) -> Call:
     if isinstance(shape, MatvecShape):
         return _matvec(spec, inputs, outputs, width, shape=shape)
     assert shape is not None
@@ -219,18 +224,36 @@ def _product(spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape) -> Call:
 
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((rows, shape) for rows, shapes in CANDIDATES.items() for shape in shapes if shape is not None)
+    shapes = [(width, sum(parts)) for width, parts in linear_shapes(spec, inputs.dtype)]
+    shapes.append((spec.hidden_size, spec.vocab_size))
+    launched = set()
+    for (width, outputs), (rows, cuts) in itertools.product(shapes, CANDIDATES.items()):
+        for cut in cuts:
+            if cut is None:
+                continue
+            form = cut, rows, width % 16, width % cut.inputs == 0, outputs % 16 == 0
+            if form not in launched:
+                launched.add(form)
+                yield rows, cut, FEW_OUTPUTS + outputs % 16, width
 
 
-def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic: bool = False) -> Call:
-    hidden, places = spec.hidden_size, 2
+def _adapt(
+    spec: ModelSpec,
+    inputs: Inputs,
+    hidden: int,
+    parts: tuple[int, ...],
+    rows: int,
+    index_type: torch.dtype = torch.int32,
+    deterministic: bool = False,
+) -> Call:
+    places, outputs = inputs.adapter_places, sum(parts)
     rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
-    x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, parts * hidden)
-    down = inputs.numbers(places, parts, rank, hidden, deviation=hidden**-0.5)
-    up = inputs.numbers(places, rank, parts * hidden)
-    using = inputs.integers((row % (places + 1) - 1 for row in range(rows)), torch.int64)
-    ranks = inputs.integers((rank, max(1, rank - 3)))
-    ends = tuple(hidden * (part + 1) for part in range(parts))
+    x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, outputs)
+    down = inputs.numbers(places, len(parts), rank, hidden, deviation=hidden**-0.5)
+    up = inputs.numbers(places, rank, outputs)
+    using = inputs.integers((row % (places + 1) - 1 for row in range(rows)), index_type)
+    ranks = inputs.integers(max(1, rank - 3 * place) for place in range(places))
+    ends = tuple(itertools.accumulate(parts))
 
     def launch() -> torch.Tensor:
         adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
@@ -240,17 +263,21 @@ def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic
         expected = out.double()
         for adapter_index, most in enumerate(ranks.tolist()):
             low = torch.einsum("th,prh->tpr", x.double(), down[adapter_index, :, :most].double())
-            each = up[adapter_index, :most].double().view(-1, parts, hidden)
-            added = torch.einsum("tpr,rpo->tpo", low, each).flatten(1)
+            low = low.repeat_interleave(torch.tensor(parts, device=x.device), 1, output_size=outputs)
+            added = torch.einsum("tor,ro->to", low, up[adapter_index, :most].double())
             expected = torch.where((using == adapter_index)[:, None], expected + added, expected)
         return expected
 
-    return Call(f"{rows} x {parts * hidden}, rank {rank}", launch, reference)
+    return Call(f"{rows} x {outputs}, rank {rank}", launch, reference)
 
 
 def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if inputs.adapter_rank:
-        yield from ((parts, rows) for parts in (1, 2, 3) for rows in (1, 32, 64, adapters.SPLIT_ROWS))
+        for hidden, parts in linear_shapes(spec, inputs.dtype):
+            for rows in (1, 32, 64, adapters.SPLIT_ROWS):
+                yield hidden, parts, rows
+                if rows <= MOST_DECODES:
+                    yield hidden, parts, rows, torch.int64
 
 
 KERNELS = (

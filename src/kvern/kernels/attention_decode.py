@@ -193,7 +193,7 @@ def decode_attention(
     group = heads // kv_heads
     overlap = overlaps(query.device)
     partial = partial_sum = out
-    before = 0 if shared is None else prefix_parts(kv_heads, shared)
+    before = 0 if shared is None else prefix_parts(kv_heads, len(shared.members))
     parts = shape.splits + before
     if parts > 1:
         partial = torch.empty(requests, heads, parts, head_dim, dtype=torch.float32, device=query.device)

@@ -36,9 +36,13 @@ def prefix_members(group: int) -> int:
     return max(1, members)
 
 
-def prefix_parts(kv_heads: int, shared: SharedPrefix) -> int:
+def tiles_for(requests: int, members: int) -> int:
+    """How many tiles a batch may have: enough for one prefix, and as many again for those of smaller groups."""
+    return 2 * -(-requests // members)
+
+
+def prefix_parts(kv_heads: int, tiles: int) -> int:
     """How many programs share the keys of a tile's prefix: enough to fill the card."""
-    tiles = len(shared.members)
     parts: int = 512 // triton.next_power_of_2(kv_heads * tiles)
     return max(1, min(16, parts))
 
@@ -129,7 +133,7 @@ def attend_to_prefix(
     _, _, block_size, kv_heads, _ = cache.shape
     group = heads // kv_heads
     tiles, members = shared.members.shape
-    splits = prefix_parts(kv_heads, shared)
+    splits = prefix_parts(kv_heads, tiles)
     overlap = overlaps(query.device)
     _prefix_attention_kernel[(kv_heads, tiles, splits)](
         query,
