@@ -1,6 +1,6 @@
 """Attention over the paged cache."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
-from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, prefix_parts, tiles_for
+from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, tiles_for
 from kvern.model_spec import AttentionSpec, ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -51,7 +51,6 @@ def _decode(
     requests: int,
     keys: int,
     planned: int,
-    slot_type: torch.dtype = torch.int32,
     tiles: int = 0,
 ) -> Call:
     """`planned`: the number of requests that the launch is cut for; `tiles`: what reads a block that all begin with."""
@@ -72,8 +71,8 @@ def _decode(
         query,
         cache,
         table,
-        inputs.integers(range(requests), slot_type),
-        inputs.integers([keys - 1] * requests, slot_type),
+        inputs.integers(range(requests)),
+        inputs.integers([keys - 1] * requests),
         inputs.zeros(requests * kv_heads),
         out,
         decode_shape(planned, kv_heads, head_dim, inputs.processors),
@@ -106,26 +105,24 @@ def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
 def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     keys = 2 * inputs.block_size + 1
     for kind in _kinds(spec):
-        for planned in _cuts(kind, inputs, 1, lambda planned, shape: shape.splits > 1):
-            yield from ((kind, 2, keys, planned, slot_type) for slot_type in (torch.int32, torch.int64))
-        if kind.window is None:
-            members = prefix_members(kind.heads // kind.kv_heads)
-            parts = partial(_parts, kind, members)
-            for planned in _cuts(kind, inputs, 4, parts):
-                yield kind, min(2, members), keys, planned, torch.int32, tiles_for(planned, members)
+        members = prefix_members(kind.heads // kind.kv_heads)
+        for planned, first in _cuts(kind, inputs):
+            yield kind, 2, keys, planned
+            if kind.window is None and first:
+                yield kind, min(2, members), keys, planned, tiles_for(planned, members)
 
 
-def _parts(kind: AttentionSpec, members: int, planned: int, shape: DecodeShape) -> int:
-    return prefix_parts(kind.kv_heads, tiles_for(planned, members))
+def _cuts(kind: AttentionSpec, inputs: Inputs) -> list[tuple[int, bool]]:
+    """Numbers of requests: one for each tile of a launch, with and without splits; and whether it is the tile's first.
 
-
-def _cuts(kind: AttentionSpec, inputs: Inputs, least: int, other: Callable[[int, DecodeShape], Hashable]) -> list[int]:
-    """Numbers of requests from `least` on: one for each tile of a launch, with what else it is compiled for."""
-    forms: dict[Hashable, int] = {}
-    for planned in range(least, inputs.batch_requests + 1):
+    Where a prefix is shared there are parts to be joined in any case, so that splits make no difference.
+    """
+    forms: dict[tuple[DecodeShape, bool], int] = {}
+    for planned in range(1, inputs.batch_requests + 1):
         shape = decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors)
-        forms.setdefault((shape._replace(splits=0), other(planned, shape)), planned)
-    return list(forms.values())
+        forms.setdefault((shape._replace(splits=0), shape.splits > 1), planned)
+    tiles = [tile for tile, _ in forms]
+    return [(planned, tile not in tiles[:index]) for index, ((tile, _), planned) in enumerate(forms.items())]
 
 
 def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
