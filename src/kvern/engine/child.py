@@ -9,6 +9,8 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
+from kvern.bytecode import bytecode_environment
+
 
 class EngineProcess:
     """A process that imports what engines need, and waits at `address` for the message that names its model.
@@ -22,7 +24,8 @@ class EngineProcess:
         self.address = f"ipc://{Path(self._folder.name, 'engine')}"
         self.running = Path(self._folder.name, "running")
         command = [sys.executable, "-m", "kvern.engine.process", self.address, str(self.running), str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 (no shell, our own words)
+        environment = os.environ | bytecode_environment()
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603 (no shell, our own words)
         self._ended: Future[int] = Future()
         threading.Thread(target=self._watch, name="engine-process", daemon=True).start()
 

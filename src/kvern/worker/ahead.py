@@ -5,19 +5,20 @@ import threading
 
 
 def begin() -> None:
-    """Begin; whoever needs the results waits for them, or makes them if there are none."""
-    for work in (_make_context, _identify_triton):
-        threading.Thread(target=work, name=f"ahead-{work.__name__}", daemon=True).start()
-
-
-def _make_context() -> None:
-    """Have the driver make the first GPU's primary context, which PyTorch uses as well: 0.3 s and more."""
+    """Begin, if there is a GPU of NVIDIA; whoever needs the results waits for them, or makes them if there are none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return  # no GPU of NVIDIA; whether that is an error is decided where the device is chosen
+        return
+    if not driver.cuInit(0):
+        threading.Thread(target=_make_context, args=(driver,), name="ahead-context", daemon=True).start()
+        threading.Thread(target=_identify_triton, name="ahead-triton", daemon=True).start()
+
+
+def _make_context(driver: ctypes.CDLL) -> None:
+    """Have the driver make the first GPU's primary context, which PyTorch uses as well: 0.3 s and more."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+    if not driver.cuDeviceGet(ctypes.byref(device), 0):
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
