@@ -6,8 +6,12 @@ packages are where this user may not write, or PYTHONDONTWRITEBYTECODE is set: i
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+RARELY_IMPORTED = r"/(_dynamo|_inductor|_numpy|distributed/\w+|onnx|testing)/"
+"""Parts of PyTorch: whoever imports one compiles it."""
 
 
 def cache_home() -> Path:
@@ -34,3 +38,14 @@ def keep_bytecode() -> None:
     if environment := bytecode_environment():
         os.environ.update(environment)
         sys.pycache_prefix, sys.dont_write_bytecode = environment["PYTHONPYCACHEPREFIX"], False
+        _compile_torch(Path(sys.pycache_prefix))
+
+
+def _compile_torch(prefix: Path) -> None:
+    """Have all cores compile PyTorch's modules, if none is there: who imports it meanwhile finds most of them."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    sources = Path(torch.origin).parent
+    if not prefix.joinpath(*sources.parts[1:]).exists():
+        command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED, str(sources)]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 (no shell, our own words)

@@ -48,6 +48,7 @@ class Nothing:
 def listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, list[Any]]:
     """What a start launches."""
     inputs = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", block_size=2, adapter_rank=16, adapter_places=3)
+    inputs.processors = 1  # as the engine counts a CPU's
     spec = spec_from_config(read_config(folder))
     with recorded(monkeypatch) as launched:
         for kernel in KERNELS:
@@ -118,7 +119,6 @@ def test_what_is_launched_was_launched_at_start(
         options = options | PLACES | {"adapters": {adapter: str(path)}}
     else:
         make_checkpoint(family, folder)
-    monkeypatch.setattr(Inputs, "processors", 1)  # as the engine counts a CPU's
     known = listed(folder, monkeypatch)
     monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))

@@ -24,8 +24,9 @@ class EngineProcess:
         self.address = f"ipc://{Path(self._folder.name, 'engine')}"
         self.running = Path(self._folder.name, "running")
         command = [sys.executable, "-m", "kvern.engine.process", self.address, str(self.running), str(os.getpid())]
-        environment = os.environ | bytecode_environment()
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603 (no shell, our own words)
+        self._process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
+            command, stdin=subprocess.DEVNULL, env=os.environ | bytecode_environment()
+        )
         self._ended: Future[int] = Future()
         threading.Thread(target=self._watch, name="engine-process", daemon=True).start()
 

@@ -1,5 +1,6 @@
 """What is said of a kernel in one place: which models launch it, on what, what it returns, and what it must move."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -38,12 +39,15 @@ class Inputs:
         self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
         self._fill = fill
         self._generator = torch.Generator(device).manual_seed(0)
-
-    @property
-    def processors(self) -> int:
+        on_gpu = device.type == "cuda"
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
         """Of the device; without one to ask, those of an H100."""
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 132
+
+    def without_device(self) -> "Inputs":
+        """The same forms, on memory of the host that nobody reads."""
+        inputs = copy.copy(self)
+        inputs.device, inputs._fill = torch.device("cpu"), "empty"
+        return inputs
 
     def numbers(self, *shape: int, dtype: torch.dtype | None = None, deviation: float = 1.0) -> torch.Tensor:
         """A tensor of the model's dtype, or another."""

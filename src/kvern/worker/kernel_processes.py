@@ -1,0 +1,120 @@
+"""Kernels that are not in Triton's cache yet, compiled side by side in processes.
+
+Threads would share Python's lock, which Triton's compiler holds half of its time. A process of these never touches the
+device: its driver only names the target, every launch ends with the compiled kernel, and what is compiled is found in
+the cache by the launches that follow in this process.
+"""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
+
+import kvern
+from kvern.kernel_list import KERNELS, Inputs, Kernel
+from kvern.model_spec import ModelSpec
+
+logger = logging.getLogger("kvern")
+
+_launches: list[Callable[[], None]] = []
+"""Of the list, for the processes, which begin with this one's memory."""
+
+
+class TargetDriver:
+    """What Triton asks a driver for while it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        from triton.backends.nvidia.driver import ty_to_cpp
+
+        return str(ty_to_cpp(kind))
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
+    """Compile what is launched on `inputs`, of a GPU, if nobody has: then a launch finds it in Triton's cache.
+
+    What does not compile is left for the launch to report.
+    """
+    target = triton.runtime.driver.active.get_current_target()
+    forms = [(kernel, given) for kernel in KERNELS for given in kernel.launched(spec, inputs)]
+    done = _mark(spec, inputs, forms, target)
+    if target.backend != "cuda" or done.exists():
+        return
+    _launches[:] = [partial(_launch, kernel, spec, inputs.without_device(), given) for kernel, given in forms]
+    context = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _become_compiler, (target,)) as pool:
+            failures = [error for error in pool.map(_compile, range(len(_launches))) if error]
+    except BrokenProcessPool as error:
+        failures = [str(error)]
+    _launches.clear()
+    if failures:
+        logger.debug("kernels do not compile: %s", failures)
+        return
+    done.parent.mkdir(parents=True, exist_ok=True)
+    done.touch()
+
+
+def _mark(spec: ModelSpec, inputs: Inputs, forms: object, target: GPUTarget) -> Path:
+    """The file that says that all of it is in the cache."""
+    sources = sorted(Path(kvern.__file__).parent.glob("kernel*/*.py"))
+    said = [
+        *(spec, forms, target, inputs.dtype, inputs.block_size, inputs.adapter_rank, inputs.adapter_places),
+        *(triton_key(), torch.__version__, *(source.read_bytes() for source in sources)),
+    ]
+    return Path(triton.knobs.cache.dir) / f"kvern-{hashlib.sha256(repr(said).encode()).hexdigest()}"
+
+
+def _launch(kernel: Kernel, spec: ModelSpec, inputs: Inputs, given: tuple[Any, ...]) -> None:
+    kernel.make(spec, inputs, *given).launch()
+
+
+def _become_compiler(target: GPUTarget) -> None:
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(TargetDriver(target))
+    run, known = JITFunction.run, set()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash not in known:
+            known.add(kernel.hash)
+            CudaLauncher(kernel.src, kernel.metadata)
+        return kernel
+
+    JITFunction.run = compile_only
+
+
+def _compile(index: int) -> str:
+    try:
+        _launches[index]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
