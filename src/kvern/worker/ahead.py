@@ -3,16 +3,26 @@
 import ctypes
 import threading
 
+_threads: list[threading.Thread] = []
+
 
 def begin() -> None:
-    """Begin, if there is a GPU of NVIDIA; whoever needs the results waits for them, or makes them if there are none."""
+    """Begin, if there is a GPU of NVIDIA."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
     if not driver.cuInit(0):
-        threading.Thread(target=_make_context, args=(driver,), name="ahead-context", daemon=True).start()
-        threading.Thread(target=_identify_triton, name="ahead-triton", daemon=True).start()
+        _threads.append(threading.Thread(target=_make_context, args=(driver,), name="ahead-context", daemon=True))
+        _threads.append(threading.Thread(target=_identify_triton, name="ahead-triton", daemon=True))
+        for thread in _threads:
+            thread.start()
+
+
+def finish() -> None:
+    """Wait for what was begun: nothing of it must be under way in a process that is forked."""
+    while _threads:
+        _threads.pop().join()
 
 
 def _make_context(driver: ctypes.CDLL) -> None:

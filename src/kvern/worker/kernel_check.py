@@ -14,6 +14,7 @@ import torch
 
 from kvern.kernel_list import KERNELS, Inputs, Kernel
 from kvern.model_spec import ModelSpec
+from kvern.worker import ahead
 from kvern.worker.kernel_processes import compile_in_processes
 
 logger = logging.getLogger("kvern")
@@ -25,6 +26,7 @@ def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
     """Launch every kernel once and return the groups all of whose kernels work on this device."""
     device = inputs.device
     if device.type == "cuda":
+        ahead.finish()
         compile_in_processes(spec, inputs)
 
     def launch(kernel: Kernel, arguments: tuple[Any, ...]) -> None:

@@ -5,13 +5,15 @@ device: its driver only names the target, every launch ends with the compiled ke
 the cache by the launches that follow in this process.
 """
 
+import ctypes
 import hashlib
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,10 @@ from kvern.model_spec import ModelSpec
 
 logger = logging.getLogger("kvern")
 
-_launches: list[Callable[[], None]] = []
-"""Of the list, for the processes, which begin with this one's memory."""
+MOST_PROCESSES = 16
+PATIENCE_SECONDS = 120.0
+"""After that the rest is left to the launches."""
+PR_SET_PDEATHSIG = 1
 
 
 class TargetDriver:
@@ -64,21 +68,24 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
     target = triton.runtime.driver.active.get_current_target()
     forms = [(kernel, given) for kernel in KERNELS for given in kernel.launched(spec, inputs)]
     done = _mark(spec, inputs, forms, target)
-    if target.backend != "cuda" or done.exists():
+    if target.backend != "cuda" or done.exists() or "fork" not in multiprocessing.get_all_start_methods():
         return
-    _launches[:] = [partial(_launch, kernel, spec, inputs.without_device(), given) for kernel, given in forms]
+    launches = [partial(_launch, kernel, spec, inputs.without_device(), given) for kernel, given in forms]
     context = multiprocessing.get_context("fork")
-    try:
-        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _become_compiler, (target,)) as pool:
-            failures = [error for error in pool.map(_compile, range(len(_launches))) if error]
-    except BrokenProcessPool as error:
-        failures = [str(error)]
-    _launches.clear()
-    if failures:
-        logger.debug("kernels do not compile: %s", failures)
-        return
-    done.parent.mkdir(parents=True, exist_ok=True)
-    done.touch()
+    following = context.Value("i", 0)
+    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(launches))
+    arguments = target, launches, following
+    processes = [context.Process(target=_compile, args=arguments, daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + PATIENCE_SECONDS
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()
+        process.join()
+    if not any(process.exitcode for process in processes):
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
 
 
 def _mark(spec: ModelSpec, inputs: Inputs, forms: object, target: GPUTarget) -> Path:
@@ -95,12 +102,30 @@ def _launch(kernel: Kernel, spec: ModelSpec, inputs: Inputs, given: tuple[Any, .
     kernel.make(spec, inputs, *given).launch()
 
 
-def _become_compiler(target: GPUTarget) -> None:
-    from triton.backends.nvidia.driver import CudaLauncher
-
+def _compile(target: GPUTarget, launches: Sequence[Callable[[], None]], following: Any) -> None:
+    """What a process does: compile one launch after another; exits with 1 if one cannot be compiled."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(TargetDriver(target))
-    run, known = JITFunction.run, set()
+    JITFunction.run = _compile_only(JITFunction.run)
+    failed = False
+    while True:
+        with following.get_lock():
+            index, following.value = following.value, following.value + 1
+        if index >= len(launches):
+            sys.exit(int(failed))
+        try:
+            launches[index]()
+        except Exception as error:
+            logger.debug("a kernel does not compile: %s", error)
+            failed = True
+
+
+def _compile_only(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`JITFunction.run` that compiles a kernel and what launches it, and does not launch."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    known = set()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
@@ -109,12 +134,4 @@ def _become_compiler(target: GPUTarget) -> None:
             CudaLauncher(kernel.src, kernel.metadata)
         return kernel
 
-    JITFunction.run = compile_only
-
-
-def _compile(index: int) -> str:
-    try:
-        _launches[index]()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return compile_only
