@@ -70,7 +70,7 @@ def main(address: str, running: str, parent: int) -> int:
     importing.start()
     while not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
         if os.getppid() != parent:
-            return 1
+            os._exit(1)  # in the middle of imports
     start = decode_for_engine(socket.recv())
     assert isinstance(start, Start)
     try:
