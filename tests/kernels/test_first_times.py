@@ -107,7 +107,7 @@ def use_everything(llm: LLM, adapter: str | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-@pytest.mark.parametrize("family", ["tiny", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", ["tiny", "llama_bias", "gemma2", "qwen3_moe", "qwen2_moe"])
 def test_what_is_launched_was_launched_at_start(
     family: str, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,8 +128,7 @@ def test_what_is_launched_was_launched_at_start(
         use_everything(llm, adapter)
         take_graphs(llm, monkeypatch)
         use_everything(llm, adapter)
-    assert {"_prefill_attention_kernel", "_prefix_attention_kernel", "_sample_chunk_kernel"} < {
-        name for name, _ in launched
-    }
+    names = {name for name, _ in launched}
+    assert names >= {"_prefill_attention_kernel", "_prefix_attention_kernel", "_sample_chunk_kernel"}
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
     assert not missing, "\n".join(missing)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -71,12 +71,23 @@ class Inputs:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
-def linear_shapes(spec: ModelSpec, dtype: torch.dtype) -> list[tuple[int, tuple[int, ...]]]:
-    """Of the linear layers of the model's blocks: inputs, and outputs of each part."""
+class LinearKind(NamedTuple):
+    """A linear layer's inputs, the outputs of each of its parts, and whether it has a bias."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+    biased: bool
+
+
+def linear_shapes(spec: ModelSpec, dtype: torch.dtype) -> list[LinearKind]:
+    """Of the linear layers of the model's blocks."""
     layers = tuple(replace(layer, rope=None) for layer in dict.fromkeys(spec.layers))
     outline = Decoder(replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1))
-    shapes = ((layer.inputs, tuple(layer.outputs.values())) for _, layer in linear_layers(outline))
-    return list(dict.fromkeys(shapes))
+    kinds = (
+        LinearKind(layer.inputs, tuple(layer.outputs.values()), layer.bias is not None)
+        for _, layer in linear_layers(outline)
+    )
+    return list(dict.fromkeys(kinds))
 
 
 @dataclass(frozen=True)

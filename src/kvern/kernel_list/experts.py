@@ -40,9 +40,11 @@ def _experts(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, determi
     gate_up = inputs.numbers(moe.experts, 2 * width, hidden, deviation=hidden**-0.5)
     down = inputs.numbers(moe.experts, hidden, width, deviation=width**-0.5)
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
+    chosen = chosen if moe.scoring == "sigmoid" else chosen.int()  # PyTorch chooses, or the router's kernel
+    add = inputs.numbers(tokens, hidden) if moe.shared_width else None
 
     def reference() -> torch.Tensor:
-        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if add is None else add.double()
         for expert in range(moe.experts):
             token, place = (chosen == expert).nonzero(as_tuple=True)
             gate, up = (x[token].double() @ gate_up[expert].double().T).chunk(2, -1)
@@ -52,7 +54,15 @@ def _experts(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, determi
 
     touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** tokens)
     launch = partial(
-        fused_experts, x, gate_up, down, weights, chosen.int(), moe.activation, deterministic=deterministic
+        fused_experts,
+        x,
+        gate_up,
+        down,
+        weights,
+        chosen,
+        moe.activation,
+        add=add,
+        deterministic=deterministic,
     )
     moved, operations = touched * 3 * width * hidden * x.element_size(), 2 * tokens * moe.top_k * 3 * width * hidden
     return Call(f"{tokens} tokens", launch, reference, moved, operations)
