@@ -66,6 +66,7 @@ def main(address: str, running: str, parent: int) -> int:
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
     socket.connect(address)
     gc.disable()  # nothing that a start makes is garbage
+    ahead.identify_triton()
     importing = threading.Thread(target=import_engine, name="import", daemon=True)
     importing.start()
     while not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
@@ -74,10 +75,10 @@ def main(address: str, running: str, parent: int) -> int:
     start = decode_for_engine(socket.recv())
     assert isinstance(start, Start)
     try:
+        config = EngineConfig(**start.config)
+        if config.device != "cpu":
+            ahead.make_context()
         with signs_of_life(socket, parent):
-            config = EngineConfig(**start.config)
-            if config.device != "cpu":
-                ahead.begin()
             importing.join()
             from kvern.engine.factory import build_core
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -34,6 +35,8 @@ MOST_PROCESSES = 16
 PATIENCE_SECONDS = 120.0
 """After that the rest is left to the launches."""
 PR_SET_PDEATHSIG = 1
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Of a function in a description, another in each process."""
 
 
 class TargetDriver:
@@ -88,11 +91,12 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
         done.touch()
 
 
-def _mark(spec: ModelSpec, inputs: Inputs, forms: object, target: GPUTarget) -> Path:
+def _mark(spec: ModelSpec, inputs: Inputs, forms: Sequence[tuple[Kernel, tuple[Any, ...]]], target: GPUTarget) -> Path:
     """The file that says that all of it is in the cache."""
     sources = sorted(Path(kvern.__file__).parent.glob("kernel*/*.py"))
+    named = ADDRESS.sub("", repr((spec, [(kernel.name, given) for kernel, given in forms])))
     said = [
-        *(spec, forms, target, inputs.dtype, inputs.block_size, inputs.adapter_rank, inputs.adapter_places),
+        *(named, target, inputs.dtype, inputs.block_size, inputs.adapter_rank, inputs.adapter_places),
         *(triton_key(), torch.__version__, *(source.read_bytes() for source in sources)),
     ]
     return Path(triton.knobs.cache.dir) / f"kvern-{hashlib.sha256(repr(said).encode()).hexdigest()}"
