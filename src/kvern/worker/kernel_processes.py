@@ -73,7 +73,9 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
     done = _mark(spec, inputs, forms, target)
     if target.backend != "cuda" or done.exists() or "fork" not in multiprocessing.get_all_start_methods():
         return
-    launches = [partial(_launch, kernel, spec, inputs.without_device(), given) for kernel, given in forms]
+    host = inputs.without_device()
+    longest_first = reversed(forms)  # attention, which stands at the list's end
+    launches = [partial(_launch, kernel, spec, host, given) for kernel, given in longest_first]
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(launches))
