@@ -1,12 +1,12 @@
 """Every option of the engine, with the decisions that follow from them when nothing is given."""
 
-import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvern.bytecode import cache_home
 from kvern.errors import ConfigError
 
 DEFAULT_MODEL = "kvern-12m"
@@ -163,7 +163,7 @@ class EngineConfig:
         """Where builds, measurements and changed model folders are kept: the option, or kvern's among the caches."""
         if self.cache_dir is not None:
             return Path(self.cache_dir).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvern"
+        return cache_home()
 
     @property
     def adapter_places(self) -> int:

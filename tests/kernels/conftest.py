@@ -1,12 +1,32 @@
 """The kernels' tests run interpreted on a CPU, and compiled where there is a GPU."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., Any]:
+    """Makes engines, `LLM`, whose batch lives on the device, through kernels that all work."""
+    import kvern.worker.worker
+    from kvern import LLM
+    from kvern.kernel_list import KERNELS
+
+    groups = {kernel.group for kernel in KERNELS}
+
+    def make(folder: Path, **options: Any) -> LLM:
+        with monkeypatch.context() as patched:
+            patched.setattr(kvern.worker.worker, "usable_kernels", lambda *_: frozenset(groups))
+            return LLM(str(folder), device=device.type, **options)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvern.worker.worker
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.kernel_list import KERNELS
 from kvern.structured_output import StructuredOutput
 from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
@@ -26,19 +24,6 @@ FAMILIES_BY_MECHANISM = [
     *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT if name in FAMILIES),
 ]
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., LLM]:
-    """Makes engines whose batch lives on the device, through kernels that all work."""
-    groups = {kernel.group for kernel in KERNELS}
-
-    def make(folder: Path, **options: Any) -> LLM:
-        with monkeypatch.context() as patched:
-            patched.setattr(kvern.worker.worker, "usable_kernels", lambda *_: frozenset(groups))
-            return LLM(str(folder), device=device.type, **options)
-
-    return make
 
 
 @pytest.fixture(scope="module")

@@ -116,8 +116,8 @@ class PagedStep:
             starts=[],
             counts=[1] * count,
             block_table=batch.block_table,
-            device_slots=batch.device_sample_slots,
-            device_starts=batch.sample_positions - 1,
+            device_slots=batch.device_sample_slots.int(),  # as those of decodes: the same kernel
+            device_starts=(batch.sample_positions - 1).int(),
             query_start_loc=batch.query_start_loc,
             device_counts=batch.device_counts,
         )

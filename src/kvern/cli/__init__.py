@@ -1,0 +1,5 @@
+"""The command `kvern`. What it imports is compiled once."""
+
+from kvern.bytecode import keep_bytecode
+
+keep_bytecode()

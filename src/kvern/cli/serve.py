@@ -29,6 +29,9 @@ class ServeCommand:
         """Serve until a signal ends it and return the exit code. Raises KvernError if the engine cannot start."""
         import dataclasses
 
+        from kvern.engine.child import EngineProcess
+
+        process = EngineProcess()  # it imports PyTorch while this one imports the server
         import uvloop
 
         from kvern.server.run import serve
@@ -38,7 +41,7 @@ class ServeCommand:
             engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
         logging.basicConfig(format="kvern: %(message)s", level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
-        uvloop.run(serve(engine, self.server, _say))
+        uvloop.run(serve(engine, self.server, process, _say))
         return 0
 
 

@@ -8,6 +8,7 @@ import dataclasses
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
+from kvern.engine.child import EngineProcess
 from kvern.engine.client_adapters import ClientAdapters
 from kvern.engine.client_inputs import ClientInputs
 from kvern.engine.generations import Generations
@@ -35,14 +36,15 @@ class EngineClient:
     `names` are the model's, which no adapter may have, and the first of which stands in the metrics.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, process: EngineProcess | None = None) -> None:
+        """`process`: of the first engine, if it runs already."""
         self.names = config.model_names
         self.folder = model_folder(config)
         self.config = dataclasses.replace(config, model=str(self.folder), revision=None)
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self.metrics = Metrics(self.names[0])
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
-        self.supervisor = Supervisor(self.config, self)
+        self.supervisor = Supervisor(self.config, self, process)
         adapters, probation = AdapterNames(frozenset(self.names)), Probation()
         outputs = OutputProcessor(self.tokenizer)
         self.generations = Generations(self.inputs, outputs, adapters, self.supervisor, probation, self.metrics)

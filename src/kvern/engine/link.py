@@ -3,16 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
-import os
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
 
 from kvern.config import EngineConfig
+from kvern.engine.child import EngineProcess
 from kvern.engine.wire import (
     AdapterRead,
     Events,
@@ -32,7 +30,7 @@ SHUTDOWN_SECONDS = 10
 class EngineLink:
     """Start with `start`, end with `stop`. After `silence` seconds without a sign of life the process is killed."""
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: zmq.asyncio.Socket, silence: float) -> None:
+    def __init__(self, process: EngineProcess, socket: zmq.asyncio.Socket, silence: float) -> None:
         self.process = process
         self._silence = silence
         self.ready = Ready(0, 0, "")
@@ -41,17 +39,12 @@ class EngineLink:
         """It was killed because it gave no sign of life."""
 
     @classmethod
-    async def start(cls, config: EngineConfig, address: str, running: Path) -> "EngineLink":
-        """Start a process that loads `config.model`, a folder, and wait for it. Raises ConfigError with its reason.
-
-        It notes in the file `running` what it computes.
-        """
+    async def start(cls, config: EngineConfig, process: EngineProcess) -> "EngineLink":
+        """Have the process load `config.model`, a folder, and wait for it. Raises ConfigError with its reason."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
-        socket.bind(address)
-        command = [sys.executable, "-m", "kvern.engine.process", address, str(running), str(os.getpid())]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+        socket.bind(process.address)
         link = cls(process, socket, config.engine_timeout)
         sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config)))))
         try:
@@ -61,10 +54,10 @@ class EngineLink:
                     break
         except BaseException as error:
             sent.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()  # a model that loads hears nothing
+            process.kill()  # a model that loads hears nothing
             await process.wait()
             await link.stop()
+            process.forget()
             if isinstance(error, EngineDied):
                 raise ConfigError(str(error)) from error
             raise

@@ -4,6 +4,8 @@ It serves the process PARENT, which started it, and ends when that has; in FILE 
 """
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import signal
@@ -37,6 +39,7 @@ from kvern.engine.wire import (
 )
 from kvern.errors import KvernError, in_a_line
 from kvern.events import TokenEvent
+from kvern.worker import ahead
 from kvern.worker.startup import Startup
 
 if TYPE_CHECKING:
@@ -64,16 +67,23 @@ def main(address: str, running: str, parent: int) -> int:
     socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
     socket.connect(address)
+    gc.disable()  # nothing that a start makes is garbage
+    ahead.identify_triton()
+    importing = threading.Thread(target=import_engine, name="import", daemon=True)
+    importing.start()
     while not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
         if os.getppid() != parent:
-            return 1
+            os._exit(1)  # in the middle of imports
     start = decode_for_engine(socket.recv())
     assert isinstance(start, Start)
     try:
+        config = EngineConfig(**start.config)
+        if config.device != "cpu":
+            ahead.make_context()
         with signs_of_life(socket, parent):
-            from kvern.engine.factory import build_core  # PyTorch takes seconds to load, from a cold disk many
+            importing.join()
+            from kvern.engine.factory import build_core
 
-            config = EngineConfig(**start.config)
             startup = Startup()
             note = RunningFile(Path(running)).write
             core, _, layout = build_core(config, Path(config.model or ""), startup, prepares=True, note=note)
@@ -82,6 +92,8 @@ def main(address: str, running: str, parent: int) -> int:
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
+    gc.freeze()  # what is there now stays: collections need not look at it
+    gc.enable()
     gpu = next(iter(layout.gpus), None)
     socket.send(encode(Ready(layout.max_model_len, layout.max_batch_requests, str(startup), gpu)))
     try:
@@ -91,6 +103,11 @@ def main(address: str, running: str, parent: int) -> int:
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
         return 1
     return 0
+
+
+def import_engine() -> None:
+    """What takes longest: PyTorch takes seconds, from a cold disk many."""
+    importlib.import_module("kvern.engine.factory")
 
 
 @contextlib.contextmanager

@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import logging
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from kvern.config import EngineConfig
+from kvern.engine.child import EngineProcess
 from kvern.engine.link import EngineLink
 from kvern.engine.running_file import read_running
 from kvern.engine.wire import AdapterRead, Events, WireMessage
@@ -62,11 +61,11 @@ class Owner(Protocol):
 class Supervisor:
     """Start with `start`, end with `stop`."""
 
-    def __init__(self, config: EngineConfig, owner: Owner) -> None:
+    def __init__(self, config: EngineConfig, owner: Owner, first: EngineProcess | None = None) -> None:
+        """`first`: a process for the first engine, that runs already."""
         self._config = config
         self._owner = owner
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        """Of the last engine's socket and file; only this user may enter it."""
+        self._first = first
         self._link: EngineLink | None = None
         self._began = 0.0
         self._fruitless = 0
@@ -123,8 +122,8 @@ class Supervisor:
             await asyncio.wait([self._task])
         if self._link is not None:
             await self._link.stop()
+            self._link.process.forget()
         self.available.set()
-        self._remove_directory()
 
     def send(self, message: WireMessage) -> None:
         """To the engine, if one takes requests: a later one is told what it needs by the owner."""
@@ -155,7 +154,7 @@ class Supervisor:
             self.available.clear()
             await self.link.stop()
             killed = self.link.silent or self.link.process.returncode == -signal.SIGKILL
-            return Death(error, read_running(self._running_file), killed, time.monotonic() - self._began)
+            return Death(error, read_running(self.link.process.running), killed, time.monotonic() - self._began)
         raise AssertionError("the engine's messages end with its death")
 
     def _bury(self, death: Death) -> None:
@@ -186,19 +185,11 @@ class Supervisor:
         logger.warning("%s; another engine is started in %g s", trouble, wait)
 
     async def _launch(self) -> None:
-        self._remove_directory()
-        self._directory = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
-        address = f"ipc://{Path(self._directory.name, 'engine')}"
-        self._link = await EngineLink.start(self._config, address, self._running_file)
+        if self._link is not None:
+            self._link.process.forget()
+        process, self._first = self._first or EngineProcess(), None
+        self._link = await EngineLink.start(self._config, process)
         await self._owner.prepare(self._link)
         self._began = time.monotonic()
         self.available.set()
         self._owner.resume()
-
-    @property
-    def _running_file(self) -> Path:
-        return Path(self._directory.name if self._directory is not None else "", "running")
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            self._directory.cleanup()

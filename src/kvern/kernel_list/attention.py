@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels.attention_decode import decode_attention, decode_shape
+from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
-from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
+from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, tiles_for
 from kvern.model_spec import AttentionSpec, ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -51,27 +51,28 @@ def _decode(
     requests: int,
     keys: int,
     planned: int,
-    slot_type: torch.dtype = torch.int32,
-    shared: int = 0,
+    tiles: int = 0,
 ) -> Call:
-    """`planned`: the number of requests that the launch is cut for; `shared`: keys that all have in common."""
+    """`planned`: the number of requests that the launch is cut for; `tiles`: what reads a block that all begin with."""
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
     cache, table = _paged(attention, inputs, requests, keys)
     query = inputs.numbers(requests, heads, head_dim)
     out = torch.empty_like(query)
     prefix = None
-    if shared:
-        table[:, : shared // inputs.block_size] = table[0, : shared // inputs.block_size]
-        members = inputs.zeros(1, prefix_members(heads // kv_heads)) - 1
+    if tiles:
+        shared = inputs.block_size
+        table[:, 0] = table[0, 0]
+        members = inputs.zeros(tiles, prefix_members(heads // kv_heads)) - 1
         members[0, :requests] = inputs.integers(range(requests))
-        prefix = SharedPrefix(members, inputs.integers([shared]), inputs.integers([shared] * requests))
+        tile_keys = inputs.integers([shared] + [0] * (tiles - 1))
+        prefix = SharedPrefix(members, tile_keys, inputs.integers([shared] * requests))
     launch = partial(
         decode_attention,
         query,
         cache,
         table,
-        inputs.integers(range(requests), slot_type),
-        inputs.integers([keys - 1] * requests, slot_type),
+        inputs.integers(range(requests)),
+        inputs.integers([keys - 1] * requests),
         inputs.zeros(requests * kv_heads),
         out,
         decode_shape(planned, kv_heads, head_dim, inputs.processors),
@@ -102,13 +103,26 @@ def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
 
 
 def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    keys = 2 * inputs.block_size + 1
     for kind in _kinds(spec):
-        keys, shared = 2 * inputs.block_size + 1, inputs.block_size
-        for planned in (1, 256):
-            yield from ((kind, 2, keys, planned, slot_type) for slot_type in (torch.int32, torch.int64))
-        together = min(2, prefix_members(kind.heads // kind.kv_heads))
-        if kind.window is None:
-            yield kind, together, keys, 256, torch.int32, shared
+        members = prefix_members(kind.heads // kind.kv_heads)
+        for planned, first in _cuts(kind, inputs):
+            yield kind, 2, keys, planned
+            if kind.window is None and first:
+                yield kind, min(2, members), keys, planned, tiles_for(planned, members)
+
+
+def _cuts(kind: AttentionSpec, inputs: Inputs) -> list[tuple[int, bool]]:
+    """Numbers of requests: one for each tile of a launch, with and without splits; and whether it is the tile's first.
+
+    Where a prefix is shared there are parts to be joined in any case, so that splits make no difference.
+    """
+    forms: dict[tuple[DecodeShape, bool], int] = {}
+    for planned in range(1, inputs.batch_requests + 1):
+        shape = decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors)
+        forms.setdefault((shape._replace(splits=0), shape.splits > 1), planned)
+    tiles = [tile for tile, _ in forms]
+    return [(planned, tile not in tiles[:index]) for index, ((tile, _), planned) in enumerate(forms.items())]
 
 
 def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

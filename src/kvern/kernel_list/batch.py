@@ -1,5 +1,6 @@
 """What reads the batch on the device and writes to it, and the choice of tokens."""
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -80,6 +81,7 @@ def _write_sampled(spec: ModelSpec, inputs: Inputs, slot_type: torch.dtype, adva
 def _write_sampled_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield torch.int32, True
     yield torch.int64, False
+    yield torch.int32, False
 
 
 def _write_runs(spec: ModelSpec, inputs: Inputs) -> Call:
@@ -98,8 +100,15 @@ def _write_runs(spec: ModelSpec, inputs: Inputs) -> Call:
     return Call("2 runs", launch, reference)
 
 
-def _sample(spec: ModelSpec, inputs: Inputs, count: int, filtered: bool, slot_type: torch.dtype = torch.int64) -> Call:
-    logits = inputs.numbers(count, spec.vocab_size, deviation=3.0)
+def _sample(
+    spec: ModelSpec,
+    inputs: Inputs,
+    count: int,
+    filtered: bool,
+    slot_type: torch.dtype = torch.int64,
+    dtype: torch.dtype | None = None,
+) -> Call:
+    logits = inputs.numbers(count, spec.vocab_size, dtype=dtype, deviation=3.0)
     filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01} if filtered else {}
     rows = BatchRows(count, 1, 1, inputs.device)
     for row in range(count):
@@ -125,15 +134,21 @@ def _sample(spec: ModelSpec, inputs: Inputs, count: int, filtered: bool, slot_ty
 
 
 def _sample_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((3, filtered, slot_type) for filtered in (False, True) for slot_type in (torch.int32, torch.int64))
+    forms = itertools.product((False, True), (torch.int32, torch.int64), _logits_dtypes(inputs))
+    yield from ((3, *form) for form in forms)
+
+
+def _logits_dtypes(inputs: Inputs) -> list[torch.dtype]:
+    """The model's own, and what logits are kept in when something is computed with them."""
+    return list(dict.fromkeys((inputs.dtype, torch.float32)))
 
 
 def _sample_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((rows, False) for rows in (1, 64))
 
 
-def _restrict(spec: ModelSpec, inputs: Inputs) -> Call:
-    logits = inputs.numbers(4, spec.vocab_size)
+def _restrict(spec: ModelSpec, inputs: Inputs, dtype: torch.dtype) -> Call:
+    logits = inputs.numbers(4, spec.vocab_size, dtype=dtype)
     rows = inputs.integers((3, 1), torch.int64)
     words = inputs.integers(0x5A5A5A5A >> word % 7 for word in range(2 * -(-spec.vocab_size // 32))).view(2, -1)
 
@@ -149,11 +164,15 @@ def _restrict(spec: ModelSpec, inputs: Inputs) -> Call:
     return Call(f"2 x {spec.vocab_size}", launch, reference, 4 * spec.vocab_size * logits.element_size())
 
 
+def _restrict_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((dtype,) for dtype in _logits_dtypes(inputs))
+
+
 KERNELS = (
     Kernel("read tokens", "batch", _read_tokens, _once),
     Kernel("read decodes", "batch", _read_decodes, _once),
     Kernel("write sampled tokens", "batch", _write_sampled, _write_sampled_launched),
     Kernel("write runs", "batch", _write_runs, _once),
     Kernel("sampling", "sampling", _sample, _sample_launched, _sample_timed),
-    Kernel("masks", "masks", _restrict, _once),
+    Kernel("masks", "masks", _restrict, _restrict_launched),
 )

@@ -1,5 +1,6 @@
 """Norms, rotation, activations, products of few rows, and what adapters add."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec, small_matmul
@@ -15,9 +16,11 @@ from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
 from kvern.layers.tuned_linear import CANDIDATES, Shape
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 ROWS = 64
+FEW_OUTPUTS = 256
+"""Of a product that stands for others: how many there are changes nothing but whether rows of them are aligned."""
 TIMED_ROWS = (1, 64, 8192)
 Sizes = Iterator[tuple[Any, ...]]
 ACTIVATION: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -154,7 +157,14 @@ def _activate(spec: ModelSpec, inputs: Inputs, mlp: MlpSpec, rows: int) -> Call:
 
 
 def _activate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((mlp, ROWS) for mlp in gated_mlps(spec))
+    yield from ((mlp, ROWS) for mlp in (*gated_mlps(spec), *_shared_mlps(spec)))
+
+
+def _shared_mlps(spec: ModelSpec) -> list[MlpSpec]:
+    """Those beside experts, that a kernel can activate."""
+    moes = dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
+    mlps = [MlpSpec(moe.shared_width, moe.activation) for moe in moes if moe.shared_width]
+    return [mlp for mlp in mlps if mlp.activation in ACTIVATIONS]
 
 
 def _activate_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -169,8 +179,10 @@ def _matvec(
     norm: bool = False,
     activation: str | None = None,
     residual: bool = False,
+    biased: bool = False,
     shape: MatvecShape | None = None,
 ) -> Call:
+    bias = inputs.numbers(outputs) if biased else None
     x, weight = inputs.numbers(1, width), inputs.numbers(outputs, width, deviation=width**-0.5)
     around = NOTHING
     if norm or residual:
@@ -179,6 +191,7 @@ def _matvec(
 
     def reference() -> torch.Tensor:
         out = (x.double() if around.gain is None else _normed(x, around.gain, 1e-6)) @ weight.double().T
+        out = out if bias is None else out + bias.double()
         if activation is not None:
             gate, up = out.chunk(2, -1)
             out = ACTIVATION[activation](gate) * up
@@ -186,17 +199,28 @@ def _matvec(
 
     cut = shape or matvec_shape(outputs, width, activation is not None)
     moved = weight.numel() * weight.element_size()
-    launch = partial(matvec, x, weight, None, cut, around)
+    launch = partial(matvec, x, weight, bias, cut, around)
     return Call(f"{outputs} x {width}", launch, reference, moved, 2 * weight.numel())
 
 
 def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    hidden, attention = spec.hidden_size, spec.layers[0].attention
-    for mlp in gated_mlps(spec):
-        yield (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden, True
-        yield 2 * mlp.width, hidden, True, mlp.activation
-        yield hidden, attention.heads * attention.head_dim, False, None, True
-        yield hidden, mlp.width, False, None, True
+    hidden, plain = spec.hidden_size, (False, None, False)
+    launched: list[tuple[Any, ...]] = [(spec.vocab_size, hidden, *plain, spec.lm_head_bias)]
+    for layer in dict.fromkeys(spec.layers):
+        attention, mlp = layer.attention, layer.mlp
+        qkv = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+        launched.append((qkv, hidden, True, None, False, spec.qkv_bias))
+        launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.output_bias))
+        if isinstance(mlp, MoeSpec):  # the layer behind it has its norm before the product
+            launched += [(qkv, hidden, *plain, spec.qkv_bias), (mlp.experts, hidden, *plain)]
+            if mlp.shared_width:
+                launched += [(2 * mlp.shared_width, hidden), (hidden, mlp.shared_width)]
+            if mlp.shared_gate:
+                launched.append((1, hidden))
+        elif mlp in gated_mlps(spec):
+            launched.append((2 * mlp.width, hidden, True, mlp.activation, False, mlp.bias))
+            launched.append((hidden, mlp.width, False, None, True, mlp.bias))
+    yield from dict.fromkeys(launched)
 
 
 def _matvec_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -208,29 +232,54 @@ def _matvec_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
         yield hidden, mlp.width
 
 
-def _product(spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape) -> Call:
-    outputs, width = 256, spec.hidden_size
+def _product(
+    spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape, outputs: int, width: int, biased: bool = False
+) -> Call:
     if isinstance(shape, MatvecShape):
-        return _matvec(spec, inputs, outputs, width, shape=shape)
+        return _matvec(spec, inputs, outputs, width, biased=biased, shape=shape)
     assert shape is not None
     x, weight = inputs.numbers(rows, width), inputs.numbers(outputs, width, deviation=width**-0.5)
-    launch = partial(small_matmul, x, weight, None, shape, inputs.zeros(outputs))
-    return Call(f"{rows} x {outputs} x {width}", launch, lambda: x.double() @ weight.double().T)
+    bias = inputs.numbers(outputs) if biased else None
+    launch = partial(small_matmul, x, weight, bias, shape, inputs.zeros(outputs))
+
+    def reference() -> torch.Tensor:
+        out = x.double() @ weight.double().T
+        return out if bias is None else out + bias.double()
+
+    return Call(f"{rows} x {outputs} x {width}", launch, reference)
 
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((rows, shape) for rows, shapes in CANDIDATES.items() for shape in shapes if shape is not None)
+    layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in linear_shapes(spec, inputs.dtype)]
+    layers.append((spec.hidden_size, spec.vocab_size, spec.lm_head_bias))
+    launched = set()
+    for (width, outputs, biased), (rows, cuts) in itertools.product(layers, CANDIDATES.items()):
+        for cut in cuts:
+            if cut is None:
+                continue
+            form = cut, rows, width % 16, width % cut.inputs == 0, outputs % 16 == 0, biased
+            if form not in launched:
+                launched.add(form)
+                yield rows, cut, FEW_OUTPUTS + outputs % 16, width, biased
 
 
-def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic: bool = False) -> Call:
-    hidden, places = spec.hidden_size, 2
+def _adapt(
+    spec: ModelSpec,
+    inputs: Inputs,
+    hidden: int,
+    parts: tuple[int, ...],
+    rows: int,
+    index_type: torch.dtype = torch.int32,
+    deterministic: bool = False,
+) -> Call:
+    places, outputs = inputs.adapter_places, sum(parts)
     rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
-    x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, parts * hidden)
-    down = inputs.numbers(places, parts, rank, hidden, deviation=hidden**-0.5)
-    up = inputs.numbers(places, rank, parts * hidden)
-    using = inputs.integers((row % (places + 1) - 1 for row in range(rows)), torch.int64)
-    ranks = inputs.integers((rank, max(1, rank - 3)))
-    ends = tuple(hidden * (part + 1) for part in range(parts))
+    x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, outputs)
+    down = inputs.numbers(places, len(parts), rank, hidden, deviation=hidden**-0.5)
+    up = inputs.numbers(places, rank, outputs)
+    using = inputs.integers((row % (places + 1) - 1 for row in range(rows)), index_type)
+    ranks = inputs.integers(max(1, rank - 3 * place) for place in range(places))
+    ends = tuple(itertools.accumulate(parts))
 
     def launch() -> torch.Tensor:
         adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
@@ -240,17 +289,19 @@ def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic
         expected = out.double()
         for adapter_index, most in enumerate(ranks.tolist()):
             low = torch.einsum("th,prh->tpr", x.double(), down[adapter_index, :, :most].double())
-            each = up[adapter_index, :most].double().view(-1, parts, hidden)
-            added = torch.einsum("tpr,rpo->tpo", low, each).flatten(1)
+            low = low.repeat_interleave(torch.tensor(parts, device=x.device), 1, output_size=outputs)
+            added = torch.einsum("tor,ro->to", low, up[adapter_index, :most].double())
             expected = torch.where((using == adapter_index)[:, None], expected + added, expected)
         return expected
 
-    return Call(f"{rows} x {parts * hidden}, rank {rank}", launch, reference)
+    return Call(f"{rows} x {outputs}, rank {rank}", launch, reference)
 
 
 def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if inputs.adapter_rank:
-        yield from ((parts, rows) for parts in (1, 2, 3) for rows in (1, 32, 64, adapters.SPLIT_ROWS))
+        shapes = dict.fromkeys((layer.inputs, layer.outputs) for layer in linear_shapes(spec, inputs.dtype))
+        for (hidden, parts), rows in itertools.product(shapes, (1, 32, 64, adapters.SPLIT_ROWS)):
+            yield from ((hidden, parts, rows, index_type) for index_type in (torch.int32, torch.int64))
 
 
 KERNELS = (

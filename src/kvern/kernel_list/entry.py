@@ -1,12 +1,16 @@
 """What is said of a kernel in one place: which models launch it, on what, what it returns, and what it must move."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from kvern.adapters.targets import linear_layers
+from kvern.layers.build import Build
 from kvern.model_spec import ModelSpec
+from kvern.models.decoder import Decoder
 
 Result = torch.Tensor | Sequence[torch.Tensor]
 
@@ -14,7 +18,8 @@ Result = torch.Tensor | Sequence[torch.Tensor]
 class Inputs:
     """Makes the tensors that kernels are launched on: random numbers, zeros, or memory that nobody reads.
 
-    `dtype` and `block_size` are the model's and the cache's; `adapter_rank` is the highest, 0: there are no adapters.
+    `dtype` and `block_size` are the model's and the cache's, a step has `batch_requests` and `batch_tokens` at
+    most; `adapter_rank` is the highest of `adapter_places` adapters, 0: there are none.
     """
 
     def __init__(
@@ -24,17 +29,25 @@ class Inputs:
         fill: Literal["random", "zeros", "empty"] = "random",
         *,
         block_size: int = 16,
+        batch_requests: int = 256,
+        batch_tokens: int = 256,
         adapter_rank: int = 0,
+        adapter_places: int = 2,
     ) -> None:
-        self.device, self.dtype, self.block_size, self.adapter_rank = device, dtype, block_size, adapter_rank
+        self.device, self.dtype, self.block_size = device, dtype, block_size
+        self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
+        self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
         self._fill = fill
         self._generator = torch.Generator(device).manual_seed(0)
-
-    @property
-    def processors(self) -> int:
+        on_gpu = device.type == "cuda"
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
         """Of the device; without one to ask, those of an H100."""
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 132
+
+    def without_device(self) -> "Inputs":
+        """The same forms, on memory of the host that nobody reads."""
+        inputs = copy.copy(self)
+        inputs.device, inputs._fill = torch.device("cpu"), "empty"
+        return inputs
 
     def numbers(self, *shape: int, dtype: torch.dtype | None = None, deviation: float = 1.0) -> torch.Tensor:
         """A tensor of the model's dtype, or another."""
@@ -56,6 +69,25 @@ class Inputs:
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Zeros, on the device."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+class LinearKind(NamedTuple):
+    """A linear layer's inputs, the outputs of each of its parts, and whether it has a bias."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+    biased: bool
+
+
+def linear_shapes(spec: ModelSpec, dtype: torch.dtype) -> list[LinearKind]:
+    """Of the linear layers of the model's blocks."""
+    layers = tuple(replace(layer, rope=None) for layer in dict.fromkeys(spec.layers))
+    outline = Decoder(replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1))
+    kinds = (
+        LinearKind(layer.inputs, tuple(layer.outputs.values()), layer.bias is not None)
+        for _, layer in linear_layers(outline)
+    )
+    return list(dict.fromkeys(kinds))
 
 
 @dataclass(frozen=True)

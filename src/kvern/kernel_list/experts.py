@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 
 from kvern.kernel_list.dense import ACTIVATION
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels.moe import ACTIVATIONS, fused_experts
-from kvern.kernels.moe_routing import route
+from kvern.kernels.moe import ACTIVATIONS, fused_experts, rows_of_block
+from kvern.kernels.moe_direct import runs_direct
+from kvern.kernels.moe_routing import CHUNK, route
 from kvern.model_spec import ModelSpec, MoeSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -21,14 +23,14 @@ def moes(spec: ModelSpec) -> list[MoeSpec]:
 
 
 def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
-    logits = inputs.numbers(tokens, moe.experts)
+    logits, counts = inputs.numbers(tokens, moe.experts), inputs.zeros(moe.experts, dtype=torch.int64)
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         weights, chosen = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = weights[:, : moe.top_k], chosen[:, : moe.top_k]
         return (weights / weights.sum(-1, keepdim=True) if moe.renormalize else weights) * moe.routed_scale, chosen
 
-    launch = partial(route, logits, moe.top_k, moe.renormalize, moe.routed_scale)
+    launch = partial(route, logits, moe.top_k, moe.renormalize, moe.routed_scale, counts)
     return Call(f"{tokens} x {moe.experts}", launch, reference, logits.numel() * logits.element_size())
 
 
@@ -38,9 +40,11 @@ def _experts(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, determi
     gate_up = inputs.numbers(moe.experts, 2 * width, hidden, deviation=hidden**-0.5)
     down = inputs.numbers(moe.experts, hidden, width, deviation=width**-0.5)
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
+    chosen = chosen if moe.scoring == "sigmoid" else chosen.int()  # PyTorch chooses, or the router's kernel
+    add = inputs.numbers(tokens, hidden) if moe.shared_width else None
 
     def reference() -> torch.Tensor:
-        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if add is None else add.double()
         for expert in range(moe.experts):
             token, place = (chosen == expert).nonzero(as_tuple=True)
             gate, up = (x[token].double() @ gate_up[expert].double().T).chunk(2, -1)
@@ -50,14 +54,35 @@ def _experts(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, determi
 
     touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** tokens)
     launch = partial(
-        fused_experts, x, gate_up, down, weights, chosen.int(), moe.activation, deterministic=deterministic
+        fused_experts,
+        x,
+        gate_up,
+        down,
+        weights,
+        chosen,
+        moe.activation,
+        add=add,
+        deterministic=deterministic,
     )
     moved, operations = touched * 3 * width * hidden * x.element_size(), 2 * tokens * moe.top_k * 3 * width * hidden
     return Call(f"{tokens} tokens", launch, reference, moved, operations)
 
 
-def _launched(spec: ModelSpec, inputs: Inputs, tokens: tuple[int, ...] = (1, 16, 256)) -> Sizes:
-    yield from ((moe, count) for moe in moes(spec) for count in tokens)
+def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe in moes(spec):
+        yield from ((moe, count) for count in _forms(moe, inputs.batch_tokens, spec.hidden_size, inputs.dtype.itemsize))
+
+
+def _forms(moe: MoeSpec, most: int, hidden: int, itemsize: int) -> list[int]:
+    """Numbers of tokens up to `most`, one for each way in which their pairs with experts are cut."""
+    forms: dict[tuple[int, ...], int] = {}
+    for tokens in range(1, most + 1):
+        pairs = tokens * moe.top_k
+        chunk = min(CHUNK, triton.next_power_of_2(pairs))
+        direct = runs_direct(tokens, moe.top_k, moe.experts, 3 * moe.width * hidden * itemsize)
+        chunks = triton.next_power_of_2(triton.cdiv(pairs, chunk))
+        forms.setdefault((direct, rows_of_block(pairs, moe.experts), chunk, chunks), tokens)
+    return list(forms.values())
 
 
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

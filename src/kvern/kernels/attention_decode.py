@@ -27,7 +27,9 @@ class DecodeShape(NamedTuple):
     stages: int
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["slots", "starts", "shared_keys"])
+@triton.jit(
+    do_not_specialize=["splits", "prefix_parts"], do_not_specialize_on_alignment=["slots", "starts", "shared_keys"]
+)
 def _decode_attention_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -45,13 +47,14 @@ def _decode_attention_kernel(
     query_stride: tl.int64,
     table_stride: tl.int64,
     splits,
+    prefix_parts,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -68,12 +71,14 @@ def _decode_attention_kernel(
         wait_for_previous()
     first = 0
     shared = 0
+    before = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     base = first // TILE * TILE
-    if PARTS > 0:
+    if SHARED:
         shared = tl.load(shared_keys + request)
         base = shared
+        before = prefix_parts
     span = tl.maximum(tl.cdiv(tl.cdiv(length - base, splits), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)
     if split < used:
@@ -122,11 +127,11 @@ def _decode_attention_kernel(
             tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
         else:
             # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
-            parts = PARTS + splits
+            parts = before + splits
             part = partial + index[:, None] * parts * head_dim + dim[None, :]
             sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
-            tl.store(part + (PARTS + split) * head_dim, gathered, mask=in_query)
-            tl.store(partial_sum + index * parts + PARTS + split, sums, mask=row < group)
+            tl.store(part + (before + split) * head_dim, gathered, mask=in_query)
+            tl.store(partial_sum + index * parts + before + split, sums, mask=row < group)
             tl.debug_barrier()
             counter = arrived + request * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
@@ -134,7 +139,7 @@ def _decode_attention_kernel(
                 highest = tl.full([GROUP], float("-inf"), tl.float32)
                 weight_sum = tl.zeros([GROUP], tl.float32)
                 mixed = tl.zeros([GROUP, DIM], tl.float32)
-                for other in tl.range(tl.where(shared == 0, PARTS, 0), PARTS + used):
+                for other in tl.range(tl.where(shared == 0, before, 0), before + used):
                     other_sum = tl.load(
                         partial_sum + index * parts + other, mask=row < group, other=0.0, cache_modifier=".cg"
                     )
@@ -193,7 +198,7 @@ def decode_attention(
     group = heads // kv_heads
     overlap = overlaps(query.device)
     partial = partial_sum = out
-    before = 0 if shared is None else prefix_parts(kv_heads, shared)
+    before = 0 if shared is None else prefix_parts(kv_heads, len(shared.members))
     parts = shape.splits + before
     if parts > 1:
         partial = torch.empty(requests, heads, parts, head_dim, dtype=torch.float32, device=query.device)
@@ -217,13 +222,14 @@ def decode_attention(
         query.stride(0),
         block_table.stride(0),
         shape.splits,
+        before,
         kv_heads,
         group,
         head_dim,
         block_size,
         window or 0,
         softcap is not None,
-        before,
+        shared is not None,
         max(16, triton.next_power_of_2(group)),
         max(16, triton.next_power_of_2(head_dim)),
         shape.tile,

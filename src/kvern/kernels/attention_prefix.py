@@ -36,9 +36,13 @@ def prefix_members(group: int) -> int:
     return max(1, members)
 
 
-def prefix_parts(kv_heads: int, shared: SharedPrefix) -> int:
+def tiles_for(requests: int, members: int) -> int:
+    """How many tiles a batch may have: enough for one prefix, and as many again for those of smaller groups."""
+    return 2 * -(-requests // members)
+
+
+def prefix_parts(kv_heads: int, tiles: int) -> int:
     """How many programs share the keys of a tile's prefix: enough to fill the card."""
-    tiles = len(shared.members)
     parts: int = 512 // triton.next_power_of_2(kv_heads * tiles)
     return max(1, min(16, parts))
 
@@ -64,7 +68,6 @@ def _prefix_attention_kernel(
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
@@ -83,7 +86,7 @@ def _prefix_attention_kernel(
         wait_for_previous()
     if keys > 0:
         table = block_table + tl.load(slots + leader).to(tl.int64) * table_stride
-        span = tl.cdiv(tl.cdiv(keys, PARTS), KEYS) * KEYS
+        span = tl.cdiv(tl.cdiv(keys, tl.num_programs(2)), KEYS) * KEYS
         end = tl.minimum((part + 1) * span, keys)
         head = kv_head * group + row % GROUP
         dim = tl.arange(0, DIM)
@@ -129,7 +132,7 @@ def attend_to_prefix(
     _, _, block_size, kv_heads, _ = cache.shape
     group = heads // kv_heads
     tiles, members = shared.members.shape
-    splits = prefix_parts(kv_heads, shared)
+    splits = prefix_parts(kv_heads, tiles)
     overlap = overlaps(query.device)
     _prefix_attention_kernel[(kv_heads, tiles, splits)](
         query,
@@ -151,7 +154,6 @@ def attend_to_prefix(
         head_dim,
         block_size,
         softcap is not None,
-        splits,
         triton.next_power_of_2(group),
         members,
         max(16, triton.next_power_of_2(head_dim)),

@@ -8,7 +8,8 @@ from kvern.kernels.launch import overlaps, wait_for_previous
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_ids", "positions", "slot_mapping"]
+    do_not_specialize=["token_stride", "table_stride"],
+    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_ids", "positions", "slot_mapping"],
 )
 def _read_tokens_kernel(
     tokens: tl.tensor,
@@ -77,7 +78,7 @@ def read_tokens(
 
 
 @triton.jit(
-    do_not_specialize=["requests"],
+    do_not_specialize=["requests", "token_stride", "table_stride"],
     do_not_specialize_on_alignment=["slots", "starts", "token_ids", "positions", "slot_mapping", "next_positions"],
 )
 def _read_decodes_kernel(
@@ -141,7 +142,7 @@ def read_decodes(
 
 
 @triton.jit(
-    do_not_specialize=["requests", "scratch"],
+    do_not_specialize=["requests", "scratch", "token_stride"],
     do_not_specialize_on_alignment=["slots", "positions", "sampled", "starts"],
 )
 def _write_sampled_kernel(
@@ -194,7 +195,7 @@ def write_sampled(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["runs", "data"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["runs", "data"])
 def _write_runs_kernel(target: tl.tensor, runs: tl.tensor, data: tl.tensor, stride: tl.int64, BLOCK: tl.constexpr):
     run = runs + tl.program_id(0) * 4
     slot = tl.load(run).to(tl.int64)

@@ -56,7 +56,7 @@ def rows_of_block(pairs: int, experts: int) -> int:
     return min(128, max(16, wanted))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _grouped_gate_up_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -104,7 +104,7 @@ def _grouped_gate_up_kernel(
     tl.store(target, result, mask=live[:, None] & known[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _grouped_down_kernel(
     x: tl.tensor,
     weight: tl.tensor,

@@ -108,7 +108,7 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
     return touched + (pairs - touched) // rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
     topk_ids: tl.tensor,
     partial: tl.tensor,
@@ -126,7 +126,7 @@ def _count_kernel(
     tl.store(partial + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=inside))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
 def _align_kernel(
     topk_ids: tl.tensor,
     partial: tl.tensor,

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from kvern.config import EngineConfig
+from kvern.engine.child import EngineProcess
 from kvern.engine.client import EngineClient
 from kvern.errors import ConfigError
 from kvern.server.app import Server
@@ -25,8 +26,8 @@ KEEP_ALIVE_SECONDS = 75
 """An idle connection stays open so long, longer than proxies in front keep theirs."""
 
 
-async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM.
+async def serve(config: EngineConfig, server: ServerConfig, process: EngineProcess, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, with an engine that `process` will be.
 
     Raises ConfigError if the address is taken or the engine cannot start.
     """
@@ -48,7 +49,7 @@ async def serve(config: EngineConfig, server: ServerConfig, say: Callable[[str],
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
-        async with EngineClient(config) as client:
+        async with EngineClient(config, process) as client:
             application = Server([client], server, keys)
             await application.batches.resume()
             http = HttpServer(

@@ -19,14 +19,14 @@ from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.transfer import upload
-from kvern.kernels.attention_prefix import SharedPrefix
+from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
 from kvern.kernels.batch import read_decodes, write_sampled
 from kvern.kernels.sampling import sample
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.step import NewRequest
 from kvern.worker.graph_captures import Captured, captures, padded_size
-from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes, tiles_for
+from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes
 
 
 class DecodedStep(NamedTuple):

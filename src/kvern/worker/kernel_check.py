@@ -1,7 +1,8 @@
 """Compiles the kernels that a model needs, in parallel, before its weights are there; names the groups that work.
 
-Each is launched once on small inputs with the head sizes, widths and dtype of the model, so that what serving launches
-is compiled already. A kernel that does not compile or run is left to PyTorch, with a warning that names its group.
+Each is launched once on small inputs with the head sizes, widths and dtype of the model, in every form that a step can
+take, so that what serving launches is compiled already. A kernel that does not compile or run is left to PyTorch, with
+a warning that names its group.
 """
 
 import logging
@@ -13,20 +14,20 @@ import torch
 
 from kvern.kernel_list import KERNELS, Inputs, Kernel
 from kvern.model_spec import ModelSpec
+from kvern.worker import ahead
+from kvern.worker.kernel_processes import compile_in_processes
 
 logger = logging.getLogger("kvern")
 
 THREADS = 8
 
 
-def working_kernels(
-    spec: ModelSpec, dtype: torch.dtype, block_size: int, device: torch.device, adapter_rank: int = 0
-) -> frozenset[str]:
-    """Launch every kernel once and return the groups all of whose kernels work on this device.
-
-    `adapter_rank`: the highest of an adapter; 0: there are none.
-    """
-    inputs = Inputs(device, dtype, "zeros", block_size=block_size, adapter_rank=adapter_rank)
+def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
+    """Launch every kernel once and return the groups all of whose kernels work on this device."""
+    device = inputs.device
+    if device.type == "cuda":
+        ahead.finish()
+        compile_in_processes(spec, inputs)
 
     def launch(kernel: Kernel, arguments: tuple[Any, ...]) -> None:
         kernel.make(spec, inputs, *arguments).launch()

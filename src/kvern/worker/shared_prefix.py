@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvern.kernels.attention_prefix import tiles_for
+
 LEAST_KEYS = 256
 LEAST_REQUESTS = 4
 """Below, a pass of its own for the prefix costs more than it saves."""
@@ -15,11 +17,6 @@ class PrefixGroups:
     members: list[list[int]] = field(default_factory=list)
     tile_keys: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-
-
-def tiles_for(requests: int, members: int) -> int:
-    """How many tiles a batch may have: enough for one prefix, and as many again for those of smaller groups."""
-    return 2 * -(-requests // members)
 
 
 def common_length(tables: Sequence[list[int]]) -> int:

@@ -23,7 +23,7 @@ from kvern.worker.adapters import Adapters
 from kvern.worker.contents import Contents, Parts, Runner
 from kvern.worker.device import check_dtype, check_head_dim, check_weights_fit
 from kvern.worker.memory import DeviceMemory
-from kvern.worker.plan import Findings, Layout, Plan, Room, resolve_max_model_len
+from kvern.worker.plan import BATCH_REQUESTS, BATCH_TOKENS, Findings, Layout, Plan, Room, resolve_max_model_len
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
@@ -137,13 +137,23 @@ def usable_kernels(
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset()
     from kvern.device.measurements import keep_builds
+    from kvern.kernel_list import Inputs
     from kvern.worker.kernel_check import working_kernels
 
     check_head_dim(config, spec)
     keep_builds(config.cache_folder)
-    rank = config.max_adapter_rank if config.adapter_places else 0
+    inputs = Inputs(
+        device,
+        dtype,
+        "zeros",
+        block_size=config.block_size,
+        batch_requests=config.max_batch_requests or BATCH_REQUESTS[device.type],
+        batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device.type],
+        adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
+        adapter_places=config.adapter_places,
+    )
     with startup.stage("kernels"):
-        return working_kernels(spec, dtype, config.block_size, device, rank)
+        return working_kernels(spec, inputs)
 
 
 def available_cores() -> int:

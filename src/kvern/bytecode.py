@@ -1,0 +1,51 @@
+"""Python's compiled modules, kept in kvern's cache folder where they are not kept beside their sources.
+
+Compiling the thousand modules that PyTorch imports takes seconds of every start. Python keeps what it compiled, unless
+packages are where this user may not write, or PYTHONDONTWRITEBYTECODE is set: images of containers often have both.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RARELY_IMPORTED = r"/(_dynamo|_inductor|_numpy|distributed/\w+|onnx|testing)/"
+"""Parts of PyTorch: whoever imports one compiles it."""
+
+
+def cache_home() -> Path:
+    """The folder of kvern among the caches."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvern"
+
+
+def bytecode_environment() -> dict[str, str]:
+    """What tells a Python that is started to keep compiled modules in the cache folder; nothing where it need not.
+
+    A PYTHONPYCACHEPREFIX is left as it is.
+    """
+    torch = None if sys.pycache_prefix else importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or torch.cached is None or Path(torch.cached).exists():
+        return {}
+    if not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK):
+        return {}
+    folder = Path(os.environ.get("KVERN_CACHE_DIR") or cache_home()).expanduser()
+    return {"PYTHONPYCACHEPREFIX": str(folder.resolve() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def keep_bytecode() -> None:
+    """Let this process, which is ours, and those that it starts, keep what they compile from here on."""
+    if environment := bytecode_environment():
+        os.environ.update(environment)
+        sys.pycache_prefix, sys.dont_write_bytecode = environment["PYTHONPYCACHEPREFIX"], False
+        _compile_torch(Path(sys.pycache_prefix))
+
+
+def _compile_torch(prefix: Path) -> None:
+    """Have all cores compile PyTorch's modules, if none is there: who imports it meanwhile finds most of them."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    sources = Path(torch.origin).parent
+    if not prefix.joinpath(*sources.parts[1:]).exists():
+        command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED, str(sources)]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 (no shell, our own words)

@@ -1,0 +1,136 @@
+"""What serving launches is on the list of kernels, in the same specialisation: nothing compiles in a user's step.
+
+Kernels are not run here, so that answers are zeros; which of them are launched, and on what, does not depend on those.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvern.worker.cuda_graph
+import kvern.worker.shared_prefix
+from kvern import LLM, SamplingParams
+from kvern.kernel_list import KERNELS, Inputs
+from kvern.models.loader import read_config
+from kvern.models.registry import spec_from_config
+from kvern.structured_output import StructuredOutput
+from kvern.worker.cuda_graph import DecodeGraphs
+from tests.families import make_checkpoint
+from tests.kernels.recorded import Specialisation, recorded
+from tests.peft_adapters import make_adapter
+from tests.tiny_model import make_tiny_model
+
+PLACES = {"max_adapters": 3, "max_adapter_rank": 16}
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "kv_cache_tokens": 40000,
+    "max_batch_requests": 90,
+    "block_size": 2,
+    "max_batch_tokens": 256,
+}
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
+
+
+class Nothing:
+    """Stands for streams and graphs."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, list[Any]]:
+    """What a start launches."""
+    inputs = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", block_size=2, adapter_rank=16, adapter_places=3)
+    inputs.processors = 1  # as the engine counts a CPU's
+    spec = spec_from_config(read_config(folder))
+    with recorded(monkeypatch) as launched:
+        for kernel in KERNELS:
+            for arguments in kernel.launched(spec, inputs):
+                kernel.make(spec, inputs, *arguments).launch()
+    return launched
+
+
+def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same with zeros, for what kernels would have written."""
+
+    def made(*sizes: Any, **options: Any) -> torch.Tensor:
+        tensor = make(*sizes, **options)
+        return tensor if tensor.is_meta else tensor.zero_()
+
+    return made
+
+
+def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engine capture its decodes, which it does on GPUs alone."""
+    for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, Nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
+    monkeypatch.setattr(kvern.worker.cuda_graph, "unowned", lambda tensor: tensor)
+    runner: Any = llm._engine.core.executor._worker.runner
+    bank = None if runner._adapters is None else runner._adapters.bank
+    runner._graphs = DecodeGraphs(
+        runner._decoder, runner._attention, runner._rows, 2, runner._attention.prefix_members, bank
+    )
+    llm._engine.core.use_idle_time()
+
+
+def use_everything(llm: LLM, adapter: str | None) -> None:
+    """Prompts and decodes, few and many rows, alike and not, with all that may be asked of sampling."""
+    plain = SamplingParams(temperature=0.7, max_tokens=3, ignore_eos=True)
+    asked = [
+        plain.replace(top_p=0.9, top_k=5, min_p=0.1),
+        plain.replace(typical_p=0.5),
+        plain.replace(presence_penalty=0.5, repetition_penalty=1.1, logprobs=2),
+        plain.replace(logit_bias={7: 1.0}, min_tokens=2),
+        plain.replace(prompt_logprobs=1),
+        SamplingParams(beam_width=2, max_tokens=3),
+    ]
+    if adapter is not None:  # the model that has a tokenizer
+        asked.append(SamplingParams(max_tokens=3, structured=StructuredOutput(regex="a*")))
+    prompt = [5, 6, 7, 8, 9, 10]
+    for params in (plain, *asked):
+        llm.generate([prompt], params)
+    llm.generate([prompt] * len(asked), asked)
+    for rows in (2, 5, 11, 20, 40, 70, 90):
+        llm.generate([[row + 3, *prompt] for row in range(rows)], plain)
+    for rows in (2, 4, 40, 90):
+        llm.generate([[*(7 + place % 9 for place in range(250)), row + 3] for row in range(rows)], plain)
+    if adapter is not None:
+        for rows in (1, 3, 17, 33, 70):
+            llm.generate([prompt] * rows, plain, adapter=[adapter, None] * (rows // 2) + [adapter] * (rows % 2))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+@pytest.mark.parametrize("family", ["tiny", "llama_bias", "gemma2", "qwen3_moe", "qwen2_moe"])
+def test_what_is_launched_was_launched_at_start(
+    family: str, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, options, adapter = tmp_path / "model", OPTIONS, None
+    if family == "tiny":
+        make_tiny_model(folder)
+        adapter = "one"
+        path = make_adapter(folder, tmp_path / "adapter", 1, r=3)
+        options = options | PLACES | {"adapters": {adapter: str(path)}}
+    else:
+        make_checkpoint(family, folder)
+    known = listed(folder, monkeypatch)
+    monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
+    monkeypatch.setattr(kvern.worker.shared_prefix, "LEAST_KEYS", 64)
+    with recorded(monkeypatch) as launched:
+        llm = on_device(folder, **options)
+        use_everything(llm, adapter)
+        take_graphs(llm, monkeypatch)
+        use_everything(llm, adapter)
+    names = {name for name, _ in launched}
+    assert names >= {"_prefill_attention_kernel", "_prefix_attention_kernel", "_sample_chunk_kernel"}
+    missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
+    assert not missing, "\n".join(missing)
