@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvern.engine.beams import BeamSearch
 from kvern.engine.branching import Branching
+from kvern.engine.pace import Pace
 from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial
@@ -46,7 +47,8 @@ class EngineCore:
 
     The `tokenizer` is called for when beams first end at stop strings. With `prepares` a request is held until the
     executor is prepared for its grammar; without, its first step waits for that. `note` is told the ids of a step's
-    requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does.
+    requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does. `pace` says how long
+    steps with decodes should take; None: however long.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class EngineCore:
         prepares: bool = False,
         note: Callable[[list[str]], None] | None = None,
         proposer: "Proposer | None" = None,
+        pace: Pace | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._branching = Branching(scheduler)
         self._prepares = prepares
         self._note = note
         self.proposer = proposer
+        self._pace = pace
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._tokenizer = tokenizer
@@ -173,7 +177,7 @@ class EngineCore:
         if self._held:
             self._release()
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
-            output = self.scheduler.schedule()
+            output = self.scheduler.schedule(self._pace and self._pace.time(self.scheduler.waiting.best()))
             if output.scheduled or output.loads:
                 self._counted.steps += 1
                 self._counted.computed_tokens += output.token_count
@@ -187,6 +191,8 @@ class EngineCore:
                         request.begun_at = request.begun_at or now
                 if self._note is not None:
                     self._note(output.request_ids)
+                if self._pace is not None:
+                    self._pace.began(output)
                 self._in_flight.append((output, requests, self.executor.submit(output)))
                 if len(self._in_flight) < self._depth:
                     return []
@@ -207,6 +213,8 @@ class EngineCore:
         except BaseException:  # an interruption is nobody's fault
             self._undo(output)
             raise
+        if self._pace is not None:
+            self._pace.ended()
         self._trial.passed(_reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
@@ -219,6 +227,8 @@ class EngineCore:
     def _undo(self, output: SchedulerOutput) -> None:
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
         self._in_flight.clear()
+        if self._pace is not None:
+            self._pace.forget()
         self.scheduler.undo(output.step)
         self.executor.abandon()
 
@@ -254,6 +264,7 @@ class EngineCore:
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._counted.waiting += len(self._held)
         self._counted.kv_cache_usage = self.scheduler.cache.usage
+        self._counted.target_itl = 0.0 if self._pace is None else self._pace.target
         return self._counted
 
     def _collect(self, output: SchedulerOutput, requests: list[Request], result: ModelRunnerOutput) -> list[TokenEvent]:

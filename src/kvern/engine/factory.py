@@ -9,16 +9,25 @@ from kvern.cache.manager import KVCacheManager
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
+from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
 from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.engine.step_costs import StepLoad
+from kvern.engine.step_timing import time_steps
 from kvern.model_spec import ModelSpec
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.tokenizer import Tokenizer
-from kvern.worker.executor import start
+from kvern.worker.executor import Executor, start
 from kvern.worker.plan import Layout
 from kvern.worker.startup import Startup
+
+DECODE_STEPS, SHORTEST_STEPS = 3, 2
+"""The target of the time between tokens, if none is given: so many plain decode steps, or shortest steps with a prompt.
+
+The latter is longer where the host is slower than the GPU: nobody decodes faster there while prompts come.
+"""
 
 
 def build_core(
@@ -28,8 +37,11 @@ def build_core(
     *,
     prepares: bool = False,
     note: Callable[[list[str]], None] | None = None,
+    streams: bool = False,
 ) -> tuple[EngineCore, ModelSpec, Layout]:
     """Load the model in `folder` and wire the engine around it; `prepares` and `note` are the core's.
+
+    `streams`: somebody waits for single tokens, so that steps on a GPU have a target if the configuration says nothing.
 
     Raises KvernError subclasses.
     """
@@ -38,7 +50,9 @@ def build_core(
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
-    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, proposer)
+    with startup.stage("pace"):
+        pace = make_pace(config, executor, layout, streams)
+    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, proposer, pace)
     return core, spec, layout
 
 
@@ -54,3 +68,16 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     identity = model_identity(folder, config.load_format, config.dtype, layout.dtype, layout.block_size)
     cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity, tier)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
+
+
+def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
+    """The target that the time between tokens has, with what steps cost here; None: there is no target."""
+    target = config.target_itl_seconds
+    if target == 0 or (target is None and not (streams and layout.device == "cuda")):
+        return None
+    timed = time_steps(executor, layout)
+    if timed is None:
+        return None
+    plain, costs = timed
+    least = costs.seconds(StepLoad(rows=1))
+    return Pace(costs, target or max(DECODE_STEPS * plain, SHORTEST_STEPS * least), yields=target is None)

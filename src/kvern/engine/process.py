@@ -74,7 +74,7 @@ def main(address: str, running: str, parent: int) -> int:
             config = EngineConfig(**start.config)
             startup = Startup()
             note = RunningFile(Path(running)).write
-            core, _, layout = build_core(config, Path(config.model or ""), startup, prepares=True, note=note)
+            core, _, layout = build_core(config, Path(config.model or ""), startup, prepares=True, note=note, streams=True)
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
