@@ -19,7 +19,7 @@ from kvern.engine.core import EngineCore
 from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.engine.step_costs import StepCosts, StepLoad, load_of
+from kvern.engine.step_costs import StepCosts, load_of
 from kvern.request import PromptInput, RequestSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import ModelRunnerOutput, SchedulerOutput
@@ -58,10 +58,8 @@ class SimulatedGpu:
         """Begin when what is on its way has ended."""
         self.clock.now += HOST
         load = load_of(output.scheduled)
-        if load.pairs:
-            seconds = self.costs.seconds(load)
-        else:
-            seconds = DECODE[0] + DECODE[1] * load.rows + PER_KEY * load.keys
+        decoding = DECODE[0] + DECODE[1] * load.rows + PER_KEY * load.keys
+        seconds = self.costs.seconds(load) if load.pairs else decoding
         self._free_at = max(self._free_at, self.clock.now) + seconds * self._noise.uniform(0.99, 1.03)
         self.steps += 1
         return SimulatedStep(self.clock, self._free_at, output)
@@ -126,7 +124,12 @@ def workloads(rates: list[float], seed: int) -> Iterator[tuple[str, list[float],
     answers = [int(dice.lognormvariate(4.8, 0.8)) + 8 for _ in range(512)]
     yield "mixed 16/s", arrival_times(512, 16, 1.0, dice), lengths, answers
     yield "mixed inf", [0.0] * 512, lengths, answers
-    yield "one long", [0.0] * 8 + [1.0] + [1.2 + i / 10 for i in range(10)], [512] * 8 + [60_000] + [512] * 10, [600] * 19
+    yield (
+        "one long",
+        [0.0] * 8 + [1.0] + [1.2 + i / 10 for i in range(10)],
+        [512] * 8 + [60_000] + [512] * 10,
+        [600] * 19,
+    )
 
 
 def main() -> None:
@@ -137,7 +140,9 @@ def main() -> None:
     parser.add_argument("--error", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    print(f"{'load':12}{'target':>8}{'req/s':>8}{'steps':>7}{'TTFT p50':>10}{'p99':>9}{'ITL p50':>9}{'p99':>8}{'p99.9':>8}")
+    print(
+        f"{'load':12}{'target':>8}{'req/s':>8}{'steps':>7}{'TTFT p50':>10}{'p99':>9}{'ITL p50':>9}{'p99':>8}{'p99.9':>8}"
+    )
     for name, arrivals, inputs, outputs in workloads(options.rates, options.seed):
         for text in options.targets:
             target = None if text == "none" else AUTO if text == "auto" else float(text) / 1000

@@ -74,7 +74,8 @@ def main(address: str, running: str, parent: int) -> int:
             config = EngineConfig(**start.config)
             startup = Startup()
             note = RunningFile(Path(running)).write
-            core, _, layout = build_core(config, Path(config.model or ""), startup, prepares=True, note=note, streams=True)
+            folder = Path(config.model or "")
+            core, _, layout = build_core(config, folder, startup, prepares=True, note=note, streams=True)
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
@@ -117,7 +118,9 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
     while os.getppid() == parent:
         idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
-            if not socket.poll(0 if core.has_work or refused else int(1000 * idle)):
+            if core.has_work or refused:
+                idle = 0.0 if refused else core.spare_seconds
+            if not socket.poll(int(1000 * idle)):
                 break
             match decode_for_engine(socket.recv()):
                 case AddRequest(spec, progress):

@@ -196,9 +196,7 @@ class Scheduler:
             budget.limit(time, load_of(output.scheduled))
         for request in behind:
             start, remaining = request.num_computed_tokens, request.remaining_tokens
-            count = self._advance(request, remaining, budget.chunk(start, remaining), output)
-            if count:
-                budget.take(start, count)
+            budget.take(start, self._advance(request, remaining, budget.chunk(start, remaining), output))
         return budget
 
     def _advance(self, request: Request, remaining: int, count: int, output: SchedulerOutput) -> int:
@@ -258,7 +256,7 @@ class Scheduler:
         if not self._batch_open:
             return
         rows = self.running.free_rows - self.running.promised_rows
-        adapters_free, spent = True, False
+        adapters_free = True
         if budget.tokens > 0 and rows > 0:
             self.waiting.refresh()
         while budget.tokens > 0 and rows > 0:
@@ -275,7 +273,6 @@ class Scheduler:
             if rows <= future_siblings(request):
                 break
             if not budget.holds(len(request.token_ids)):
-                spent = True
                 break
             if self._allowed is None and self.cache.fetch(request, self.step, self.running.reserved_blocks):
                 request.state = State.LOADING
@@ -294,7 +291,7 @@ class Scheduler:
             count = budget.chunk(start, remaining)
             self._take(request, count, count == remaining, output)
             budget.take(start, count)
-        self._batch_open = (spent or budget.tokens <= 0) and bool(self.waiting and self.running.free_rows)
+        self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
 
     def _cause(self, request: Request) -> Cause | None:
         """Why a waiting request cannot run: some of its input is still on its way, or it may not."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvern.step import ScheduledTokens
 
+TILE = 64
 GAIN = 0.15
 """How much of its error a step corrects."""
 LARGEST_ERROR = 0.5
@@ -45,9 +46,15 @@ def load_of(scheduled: Iterable[ScheduledTokens]) -> StepLoad:
 
 
 class StepCosts:
-    """Predicts, in seconds. `rows` ascend, `seconds` are what steps of so many rows took."""
+    """Predicts, in seconds. `rows` ascend, `seconds` are what steps of so many rows took.
 
-    def __init__(self, rows: Sequence[int], seconds: Sequence[float], per_key: float, per_pair: float) -> None:
+    Rows of products come in tiles of `tile`, and a tile takes as long with a single row.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], seconds: Sequence[float], per_key: float, per_pair: float, tile: int = TILE
+    ) -> None:
+        self.tile = tile
         self._rows, self._seconds = list(rows), list(seconds)
         self._per_key, self._per_pair = per_key, per_pair
         self._ascend()

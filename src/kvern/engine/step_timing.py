@@ -1,5 +1,6 @@
 """A handful of steps, timed at start: what the engine predicts with before the steps of requests correct it."""
 
+import itertools
 import statistics
 import time
 from collections import deque
@@ -85,10 +86,10 @@ class _Timing:
             if prompt is not None:
                 scheduled.append(ScheduledTokens(self.requests, *prompt, 1))
             self._steps += 1
-            on_way.append(self._executor.submit(SchedulerOutput(self._steps, joined=self._joining, scheduled=scheduled)))
+            output = SchedulerOutput(self._steps, joined=self._joining, scheduled=scheduled)
+            on_way.append(self._executor.submit(output))
             self._joining = []
             while len(on_way) >= (self._depth if step + 1 < repeats else 1):
                 on_way.popleft().result()
                 ends.append(time.perf_counter())
-        took = [end - before for before, end in zip(ends, ends[1:], strict=False)]
-        return statistics.median_low(took)
+        return statistics.median_low(end - before for before, end in itertools.pairwise(ends))
