@@ -140,9 +140,7 @@ def main() -> None:
     parser.add_argument("--error", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    print(
-        f"{'load':12}{'target':>8}{'req/s':>8}{'steps':>7}{'TTFT p50':>10}{'p99':>9}{'ITL p50':>9}{'p99':>8}{'p99.9':>8}"
-    )
+    print(f"{'':12}{'target':>8}{'req/s':>8}{'steps':>7}{'TTFT p50':>10}{'p99':>9}{'ITL p50':>9}{'p99':>8}{'p99.9':>8}")
     for name, arrivals, inputs, outputs in workloads(options.rates, options.seed):
         for text in options.targets:
             target = None if text == "none" else AUTO if text == "auto" else float(text) / 1000

@@ -4,15 +4,19 @@ import random
 from typing import Any
 
 import pytest
+from benchmarks.tails import AUTO, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tails import AUTO, simulate
 from kvern.bench.percentile import percentile
 from kvern.bench.serving import arrival_times
+from kvern.config import EngineConfig
+from kvern.engine.engine import Engine
 from kvern.engine.pace import Pace
 from kvern.engine.step_budget import LEAST_TILES, OVERTIME, StepBudget, StepTime
 from kvern.engine.step_costs import StepCosts, StepLoad, load_of
+from kvern.errors import ConfigError
+from kvern.llm import LLM
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import ScheduledTokens, SchedulerOutput
@@ -239,3 +243,35 @@ def test_a_crowd_is_served_as_fast_as_without_a_target() -> None:
 def test_an_impossible_target_starves_nobody() -> None:
     found: dict[str, Any] = simulate([0.0] * 40, [700] * 40, [40] * 40, 1e-4, False)
     assert len(found["ttft"]) == 40 and len(found["itl"]) == 40 * 39
+
+
+# A real model
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("15ms", 0.015), ("0.25s", 0.25), ("0", 0.0), ("none", 0.0)])
+def test_targets_are_times(text: str, seconds: float) -> None:
+    assert EngineConfig(target_itl=text).target_itl_seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["15", "-1ms", "fast", "ms", "nan s", ""])
+def test_other_targets_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="target_itl is"):
+        EngineConfig(target_itl=text)
+
+
+def test_answers_are_the_same_under_a_target_that_steps_are_timed_for() -> None:
+    prompts = [[300 + index] * (40 * index) for index in (1, 9, 4)]
+    answers = []
+    for target in ("none", "0.1ms"):
+        options: dict[str, Any] = {"threads": 1, "dtype": "float32", "max_model_len": 512, "target_itl": target}
+        llm = LLM("kvern-1m", max_batch_tokens=256, max_batch_requests=8, kv_cache_tokens=8192, **options)
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("change", [{"max_batch_requests": 1}, {"max_batch_tokens": 2, "max_batch_requests": 2}])
+def test_without_room_for_prompts_beside_decodes_nothing_is_timed(change: dict[str, int]) -> None:
+    config = EngineConfig("kvern-1m", threads=1, max_model_len=64, target_itl="5ms", kv_cache_tokens=512, **change)
+    core = Engine(config).core
+    assert core.statistics().target_itl == 0.0

@@ -154,7 +154,8 @@ class EngineConfig:
             raise ConfigError(f"max_adapters is {self.max_adapters} with {len(self.adapters)} adapters: raise it")
         if not 1 <= self.max_adapter_rank <= LARGEST_RANK:
             raise ConfigError(f"max_adapter_rank is {self.max_adapter_rank}: it must be from 1 to {LARGEST_RANK}")
-        read_seconds("target_itl", self.target_itl or "none")
+        if self.target_itl is not None:
+            read_seconds("target_itl", self.target_itl)
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(options)}")
