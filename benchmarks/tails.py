@@ -102,9 +102,11 @@ def simulate(
             request = core.scheduler.get(name)
             assert request is not None
             request.arrived_at = arrived[name] = at
-        if not core.has_work:
-            clock.now = todo[0][1][0]
+        rest = clock.now + core.spare_seconds if core.has_work else float("inf")
+        if todo and todo[0][1][0] <= rest:
+            clock.now = max(clock.now, todo[0][1][0])
             continue
+        clock.now = rest
         for event in core.step():
             if event.request_id in last:
                 gaps.append(clock.now - last[event.request_id])
