@@ -16,7 +16,9 @@ from kvern.engine.pace import Pace
 from kvern.engine.step_budget import LEAST_TILES, OVERTIME, StepBudget, StepTime
 from kvern.engine.step_costs import StepCosts, StepLoad, load_of
 from kvern.errors import ConfigError
+from kvern.events import EngineStatistics
 from kvern.llm import LLM
+from kvern.observe.metrics import Metrics, together
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import SamplingParams
 from kvern.step import ScheduledTokens, SchedulerOutput
@@ -184,6 +186,15 @@ def test_steps_grow_with_the_wait_of_the_first_in_the_queue_unless_the_target_is
     assert Pace().time(waiting(0.0)) is None
 
 
+def run(pace: Pace, clock: Clock, seconds: float, *items: ScheduledTokens) -> None:
+    """A step that is waited for; seconds of 0: its result was there."""
+    pace.time(None)
+    pace.began(step(*items))
+    pace.awaits()
+    clock.now += seconds
+    pace.ended()
+
+
 def test_of_steps_that_overlap_each_is_timed_from_the_end_of_the_one_before() -> None:
     clock = Clock()
     pace = Pace(costs(), 0.015, False, clock)
@@ -193,30 +204,55 @@ def test_of_steps_that_overlap_each_is_timed_from_the_end_of_the_one_before() ->
     pace.began(step(*decodes(8)))
     clock.now = 0.001
     pace.began(mixed)
+    pace.awaits()
     clock.now = 0.005
     pace.ended()
+    pace.awaits()
     clock.now = 0.005 + before
-    assert pace.spare_seconds == 0.0
     pace.ended()
     assert pace.costs is not None
     assert pace.costs.seconds(load_of(mixed.scheduled)) == pytest.approx(before), "there was nothing to learn"
+    run(pace, clock, 2 * before, *mixed.scheduled)
+    assert pace.costs.seconds(load_of(mixed.scheduled)) > 1.02 * before
+    learnt = pace.costs.seconds(load_of(mixed.scheduled))
+    pace.began(mixed)
+    clock.now += 1.0
+    pace.awaits()
+    pace.ended()
+    assert pace.costs.seconds(load_of(mixed.scheduled)) == learnt, "the host was late: who knows what the step took"
 
 
 def test_the_next_step_is_planned_shortly_before_the_one_on_its_way_ends() -> None:
     clock = Clock()
     pace = Pace(costs(), 0.015, False, clock)
-    for _ in range(2):
-        pace.time(None)
-        pace.began(step(*decodes(8)))
-        clock.now += 0.005
-        pace.ended()
+    for seconds in (0.3, 0.005, 0.006, 0.005):
+        assert pace.spare_seconds() == 0.0
+        run(pace, clock, seconds, *decodes(8))
     pace.time(None)
     pace.began(step(*decodes(8)))
-    assert 0.003 < pace.spare_seconds < 0.005
+    assert 0.003 < pace.spare_seconds() < 0.005
     clock.now += 0.004
-    assert pace.spare_seconds == 0.0
+    assert pace.spare_seconds() == 0.0
     pace.forget()
-    assert pace.spare_seconds == 0.0
+    assert pace.spare_seconds() == 0.0
+
+
+def test_a_rest_that_was_too_long_becomes_shorter() -> None:
+    clock = Clock()
+    pace = Pace(costs(), 0.015, False, clock)
+    for _ in range(4):
+        run(pace, clock, 0.012, *decodes(8))
+    pace.time(None)
+    pace.began(step(*decodes(8)))
+    for _ in range(8):  # they take 3 ms now
+        ends, rest = clock.now + 0.003, pace.spare_seconds()
+        clock.now += rest
+        pace.time(None)
+        pace.began(step(*decodes(8)))
+        pace.awaits()
+        clock.now = max(clock.now, ends)
+        pace.ended()
+    assert rest < 0.003
 
 
 # What users wait for: the real core and scheduler, on a GPU whose clock is simulated
@@ -275,3 +311,9 @@ def test_without_room_for_prompts_beside_decodes_nothing_is_timed(change: dict[s
     config = EngineConfig("kvern-1m", threads=1, max_model_len=64, target_itl="5ms", kv_cache_tokens=512, **change)
     core = Engine(config).core
     assert core.statistics().target_itl == 0.0
+
+
+def test_metrics_show_the_target() -> None:
+    metrics = Metrics("m")
+    metrics.step(EngineStatistics(target_itl=0.015), 0.01)
+    assert b'kvern:target_itl_seconds{model_name="m"} 0.015' in together([metrics])

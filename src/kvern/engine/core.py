@@ -85,12 +85,11 @@ class EngineCore:
         """A call of `step` would do something."""
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._held)
 
-    @property
     def spare_seconds(self) -> float:
         """How long the next step can wait for requests that come meanwhile, while the device computes another."""
         if len(self._in_flight) != self._depth - 1 or self.scheduler.waiting:
             return 0.0
-        return self._pace.spare_seconds
+        return self._pace.spare_seconds()
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue what a user asked in one; `progress` says how far an earlier engine brought which answers.
@@ -211,6 +210,7 @@ class EngineCore:
                 time.sleep(LOADING_SECONDS)
             return []
         output, requests, future = self._in_flight.popleft()
+        self._pace.awaits()
         try:
             result = future.result()
         except Exception as error:

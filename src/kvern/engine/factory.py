@@ -23,10 +23,10 @@ from kvern.worker.executor import Executor, start
 from kvern.worker.plan import Layout
 from kvern.worker.startup import Startup
 
-DECODE_STEPS, SHORTEST_STEPS = 3, 2
+DECODE_STEPS, SHORTEST_STEPS = 3, 1.15
 """The target of the time between tokens, if none is given: so many plain decode steps, or shortest steps with a prompt.
 
-The latter is longer where the host is slower than the GPU: nobody decodes faster there while prompts come.
+The latter is longer where the host takes longer than the GPU to begin a step: shorter prompts gain nobody anything.
 """
 
 

@@ -16,6 +16,12 @@ SHARE_OF_WAIT = 0.1
 """Of the time that the first in the queue has waited, which a step may take."""
 LEAD_SECONDS = 0.0012
 """From the launch of a step to its first kernel, at most; planning comes before."""
+LONGEST_REST = 0.02
+"""Seconds: a step that is thought to take longer may have been the first of its kind."""
+AT_ONCE = 0.0001
+"""Seconds in which a result is had that was there already: nobody knows since when."""
+REMEMBERED = 4
+"""Steps of decodes alone, of which the shortest tells what the next will take."""
 
 
 class Pace:
@@ -24,7 +30,8 @@ class Pace:
     With `yields` steps become longer as those that wait have waited longer: who has waited for a second gets steps of
     a tenth of that. So a crowd is served with large steps, which cost less for each token.
 
-    Steps end in the order in which they began. How long one took is told by when the one before had ended.
+    Steps end in the order in which they began. How long one took is told by when the one before had ended; if its
+    result was there before it was awaited, it took less.
     """
 
     def __init__(
@@ -38,8 +45,11 @@ class Pace:
         self._yields, self._clock = yields, clock
         self._begun: deque[tuple[StepLoad | None, float]] = deque()
         """Loads of steps with prompts, None of others, and when they began."""
-        self._asked = self._planning = self._ended = self._decoding = 0.0
-        """When a step was planned last, how long that took, when a step ended, how long the last of decodes took."""
+        self._asked = self._planning = self._awaited = self._ended = 0.0
+        """When a step was planned last and how long that took, when a result was awaited, and when one had come."""
+        self._rested = False
+        self._decoding: deque[float] = deque([0.0] * REMEMBERED, REMEMBERED)
+        """How long the last steps of decodes alone took."""
 
     def time(self, head: Request | None) -> StepTime | None:
         """What the next step should take, given who waits for it first."""
@@ -59,27 +69,37 @@ class Pace:
             prompts = any(item.count > (item.sampled or 1) for item in output.scheduled)
             self._begun.append((load_of(output.scheduled) if prompts else None, now))
 
+    def awaits(self) -> None:
+        """The result of the oldest step is about to be waited for."""
+        self._awaited = self._clock()
+
     def ended(self) -> None:
-        """The result of the oldest step has come."""
+        """It has come."""
         if self.costs is None:
             return
         load, began = self._begun.popleft()
         began, self._ended = max(began, self._ended), self._clock()
-        if load is None:
-            self._decoding = self._ended - began
-        else:
-            self.costs.learn(load, self._ended - began)
+        took, exact = self._ended - began, self._ended - self._awaited > AT_ONCE
+        if load is not None:
+            if exact or took < self.costs.seconds(load):
+                self.costs.learn(load, took)
+        elif exact:
+            self._decoding.append(took)
+        elif self._rested and self._begun and self._begun[0][0] is None:  # the rest was too long
+            self._decoding.append(min(self._decoding) / 2)
+        self._rested = False
 
     def forget(self) -> None:
         """The steps on their way are lost."""
         self._begun.clear()
 
-    @property
     def spare_seconds(self) -> float:
         """Until the one step on its way nears its end, and the next one must be planned and launched."""
         if self.costs is None or not self._begun:
             return 0.0
         load, began = self._begun[0]
-        took = self._decoding if load is None else self.costs.seconds(load)
-        ends = max(began, self._ended) + took
-        return max(0.0, ends - LEAD_SECONDS - 2 * self._planning - self._clock())
+        took = min(self._decoding) if load is None else self.costs.seconds(load)
+        ends = max(began, self._ended) + min(took, LONGEST_REST)
+        spare = max(0.0, ends - LEAD_SECONDS - 2 * self._planning - self._clock())
+        self._rested = self._rested or spare > 0
+        return spare

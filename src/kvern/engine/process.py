@@ -119,7 +119,7 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
         idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
             if core.has_work or refused:
-                idle = 0.0 if refused else core.spare_seconds
+                idle = 0.0 if refused else core.spare_seconds()
             if not socket.poll(int(1000 * idle)):
                 break
             match decode_for_engine(socket.recv()):

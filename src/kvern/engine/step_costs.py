@@ -9,6 +9,7 @@ the numbers of rows that were measured, what they take is interpolated. No clock
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kvern.step import ScheduledTokens
 
@@ -57,7 +58,7 @@ class StepCosts:
         self.tile = tile
         self._rows, self._seconds = list(rows), list(seconds)
         self._per_key, self._per_pair = per_key, per_pair
-        self._ascend()
+        self._ascend(down=True)
 
     def seconds(self, load: StepLoad) -> float:
         """What a step of this load will take; more for every row, key and pair."""
@@ -72,7 +73,7 @@ class StepCosts:
             self._seconds[place] *= 1 + GAIN * error * share * self._seconds[place] / expected
         self._per_key *= 1 + GAIN * error * self._per_key * load.keys / expected
         self._per_pair *= 1 + GAIN * error * self._per_pair * load.pairs / expected
-        self._ascend()
+        self._ascend(down=error < 0)
 
     def _between(self, rows: int) -> list[tuple[int, float]]:
         """The measured numbers of rows that so many lie between, with the share that each has in their products."""
@@ -85,6 +86,7 @@ class StepCosts:
         share = (rows - low) / (high - low)
         return [(above - 1, 1 - share), (above, share)]
 
-    def _ascend(self) -> None:
-        for place in range(1, len(self._seconds)):
-            self._seconds[place] = max(self._seconds[place], self._seconds[place - 1])
+    def _ascend(self, down: bool) -> None:
+        """More rows take no less: lower those that do, or raise those behind them."""
+        seconds = self._seconds
+        self._seconds = list(accumulate(reversed(seconds), min))[::-1] if down else list(accumulate(seconds, max))
