@@ -13,7 +13,6 @@ from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
 from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.engine.step_costs import StepLoad
 from kvern.engine.step_timing import time_steps
 from kvern.model_spec import ModelSpec
 from kvern.models.loader import read_config
@@ -23,11 +22,8 @@ from kvern.worker.executor import Executor, start
 from kvern.worker.plan import Layout
 from kvern.worker.startup import Startup
 
-DECODE_STEPS, SHORTEST_STEPS = 3, 1.15
-"""The target of the time between tokens, if none is given: so many plain decode steps, or shortest steps with a prompt.
-
-The latter is longer where the host takes longer than the GPU to begin a step: shorter prompts gain nobody anything.
-"""
+DECODE_STEPS = 3
+"""The target of the time between tokens, in plain decode steps, if none is given."""
 
 
 def build_core(
@@ -79,5 +75,4 @@ def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams:
     if timed is None:
         return None
     plain, costs = timed
-    least = costs.seconds(StepLoad(rows=1))
-    return Pace(costs, target or max(DECODE_STEPS * plain, SHORTEST_STEPS * least), yields=target is None)
+    return Pace(costs, target or DECODE_STEPS * plain, yields=target is None)

@@ -30,8 +30,9 @@ class Pace:
     With `yields` steps become longer as those that wait have waited longer: who has waited for a second gets steps of
     a tenth of that. So a crowd is served with large steps, which cost less for each token.
 
-    Steps end in the order in which they began. How long one took is told by when the one before had ended; if its
-    result was there before it was awaited, it took less.
+    Steps end in the order in which they began. How long one took is told by when the one before had ended. If another
+    was launched meanwhile, and a result was there before it was awaited, it is not known when: the step took less, and
+    of the next nothing is learnt.
     """
 
     def __init__(
@@ -46,8 +47,8 @@ class Pace:
         self._begun: deque[tuple[StepLoad | None, float]] = deque()
         """Loads of steps with prompts, None of others, and when they began."""
         self._asked = self._planning = self._awaited = self._ended = 0.0
-        """When a step was planned last and how long that took, when a result was awaited, and when one had come."""
-        self._rested = False
+        """When a step was planned last and how long that took, when a result was awaited, and when one ended."""
+        self._rested, self._exact = False, True
         self._decoding: deque[float] = deque([0.0] * REMEMBERED, REMEMBERED)
         """How long the last steps of decodes alone took."""
 
@@ -78,16 +79,22 @@ class Pace:
         if self.costs is None:
             return
         load, began = self._begun.popleft()
-        began, self._ended = max(began, self._ended), self._clock()
-        took, exact = self._ended - began, self._ended - self._awaited > AT_ONCE
+        now, known = self._clock(), self._exact
+        self._exact = not self._begun or now - self._awaited > AT_ONCE
+        start, expected = max(began, self._ended), self._expected(load)
+        took = now - start
+        self._ended = now if self._exact else min(now, start + expected)
         if load is not None:
-            if exact or took < self.costs.seconds(load):
+            if known and (self._exact or took < expected):
                 self.costs.learn(load, took)
-        elif exact:
+        elif known and self._exact:
             self._decoding.append(took)
         elif self._rested and self._begun and self._begun[0][0] is None:  # the rest was too long
             self._decoding.append(min(self._decoding) / 2)
         self._rested = False
+
+    def _expected(self, load: StepLoad | None) -> float:
+        return min(self._decoding) if load is None or self.costs is None else self.costs.seconds(load)
 
     def forget(self) -> None:
         """The steps on their way are lost."""
@@ -98,8 +105,7 @@ class Pace:
         if self.costs is None or not self._begun:
             return 0.0
         load, began = self._begun[0]
-        took = min(self._decoding) if load is None else self.costs.seconds(load)
-        ends = max(began, self._ended) + min(took, LONGEST_REST)
+        ends = max(began, self._ended) + min(self._expected(load), LONGEST_REST)
         spare = max(0.0, ends - LEAD_SECONDS - 2 * self._planning - self._clock())
         self._rested = self._rested or spare > 0
         return spare

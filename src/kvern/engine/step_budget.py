@@ -7,6 +7,11 @@ from kvern.engine.step_costs import StepCosts, StepLoad
 
 LEAST_TILES = 2
 """Of a step's first prompt, however long its decodes take: nobody starves."""
+FILLED = 1.15
+"""Times what the shortest step with a prompt takes, that steps with prompts may take at least, whatever they should.
+
+Where the host is slower than the GPU, that is all that the GPU computes in the same time.
+"""
 OVERTIME = 0.1
 """As a share, by which a step may be longer than it should if a prompt is complete then and needs no step more."""
 
@@ -35,7 +40,8 @@ class StepBudget:
 
     def limit(self, time: StepTime, load: StepLoad) -> None:
         """Keep to a time from now on; `load` is what the step computes already."""
-        self._time, self._load = time, load
+        least = time.costs.seconds(load.with_prompt(0, LEAST_TILES * time.costs.tile))
+        self._time, self._load = StepTime(time.costs, max(time.seconds, FILLED * least)), load
 
     def holds(self, length: int) -> bool:
         """Whether something of a prompt of this length, or all if it cannot be cut, can be computed."""
