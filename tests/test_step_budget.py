@@ -241,6 +241,24 @@ def test_the_next_step_is_planned_shortly_before_the_one_on_its_way_ends() -> No
     assert pace.spare_seconds() == 0.0
 
 
+def test_no_rest_is_so_long_that_a_result_waits_for_a_slow_launch() -> None:
+    clock = Clock()
+    pace = Pace(costs(), 0.015, False, clock)
+    for _ in range(4):
+        run(pace, clock, 0.005, *decodes(8))
+    pace.began(step(*decodes(8)))
+    pace.began(step(*decodes(8), prompt(0, 500)))
+    clock.now += 0.013  # of launching
+    pace.awaits()
+    pace.ended()
+    pace.time(None)
+    pace.began(step(*decodes(8)))
+    pace.awaits()
+    clock.now += 0.002
+    pace.ended()
+    assert pace.spare_seconds() == pytest.approx(0.002)
+
+
 def test_a_rest_that_was_too_long_becomes_shorter() -> None:
     clock = Clock()
     pace = Pace(costs(), 0.015, False, clock)
@@ -272,6 +290,12 @@ def test_tails_keep_to_the_target_though_the_costs_begin_wrong(error: float) -> 
     assert percentile(free["itl"], 99) > 1.5 * AUTO, "this load needs no target: no test at all"
     assert percentile(held["itl"], 99) < (1 + 2 * OVERTIME) * AUTO
     assert percentile(held["ttft"], 99) < 1.2 * percentile(free["ttft"], 99)
+
+
+def test_a_host_that_launches_slowly_keeps_nobody_waiting_for_results() -> None:
+    free, held = (simulate(*poisson(16.0), target, True, launch=0.0125) for target in (None, AUTO))
+    assert percentile(held["itl"], 99) < (1 + OVERTIME) * AUTO
+    assert percentile(held["ttft"], 50) < percentile(free["ttft"], 50)
 
 
 def test_a_crowd_is_served_as_fast_as_without_a_target() -> None:

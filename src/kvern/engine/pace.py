@@ -48,6 +48,8 @@ class Pace:
         """Loads of steps with prompts, None of others, and when they began."""
         self._asked = self._planning = self._awaited = self._ended = 0.0
         """When a step was planned last and how long that took, when a result was awaited, and when one ended."""
+        self._launching = self._came = 0.0
+        """How long it took to launch the last step with a prompt beside others, and when a result came."""
         self._rested, self._exact = False, True
         self._decoding: deque[float] = deque([0.0] * REMEMBERED, REMEMBERED)
         """How long the last steps of decodes alone took."""
@@ -71,8 +73,11 @@ class Pace:
             self._begun.append((load_of(output.scheduled) if prompts else None, now))
 
     def awaits(self) -> None:
-        """The result of the oldest step is about to be waited for."""
+        """The result of the oldest step is about to be waited for, with the newest just launched."""
         self._awaited = self._clock()
+        load, began = self._begun[-1] if len(self._begun) > 1 else (None, 0.0)
+        if load is not None:
+            self._launching = self._awaited - began
 
     def ended(self) -> None:
         """It has come."""
@@ -83,7 +88,7 @@ class Pace:
         self._exact = not self._begun or now - self._awaited > AT_ONCE
         start, expected = max(began, self._ended), self._expected(load)
         took = now - start
-        self._ended = now if self._exact else min(now, start + expected)
+        self._ended, self._came = now if self._exact else min(now, start + expected), now
         if load is not None:
             if known and (self._exact or took < expected):
                 self.costs.learn(load, took)
@@ -106,6 +111,7 @@ class Pace:
             return 0.0
         load, began = self._begun[0]
         ends = max(began, self._ended) + min(self._expected(load), LONGEST_REST)
-        spare = max(0.0, ends - LEAD_SECONDS - 2 * self._planning - self._clock())
+        latest = self._came + self.target - self._launching  # the result of the step on its way waits for the launch
+        spare = max(0.0, min(ends - LEAD_SECONDS - 2 * self._planning, latest) - self._clock())
         self._rested = self._rested or spare > 0
         return spare
