@@ -14,9 +14,9 @@ from kvern.worker.plan import Layout
 
 DECODES = 16
 """Requests of a plain decode step, and beside each prompt."""
-SIZES = (64, 128, 256, 512, 1024, 2048)
+SIZES = (64, 256, 512, 1024, 2048)
 """Tokens of steps with a prompt, up to the first that takes LONGEST times a plain decode step, or LONG."""
-LONGEST = 8
+LONGEST = 4
 LONG = 0.2
 """Seconds: the same for any model, so that a slow machine starts none the less."""
 CONTEXT = 2048
