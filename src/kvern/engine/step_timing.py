@@ -21,8 +21,9 @@ LONG = 0.2
 """Seconds: the same for any model, so that a slow machine starts none the less."""
 CONTEXT = 2048
 """Keys before decodes and before a prompt, to see what reading them takes."""
-PLAIN, MIXED = 6, 3
-"""Steps of each kind, of which the first few are not counted: they compile, capture, or begin alone."""
+PLAIN, MIXED = 7, 4
+"""Steps of each kind. The first are not counted, as they compile, capture, or begin alone, nor is the last, behind which
+the host launches nothing."""
 
 
 def time_steps(executor: Executor, layout: Layout) -> tuple[float, StepCosts] | None:
@@ -92,4 +93,4 @@ class _Timing:
             while len(on_way) >= (self._depth if step + 1 < repeats else 1):
                 on_way.popleft().result()
                 ends.append(time.perf_counter())
-        return statistics.median_low(end - before for before, end in itertools.pairwise(ends))
+        return statistics.median_low(end - before for before, end in itertools.pairwise(ends[:-1]))
