@@ -22,8 +22,7 @@ LONG = 0.2
 CONTEXT = 2048
 """Keys before decodes and before a prompt, to see what reading them takes."""
 PLAIN, MIXED = 7, 4
-"""Steps of each kind. The first are not counted, as they compile, capture, or begin alone, nor is the last, behind which
-the host launches nothing."""
+"""Steps of each kind. The first, which may compile, and the last, behind which the host launches nothing, do not count."""
 
 
 def time_steps(executor: Executor, layout: Layout) -> tuple[float, StepCosts] | None:
