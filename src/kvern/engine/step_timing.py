@@ -22,7 +22,7 @@ LONG = 0.2
 CONTEXT = 2048
 """Keys before decodes and before a prompt, to see what reading them takes."""
 PLAIN, MIXED = 7, 4
-"""Steps of each kind. The first, which may compile, and the last, behind which the host launches nothing, do not count."""
+"""Steps of each kind. The first may compile, and behind the last the host launches nothing: they do not count."""
 
 
 def time_steps(executor: Executor, layout: Layout) -> tuple[float, StepCosts] | None:
