@@ -1,6 +1,6 @@
 """What the scheduler costs a step: 256 requests decode, and others wait.
 
-    python benchmarks/scheduler.py [--policies fcfs prefix] [--waiting 0 1000 20000]
+    python benchmarks/scheduler.py [--policies fcfs prefix] [--waiting 0 1000 20000] [--target]
 
     rows full    every row decodes: nobody else could run
     no blocks    rows are free, but not enough blocks for the first of those that wait
@@ -9,7 +9,7 @@
     turnover     a request ends at every step, and the first of those that wait takes its row; another one arrives
 
 Microseconds of `schedule()`, of `update()` of all that decode, and for turnover of the end, the arrival and both
-together: the median over the steps.
+together: the median over the steps. With `--target` steps keep to a time that holds a part of a prompt.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.engine.step_budget import StepTime
+from kvern.engine.step_costs import StepCosts
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import SamplingParams
 
@@ -30,8 +32,10 @@ CASES = ("rows full", "no blocks", "mixed", "turnover")
 class Load:
     """A scheduler with 256 decoding requests, and `waiting` others that wait."""
 
-    def __init__(self, case: str, policy: str, waiting: int) -> None:
+    def __init__(self, case: str, policy: str, waiting: int, target: bool = False) -> None:
         self.case = case
+        costs = StepCosts([64, 256, 512, 1024], [0.005, 0.008, 0.013, 0.025], 3e-8, 5e-10)
+        self.time = StepTime(costs, 0.01) if target else None
         self.hoard: list[int] = []
         free_rows = 8 if case in ("no blocks", "mixed") else 0
         limits = SchedulerLimits(ROWS * 64, ROWS + free_rows, aging_steps=200)
@@ -73,7 +77,7 @@ class Load:
         if self.case in ("no blocks", "mixed") and self.scheduler.running:
             self.keep_few_blocks()
         start = time.perf_counter()
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(self.time)
         planned = time.perf_counter()
         for index, (request_id, item) in enumerate(zip(output.request_ids, output.scheduled, strict=True)):
             if item.sampled:
@@ -98,12 +102,13 @@ def main() -> None:
     parser.add_argument("--waiting", nargs="+", type=int, default=[0, 1000, 20000])
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--target", action="store_true")
     options = parser.parse_args()
     print(f"{'policy':10}{'case':12}{'waiting':>8}{'schedule':>10}{'update':>10}  us")
     for policy in options.policies:
         for case in options.cases:
             for waiting in options.waiting:
-                schedule, update = zip(*Load(case, policy, waiting).steps(options.steps), strict=True)
+                schedule, update = zip(*Load(case, policy, waiting, options.target).steps(options.steps), strict=True)
                 medians = [statistics.median(times) * 1e6 for times in (schedule, update)]
                 print(f"{policy:10}{case:12}{waiting:8}{medians[0]:10.0f}{medians[1]:10.0f}", flush=True)
 

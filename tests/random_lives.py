@@ -37,6 +37,7 @@ def setups(draw: st.DrawFn) -> Setup:
         tier_delay=draw(st.integers(0, 3)),
         tier_faults=draw(st.integers(0, 3)),
         drafts=draw(st.sampled_from((0, 0, 1, 4))),
+        step_rows=draw(st.sampled_from((0, 0, 1, 3, 6))),
     )
 
 
@@ -178,4 +179,5 @@ def random_setup(seed: int) -> Setup:
         tier_delay=dice.randint(0, 3),
         tier_faults=dice.randint(0, 3),
         drafts=dice.choice((0, 0, 1, 4)),
+        step_rows=dice.choice((0, 0, 1, 3, 6)),
     )

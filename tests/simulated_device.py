@@ -55,6 +55,8 @@ class Setup:
     """Every so many loads bring fewer blocks than they should; 0: none."""
     drafts: int = 0
     """Guessed at most after each step; 0: there is no proposer."""
+    step_rows: int = 0
+    """Tokens that a step with decodes has time for; 0: as many as fit."""
     accuracy: float = 0.7
     """How probable it is that a draft is what the model says."""
 
@@ -175,6 +177,8 @@ class SimulatedDevice:
         self.clashes: list[tuple[str, str]] = []
         """Steps with both units fail."""
         self.failed_steps = 0
+        self.clock = 0.0
+        """A second for each token."""
         self._lost = False
         self.kept: dict[bytes, list[int | None]] = {}
         self.arriving: dict[int, tuple[int, list[BlockLoad]]] = {}
@@ -255,6 +259,7 @@ class SimulatedDevice:
                 assert (block, offset) not in written, "two requests write one place"
                 written.add((block, offset))
                 self.memory[block][offset] = prefix[position]
+        self.clock += output.token_count
         result = ModelRunnerOutput([], [], [])
         for item, prefix in zip(output.scheduled, keys, strict=True):
             row = self.rows[item.slot]

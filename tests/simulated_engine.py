@@ -9,8 +9,10 @@ from typing import Any
 
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.core import EngineCore
+from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
 from kvern.engine.scheduler import Scheduler
+from kvern.engine.step_costs import StepCosts
 from kvern.events import TokenEvent
 from kvern.request import FinishReason, PromptInput, Request, RequestSpec, State
 from kvern.sampling_params import SamplingParams
@@ -62,7 +64,9 @@ class SimulatedEngine:
         self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache, tier=self.tier)
         self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_places)
         self.device = SimulatedDevice(setup, self.requests)
-        self.core = EngineCore(self.scheduler, self, setup.depth, proposer=self if setup.drafts else None)
+        costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
+        pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
+        self.core = EngineCore(self.scheduler, self, setup.depth, proposer=self if setup.drafts else None, pace=pace)
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
         self._preemptions: dict[Request, int] = {}

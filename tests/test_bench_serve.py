@@ -74,7 +74,7 @@ def test_figures_of_a_run() -> None:
         Outcome("", 0.0, error_kind="HTTP 500", error="second"),
     ]
     limits = read_goodput(["ttft:250", "tpot:150", "e2el:2000"])
-    found = summarize(LoadRun(outcomes, 2.0, 0.1), (50, 99), limits)
+    found = summarize(LoadRun(outcomes, 2.0, 0.1), (50, 99), limits, target_itl=0.2)
     assert (found["completed"], found["failed"]) == (3, 2)
     assert found["errors"] == {"HTTP 500": {"count": 2, "first": "first"}}
     assert (found["total_input_tokens"], found["cached_input_tokens"], found["total_output_tokens"]) == (30, 4, 9)
@@ -85,9 +85,11 @@ def test_figures_of_a_run() -> None:
     assert found["mean_itl_ms"] == pytest.approx(800 / 6)
     assert found["p99_e2el_ms"] == pytest.approx(696)
     assert found["request_goodput"] == 1.0
+    assert found["late_token_share"] == pytest.approx(1 / 6)
     assert [is_good(outcome, limits) for outcome in outcomes] == [True, False, True, False, False]
     nothing = summarize(LoadRun([], 0.0, 0.0))
     assert (nothing["completed"], nothing["p99_ttft_ms"]) == (0, 0.0)
+    assert "late_token_share" not in nothing
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:fast", "ttft:-1", "itl:5", ":5"])
@@ -179,10 +181,11 @@ def test_the_command_prints_and_writes_what_it_measured(bench: Bench, server: Se
     assert 0 < found["median_ttft_ms"] <= found["p99_ttft_ms"] <= found["p99_e2el_ms"]
 
     chat = ("--backend", "openai-chat", "--base-url", server.url, "--max-concurrency", "2", "--temperature", "0")
-    code, report, _ = bench(*options, *chat, "--extra-body", '{"ignore_eos": true}', "--goodput", "e2e:60000")
+    limits = "--goodput", "e2e:60000", "--target-itl", "60s"
+    code, report, _ = bench(*options, *chat, "--extra-body", '{"ignore_eos": true}', *limits)
     found = report
     assert (code, found["completed"]) == (0, 8)
-    assert found["request_goodput"] == found["request_throughput"]
+    assert found["request_goodput"] == found["request_throughput"] and found["late_token_share"] == 0
 
 
 def test_datasets_of_files(bench: Bench, tmp_path: Path) -> None:
@@ -250,6 +253,7 @@ def test_requests_that_all_fail_are_counted_and_end_with_one(
         (("--extra-body", "[]"), "extra_body is '[]'"),
         (("--metadata", "nothing"), "metadata is 'nothing'"),
         (("--goodput", "ttft:0"), "goodput is 'ttft:0'"),
+        (("--target-itl", "15"), "target_itl is '15'"),
         (("--percentile-metrics", "ttft,speed"), "percentile_metrics has 'speed'"),
         (("--metric-percentiles", "101"), "metric_percentiles is '101'"),
         (("--num-prompts", "0"), "num_prompts is 0"),
@@ -259,7 +263,7 @@ def test_requests_that_all_fail_are_counted_and_end_with_one(
         (("--dataset-name", "custom", "--dataset-path", "absent"), "dataset absent cannot be read"),
         (("--workload", "baseline", "--max-concurrency", "2"), "max_concurrency is 2"),
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_bad_options_are_one_line(bench: Bench, options: tuple[str, ...], reason: str) -> None:
     code, _, said = bench(*options)

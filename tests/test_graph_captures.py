@@ -46,8 +46,14 @@ class Core:
     def has_work(self) -> bool:
         return self.steps > 0
 
-    def use_idle_time(self, seconds: float) -> bool:
-        assert seconds == 0
+    @property
+    def executor(self) -> "Core":
+        return self
+
+    def spare_seconds(self) -> float:
+        return 0.0
+
+    def idle(self) -> bool:
         self.missing -= 1
         self.done.append("captures")
         return self.missing > 0

@@ -15,6 +15,7 @@ from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.cache.tier import TierTraffic
 from kvern.engine.scheduler import Scheduler
+from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.trial import Trial
 from kvern.engine.waiting import WaitingQueue
 from kvern.request import Request, State
@@ -48,8 +49,8 @@ def copies_of_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
-    def schedule_reversed(self: Scheduler) -> SchedulerOutput:
-        output = schedule(self)
+    def schedule_reversed(self: Scheduler, time: StepTime | None = None) -> SchedulerOutput:
+        output = schedule(self, time)
         output.copies.reverse()
         return output
 
@@ -106,7 +107,7 @@ def passed_by_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_chunk", lambda self, remaining, budget: min(remaining, budget, 2))
+    monkeypatch.setattr(StepBudget, "chunk", lambda self, start, remaining: min(remaining, self.tokens, 2))
 
 
 def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +212,8 @@ def rejected_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
-    def schedule_certain(self: Scheduler) -> SchedulerOutput:
-        output = schedule(self)
+    def schedule_certain(self: Scheduler, time: StepTime | None = None) -> SchedulerOutput:
+        output = schedule(self, time)
         output.scheduled = [msgspec.structs.replace(item, uncertain=False) for item in output.scheduled]
         return output
 

@@ -59,7 +59,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self._engine = Engine(EngineConfig(model=model, **options))
+        self._engine = Engine(EngineConfig(model=model, **options), streams=True)
         self._ids = (f"request-{number}" for number in itertools.count())
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiters: dict[str, _Waiter] = {}

@@ -1,5 +1,6 @@
 """Every option of the engine, with the decisions that follow from them when nothing is given."""
 
+import contextlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,6 +72,10 @@ class EngineConfig:
     """A request that has waited for this many steps goes before all that have not, whatever the policy."""
     max_batch_tokens: int | None = None
     """Tokens computed in one step at most. None: 1024 on a CPU, 8192 on a GPU."""
+    target_itl: str | None = None
+    """Time between the tokens of an answer that prompts beside it may cause, such as 15ms or 0.015s; none: any. Prompts
+    are spread over as many steps as that takes. None: three times what a decode step takes, longer for prompts that
+    have waited; any where nobody waits for single tokens, and on a CPU."""
     max_batch_requests: int | None = None
     """Requests that run at the same time at most. None: 256 on a CPU, 512 on a GPU."""
     attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn", "torch_sdpa"] = "auto"
@@ -149,9 +154,16 @@ class EngineConfig:
             raise ConfigError(f"max_adapters is {self.max_adapters} with {len(self.adapters)} adapters: raise it")
         if not 1 <= self.max_adapter_rank <= LARGEST_RANK:
             raise ConfigError(f"max_adapter_rank is {self.max_adapter_rank}: it must be from 1 to {LARGEST_RANK}")
+        if self.target_itl is not None:
+            read_seconds("target_itl", self.target_itl)
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(options)}")
+
+    @property
+    def target_itl_seconds(self) -> float | None:
+        """The option in seconds; 0: there is no limit. None: it is not given."""
+        return None if self.target_itl is None else read_seconds("target_itl", self.target_itl)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -171,6 +183,18 @@ class EngineConfig:
         if self.max_adapters is not None:
             return self.max_adapters
         return DEFAULT_ADAPTERS if self.adapters else 0
+
+
+def read_seconds(name: str, text: str) -> float:
+    """A time such as 15ms or 0.015s, in seconds; 0 and none are 0. Raises ConfigError."""
+    number = 0.0 if text in ("none", "0") else -1.0
+    for unit, factor in (("ms", 0.001), ("s", 1.0)):
+        if number < 0 and text.endswith(unit):
+            with contextlib.suppress(ValueError):
+                number = float(text.removesuffix(unit)) * factor
+    if not 0 <= number <= LONGEST_SECONDS:
+        raise ConfigError(f"{name} is {text!r}: it must be a time like 15ms or 0.015s, or none")
+    return number
 
 
 _CHOICES = {

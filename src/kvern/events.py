@@ -45,6 +45,8 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     waiting: int = 0
     kv_cache_usage: float = 0.0
     """Share of the KV blocks that running requests hold."""
+    target_itl: float = 0.0
+    """Seconds that steps with decodes should take; 0: there is no such limit."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -3,6 +3,7 @@
 Kernels are not run here, so that answers are zeros; which of them are launched, and on what, does not depend on those.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import kvern.worker.cuda_graph
 import kvern.worker.shared_prefix
 from kvern import LLM, SamplingParams
+from kvern.engine.factory import use_idle_time
 from kvern.kernel_list import KERNELS, Inputs
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
@@ -79,7 +81,7 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner._graphs = DecodeGraphs(
         runner._decoder, runner._attention, runner._rows, 2, runner._attention.prefix_members, bank
     )
-    llm._engine.core.use_idle_time()
+    use_idle_time(llm._engine.core.executor, math.inf)
 
 
 def use_everything(llm: LLM, adapter: str | None) -> None:

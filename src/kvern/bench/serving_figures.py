@@ -51,8 +51,12 @@ def summarize(
     limits: Mapping[str, float] | None = None,
     metrics: Iterable[str] = tuple(METRICS),
     detailed: bool = False,
+    target_itl: float = 0.0,
 ) -> dict[str, Any]:
-    """The figures of a run as JSON. Times are milliseconds, rates are per second; they count what succeeded."""
+    """The figures of a run as JSON. Times are milliseconds, rates are per second; they count what succeeded.
+
+    `target_itl`: seconds between tokens after which a token is late; 0: none is.
+    """
     answered = [outcome for outcome in run.outcomes if not outcome.error_kind]
     errors = Counter(outcome.error_kind for outcome in run.outcomes if outcome.error_kind)
     first: dict[str, str] = {}
@@ -76,6 +80,9 @@ def summarize(
     }
     if limits:
         found["request_goodput"] = sum(is_good(outcome, limits) for outcome in answered) / seconds
+    if target_itl:
+        gaps = _values(answered, "itl")
+        found["late_token_share"] = sum(gap > target_itl for gap in gaps) / max(len(gaps), 1)
     for name in metrics:
         values = [1000 * value for value in _values(answered, name)]
         found[f"mean_{name}_ms"] = statistics.fmean(values) if values else 0.0

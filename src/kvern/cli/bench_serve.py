@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvern.config import read_seconds
 from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class ServeBench:
 
     goodput: tuple[str, ...] = ()
     """Limits in milliseconds, like ttft:200 tpot:50 e2el:2000: requests a second that keep them all are shown."""
+    target_itl: str | None = None
+    """Time between tokens, like 15ms: the share of tokens that came later is shown."""
     percentile_metrics: str = "ttft,tpot,itl,e2el"
     """Which times are shown."""
     metric_percentiles: str = "99"
@@ -156,6 +159,7 @@ class ServeBench:
         if wrong := set(metrics) - set(METRICS):
             raise ConfigError(f"percentile_metrics has {wrong.pop()!r}: choose from {', '.join(METRICS)}")
         percents = _percents(self.metric_percentiles)
+        target = read_seconds("target_itl", self.target_itl or "none")
         self._check()
         seed = random.SystemRandom().randrange(1 << 32) if self.seed is None else self.seed
         async with self._client() as client:
@@ -170,7 +174,9 @@ class ServeBench:
                 progress=None if self.disable_tqdm else generation_progress,
             )
             parts = await self._run(sender, entry, seed)
-        found = {name: summarize(run, percents, limits, metrics, self.save_detailed) for name, run in parts.items()}
+        found = {
+            name: summarize(run, percents, limits, metrics, self.save_detailed, target) for name, run in parts.items()
+        }
         _print(f"{self.workload or self.dataset_name}, {entry['id']}, seed {seed}", found, metrics, percents)
         for name, part in found.items():
             for kind, error in part["errors"].items():
@@ -369,6 +375,7 @@ def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list
     row("generated tokens", "total_output_tokens", ",d")
     row("requests/s", "request_throughput")
     row("good requests/s", "request_goodput")
+    row("tokens later than the target", "late_token_share", ".2%")
     row("generated tokens/s", "output_throughput", ",.1f")
     row("all tokens/s", "total_token_throughput", ",.1f")
     row("a core's share for the clients", "client_cpu_share", ".0%", end_section=True)

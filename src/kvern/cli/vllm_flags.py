@@ -31,7 +31,7 @@ LOGS = "kvern's log holds warnings and errors; --log-requests adds a line for ea
 NO_DRAFT = "speculative decoding exists for proposers of installed packages alone: --proposer NAME"
 NO_TRANSFER = "blocks go to other places through a tier of an installed package: --kv-tier NAME"
 NO_PLUGIN = "kvern takes plugins from installed packages, by their entry points"
-SPLIT = "long prompts are split over steps within --max-batch-tokens, and nothing else bounds them"
+SPLIT = "prompts are split over steps within --max-batch-tokens, beside decodes within --target-itl"
 POOLING = "/v1/embeddings answers for models that are trained for it, and /v1/completions scores"
 NO_FORMAT = "weights are safetensors files in Hugging Face format"
 

@@ -11,18 +11,18 @@ that raises stands alone and ends (`engine/trial.py`). The others lose nothing b
 """
 
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from kvern.engine.beams import BeamSearch
 from kvern.engine.branching import Branching
+from kvern.engine.pace import Pace
 from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
-from kvern.engine.trial import Trial
+from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
@@ -47,7 +47,8 @@ class EngineCore:
 
     The `tokenizer` is called for when beams first end at stop strings. With `prepares` a request is held until the
     executor is prepared for its grammar; without, its first step waits for that. `note` is told the ids of a step's
-    requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does.
+    requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does. `pace` says how long
+    steps with decodes should take; None: however long.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class EngineCore:
         prepares: bool = False,
         note: Callable[[list[str]], None] | None = None,
         proposer: "Proposer | None" = None,
+        pace: Pace | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._branching = Branching(scheduler)
         self._prepares = prepares
         self._note = note
         self.proposer = proposer
+        self._pace = Pace() if pace is None else pace
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._tokenizer = tokenizer
@@ -74,13 +77,19 @@ class EngineCore:
         self.executor = executor
         self._depth = depth
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
-        self._counted = EngineStatistics()
+        self._counted = EngineStatistics(target_itl=self._pace.target)
         self._trial = Trial()
 
     @property
     def has_work(self) -> bool:
         """A call of `step` would do something."""
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._held)
+
+    def spare_seconds(self) -> float:
+        """How long the next step can wait for requests that come meanwhile, while the device computes another."""
+        if len(self._in_flight) != self._depth - 1 or self.scheduler.waiting:
+            return 0.0
+        return self._pace.spare_seconds()
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue what a user asked in one; `progress` says how far an earlier engine brought which answers.
@@ -164,17 +173,6 @@ class EngineCore:
         """
         self.scheduler.waiting.loaded(self.scheduler.cache.loaded(load, count))
 
-    def use_idle_time(self, seconds: float = math.inf) -> bool:
-        """Without any work, make what later steps would run faster with, for so long; whether there is more of it.
-
-        What is begun is brought to its end: at least one thing is made, and each takes some hundredths of a second.
-        """
-        until = time.monotonic() + seconds
-        while more := self.executor.idle():
-            if time.monotonic() >= until:
-                break
-        return more
-
     def step(self) -> list[TokenEvent]:
         """Submit and collect once; events of the step that came back, none if it is still on its way.
 
@@ -185,7 +183,7 @@ class EngineCore:
         if self._held:
             self._release()
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
-            output = self.scheduler.schedule()
+            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()))
             if output.scheduled or output.loads:
                 self._counted.steps += 1
                 self._counted.computed_tokens += output.token_count
@@ -199,6 +197,7 @@ class EngineCore:
                         request.begun_at = request.begun_at or now
                 if self._note is not None:
                     self._note(output.request_ids)
+                self._pace.began(output)
                 self._in_flight.append((output, requests, self.executor.submit(output)))
                 if len(self._in_flight) < self._depth:
                     return []
@@ -211,6 +210,7 @@ class EngineCore:
                 time.sleep(LOADING_SECONDS)
             return []
         output, requests, future = self._in_flight.popleft()
+        self._pace.awaits()
         try:
             result = future.result()
         except Exception as error:
@@ -219,7 +219,8 @@ class EngineCore:
         except BaseException:  # an interruption is nobody's fault
             self._undo(output)
             raise
-        self._trial.passed(_reached(output, requests, result))
+        self._pace.ended()
+        self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
         if self.proposer is not None:
@@ -231,12 +232,13 @@ class EngineCore:
     def _undo(self, output: SchedulerOutput) -> None:
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
         self._in_flight.clear()
+        self._pace.forget()
         self.scheduler.undo(output.step)
         self.executor.abandon()
 
     def _blame(self, output: SchedulerOutput, requests: list[Request], error: Exception) -> list[TokenEvent]:
         """End the request whose step failed, or have those of the step run apart from each other."""
-        guilty = self._trial.failed(_computed(output, requests))
+        guilty = self._trial.failed(computed(output, requests))
         self.scheduler.restrict(self._trial.units)
         if guilty is None:
             logger.warning("a step of %d requests failed; they are run again in halves", len(requests), exc_info=error)
@@ -340,20 +342,6 @@ class EngineCore:
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
         return _answers(search, request)
-
-
-def _computed(output: SchedulerOutput, requests: Iterable[Request]) -> Iterator[tuple[Request, int]]:
-    """The requests of a step, and how many of their tokens it was to bring them to at most."""
-    for request, item in zip(requests, output.scheduled, strict=True):
-        yield request, item.start + item.count
-
-
-def _reached(
-    output: SchedulerOutput, requests: Iterable[Request], result: ModelRunnerOutput
-) -> Iterator[tuple[Request, int]]:
-    """The same when it is done: less what was rejected."""
-    for (request, tokens), token_ids in zip(_computed(output, requests), result.token_ids, strict=True):
-        yield request, min(tokens, len(request.token_ids) + len(token_ids) - 1) if token_ids else tokens
 
 
 def _answers(search: BeamSearch, request: Request) -> list[TokenEvent]:

@@ -25,15 +25,13 @@ logger = logging.getLogger("kvern")
 
 
 class Engine:
-    """Loads the model of a configuration and runs requests. Not thread-safe."""
+    """Loads the model of a configuration and runs requests. Not thread-safe. `streams` as in `build_core`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, streams: bool = False) -> None:
         self.startup = Startup()
         self.config = config
         self.folder = folder = model_folder(config)
-        self.core, self.spec, self.layout = build_core(config, folder, self.startup)
-        with self.startup.stage("graphs"):
-            self.core.use_idle_time()  # later there is none: between two calls the thread is the user's
+        self.core, self.spec, self.layout = build_core(config, folder, self.startup, streams=streams)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder, config.chat_template_kwargs)
         self.inputs = InputProcessor(

@@ -1,6 +1,8 @@
 """Makes an engine from a configuration: the executor with the model, and the scheduler over what it has room for."""
 
 import functools
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,16 +11,23 @@ from kvern.cache.manager import KVCacheManager
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
+from kvern.engine.pace import Pace
 from kvern.engine.policy import POLICIES
 from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.engine.step_timing import time_steps
 from kvern.model_spec import ModelSpec
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.tokenizer import Tokenizer
-from kvern.worker.executor import start
+from kvern.worker.executor import Executor, start
 from kvern.worker.plan import Layout
 from kvern.worker.startup import Startup
+
+GRAPH_SECONDS = 0.55
+"""So long an engine captures the likeliest graphs before it is ready, if it can capture the others when it is idle."""
+DECODE_STEPS = 3
+"""The target of the time between tokens, in plain decode steps, if none is given."""
 
 
 def build_core(
@@ -28,8 +37,13 @@ def build_core(
     *,
     prepares: bool = False,
     note: Callable[[list[str]], None] | None = None,
+    streams: bool = False,
 ) -> tuple[EngineCore, ModelSpec, Layout]:
     """Load the model in `folder` and wire the engine around it; `prepares` and `note` are the core's.
+
+    With `prepares` what makes steps faster may be made later, in idle moments.
+
+    `streams`: somebody waits for single tokens, so that steps on a GPU have a target if the configuration says nothing.
 
     Raises KvernError subclasses.
     """
@@ -38,8 +52,19 @@ def build_core(
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
-    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, proposer)
+    with startup.stage("graphs"):
+        use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
+    with startup.stage("pace"):
+        pace = make_pace(config, executor, layout, streams)
+    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, proposer, pace)
     return core, spec, layout
+
+
+def use_idle_time(executor: Executor, seconds: float) -> None:
+    """Make what steps run faster with, for so long; what is begun is brought to its end."""
+    until = time.monotonic() + seconds
+    while executor.idle() and time.monotonic() < until:
+        pass
 
 
 def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVTier | None) -> Scheduler:
@@ -54,3 +79,15 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     identity = model_identity(folder, config.load_format, config.dtype, layout.dtype, layout.block_size)
     cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity, tier)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
+
+
+def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
+    """The target that the time between tokens has, with what steps cost here; None: there is no target."""
+    target = config.target_itl_seconds
+    if target == 0 or (target is None and not (streams and layout.device == "cuda")):
+        return None
+    timed = time_steps(executor, layout)
+    if timed is None:
+        return None
+    plain, costs = timed
+    return Pace(costs, target or DECODE_STEPS * plain, yields=target is None)

@@ -51,8 +51,6 @@ HEARTBEAT_SECONDS = 0.5
 """How often an engine with nothing to say gives a sign of life, and looks whether its parent lives."""
 READING_SECONDS = 0.01
 """The same while it reads an adapter."""
-GRAPH_SECONDS = 0.5
-"""So long an engine captures the likeliest graphs before it is ready; the others when it is idle."""
 MOST_MESSAGES = 256
 """Taken between two steps, or signs of life."""
 LINGER_MILLISECONDS = 2000
@@ -86,9 +84,8 @@ def main(address: str, running: str, parent: int) -> int:
 
             startup = Startup()
             note = RunningFile(Path(running)).write
-            core, _, layout = build_core(config, Path(config.model or ""), startup, prepares=True, note=note)
-            with startup.stage("graphs"):
-                core.use_idle_time(GRAPH_SECONDS)
+            folder = Path(config.model or "")
+            core, _, layout = build_core(config, folder, startup, prepares=True, note=note, streams=True)
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
@@ -139,7 +136,9 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
     while os.getppid() == parent:
         idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
-            if not socket.poll(0 if core.has_work or refused or prepares else int(1000 * idle)):
+            if core.has_work or refused or prepares:
+                idle = 0.0 if refused or not core.has_work else core.spare_seconds()
+            if not socket.poll(int(1000 * idle)):
                 break
             match decode_for_engine(socket.recv()):
                 case AddRequest(spec, progress):
@@ -162,7 +161,7 @@ def serve(socket: "zmq.Socket[bytes]", core: EngineCore, parent: int) -> None:
         for answer in adapters.answers():
             socket.send(encode(answer))
         if prepares and not core.has_work:
-            prepares = core.use_idle_time(0)
+            prepares = core.executor.idle()
         started = time.monotonic()
         events, refused = refused + (core.step() if core.has_work else []), []
         now = time.monotonic()

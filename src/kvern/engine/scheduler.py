@@ -7,6 +7,7 @@ under a budget. A decode is one token behind, a prompt is many, a preempted requ
                  2. running requests that are further behind (prefill), with what is left of the budget
                  3. waiting requests, best first, while there are slots, blocks and budget
     A decode with drafts behind it is as many tokens longer as there is room for: nobody waits for drafts.
+    Beside decodes, a step's time can bound what it computes of prompts, too (`step_budget.py`).
     When blocks run out in 1 or 2, the worst running request is preempted: its blocks go, its tokens stay.
 
 Best first means: aged requests first, then the policy's key, then turn, then arrival. Waiting requests are admitted
@@ -26,6 +27,8 @@ from kvern.cache.manager import KVCacheManager
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests, future_siblings
+from kvern.engine.step_budget import StepBudget, StepTime
+from kvern.engine.step_costs import load_of
 from kvern.engine.waiting import Cause, WaitingQueue
 from kvern.request import FinishReason, Request, State
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
@@ -134,12 +137,12 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step; empty when nothing can run before a step in flight returns."""
+    def schedule(self, time: StepTime | None = None) -> SchedulerOutput:
+        """Plan the next step, of this `time` if decodes are in it; empty when nothing can run before one returns."""
         self.step += 1
         output = SchedulerOutput(self.step)
         preempted = self.preemption_count
-        budget = self._schedule_running(output)
+        budget = self._schedule_running(output, time)
         if self.preemption_count == preempted:
             self._admit(output, budget)
             while not output.scheduled and self._make_room():
@@ -177,20 +180,23 @@ class Scheduler:
         for unit in units:
             self.waiting.wake(unit)
 
-    def _schedule_running(self, output: SchedulerOutput) -> int:
+    def _schedule_running(self, output: SchedulerOutput, time: StepTime | None) -> StepBudget:
         """Returns what is left of the budget."""
-        budget = self.limits.max_batch_tokens
+        tokens = self.limits.max_batch_tokens
         behind: list[Request] = []
         for request in list(self.running):
             remaining = request.remaining_tokens
             if remaining > 1:
                 behind.append(request)
-            elif remaining == 1 <= budget:
-                drafts = self._drafts(request, budget) if request.draft_token_ids else None
-                budget -= self._verify(request, drafts, output) if drafts else self._advance(request, 1, 1, output)
+            elif remaining == 1 <= tokens:
+                drafts = self._drafts(request, tokens) if request.draft_token_ids else None
+                tokens -= self._verify(request, drafts, output) if drafts else self._advance(request, 1, 1, output)
+        budget = StepBudget(tokens, self.limits.chunked_prefill)
+        if time is not None and output.scheduled and (behind or (self.waiting and self.running.free_rows)):
+            budget.limit(time, load_of(output.scheduled))
         for request in behind:
-            remaining = request.remaining_tokens
-            budget -= self._advance(request, remaining, self._chunk(remaining, budget), output)
+            start, remaining = request.num_computed_tokens, request.remaining_tokens
+            budget.take(start, self._advance(request, remaining, budget.chunk(start, remaining), output))
         return budget
 
     def _advance(self, request: Request, remaining: int, count: int, output: SchedulerOutput) -> int:
@@ -244,16 +250,16 @@ class Scheduler:
             self.running.grew(request)
         return True
 
-    def _admit(self, output: SchedulerOutput, budget: int) -> None:
+    def _admit(self, output: SchedulerOutput, budget: StepBudget) -> None:
         self.waiting.age(self.step)
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
             return
         rows = self.running.free_rows - self.running.promised_rows
         adapters_free = True
-        if budget > 0 and rows > 0:
+        if budget.tokens > 0 and rows > 0:
             self.waiting.refresh()
-        while budget > 0 and rows > 0:
+        while budget.tokens > 0 and rows > 0:
             request = self.waiting.best(adapters_free)
             if request is None:
                 break
@@ -266,8 +272,7 @@ class Scheduler:
                 continue
             if rows <= future_siblings(request):
                 break
-            if not self.limits.chunked_prefill and len(request.token_ids) > budget:
-                budget = 0
+            if not budget.holds(len(request.token_ids)):
                 break
             if self._allowed is None and self.cache.fetch(request, self.step, self.running.reserved_blocks):
                 request.state = State.LOADING
@@ -282,11 +287,11 @@ class Scheduler:
                 output.adapters.append((adapter_index, request.adapter))
             output.copies += copies
             output.joined.append(NewRequest.of(request, adapter_index))
-            remaining = request.remaining_tokens
-            count = self._chunk(remaining, budget)
+            start, remaining = request.num_computed_tokens, request.remaining_tokens
+            count = budget.chunk(start, remaining)
             self._take(request, count, count == remaining, output)
-            budget -= count
-        self._batch_open = budget <= 0 and bool(self.waiting and self.running.free_rows)
+            budget.take(start, count)
+        self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
 
     def _cause(self, request: Request) -> Cause | None:
         """Why a waiting request cannot run: some of its input is still on its way, or it may not."""
@@ -295,12 +300,6 @@ class Scheduler:
         if request.leader is not None and not request.leader.prompt_scheduled:
             return request.leader
         return None if self._allowed is None or request.unit in self._allowed else request.unit
-
-    def _chunk(self, remaining: int, budget: int) -> int:
-        """How many of a request's remaining tokens this step can compute."""
-        if remaining <= budget:
-            return remaining
-        return budget if self.limits.chunked_prefill else 0
 
     def _take(self, request: Request, count: int, sampled: int, output: SchedulerOutput) -> None:
         start = request.num_computed_tokens

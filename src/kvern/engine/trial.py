@@ -11,9 +11,10 @@ is not on trial waits and cannot be blamed. A half that has passed is at least a
 also failures that come and go end.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvern.request import Request, State
+from kvern.step import ModelRunnerOutput, SchedulerOutput
 
 
 class Trial:
@@ -65,3 +66,17 @@ class Trial:
     def skip(self) -> None:
         """Give up a half of which nothing can run."""
         self._halves.pop()
+
+
+def computed(output: SchedulerOutput, requests: Iterable[Request]) -> Iterator[tuple[Request, int]]:
+    """The requests of a step, and how many of their tokens it was to bring them to at most."""
+    for request, item in zip(requests, output.scheduled, strict=True):
+        yield request, item.start + item.count
+
+
+def reached(
+    output: SchedulerOutput, requests: Iterable[Request], result: ModelRunnerOutput
+) -> Iterator[tuple[Request, int]]:
+    """The same when it is done: less what was rejected."""
+    for (request, tokens), token_ids in zip(computed(output, requests), result.token_ids, strict=True):
+        yield request, min(tokens, len(request.token_ids) + len(token_ids) - 1) if token_ids else tokens

@@ -43,6 +43,7 @@ class Metrics:
         self._running = gauge("num_requests_running", "Sequences in the running batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for their first step.")
         self._usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that running requests hold, 0 to 1.")
+        self._target = gauge("target_itl_seconds", "What a step with decodes should take at most, 0: no matter what.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens taken from the prefix cache.")
         self._preemptions = counter("num_preemptions", "Times that a running request lost its blocks to others.")
@@ -88,6 +89,7 @@ class Metrics:
         self._running.set(statistics.running)
         self._waiting.set(statistics.waiting)
         self._usage.set(statistics.kv_cache_usage)
+        self._target.set(statistics.target_itl)
         steps = statistics.steps - seen.steps
         if not steps:
             return

@@ -208,7 +208,8 @@ class DeviceRunner:
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states, adapters)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
         if not batch.sample_slots:
-            return PendingStep(scheduled, None, prompt_logprobs=prompts)
+            on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
+            return PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=on_gpu)
         if len(batch.sample_slots) != hidden.shape[0]:
             hidden = hidden.index_select(0, batch.logits_indices)
         decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions)

@@ -28,7 +28,7 @@ from kvern.models.decoder import Decoder
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
 
-DECODES = (0, 16, 64, 128, 256)
+DECODES = (16, 64, 128, 256)
 TOKENS = (64, 128, 256, 384, 512)
 """With more tokens of prompts a step takes a GPU longer than its launches take a host."""
 RUNS = 8
@@ -57,10 +57,9 @@ class PromptStep(NamedTuple):
 
 
 def prompt_steps(requests: int) -> list[PromptStep]:
-    """All graphs of an engine that runs so many requests at once; the largest first, whose memory the others share."""
+    """All graphs of an engine that runs so many requests at once, the likeliest first."""
     most = next((size for size in DECODES if size >= requests), DECODES[-1])
-    sizes = [size for size in DECODES if size <= most]
-    return [PromptStep(decodes, tokens) for tokens in reversed(TOKENS) for decodes in reversed(sizes)]
+    return [PromptStep(decodes, tokens) for decodes in DECODES if decodes <= most for tokens in reversed(TOKENS)]
 
 
 @dataclass

@@ -40,7 +40,6 @@ class PromptLogprobs:
     runs: Sequence[PromptRun]
     parts: list[DeviceLogprobs]
     places: int
-    on_gpu: bool
 
     def entries(self) -> list[list[TokenLogprobs] | None]:
         """By place in the step."""
@@ -72,11 +71,13 @@ class PendingStep:
         candidates: DeviceCandidates | None = None,
         verdict: ProcessorVerdict | None = None,
         kept: torch.Tensor | None = None,
+        on_gpu: bool = False,
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
 
         `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput; `verdict`: of
-        logits processors; `kept` [R]: how many of the tokens sampled for each request are kept; None: all.
+        logits processors; `kept` [R]: how many of the tokens sampled for each request are kept; None: all. `on_gpu`:
+        there is a GPU to wait for even if nothing is sampled.
         """
         self._scheduled = scheduled
         self._counts = counts
@@ -89,7 +90,7 @@ class PendingStep:
         self._verdict = verdict or ProcessorVerdict()
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
         self._done: torch.cuda.Event | None = None
-        if (sampled is not None and sampled.device.type == "cuda") or (prompt_logprobs and prompt_logprobs.on_gpu):
+        if on_gpu or (sampled is not None and sampled.device.type == "cuda"):
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
@@ -180,4 +181,4 @@ def prompt_logprobs(
         token_logprobs(decoder.logits(hidden.index_select(0, predicting)), ids, most).fetch()
         for ids, predicting in torch.split(sent, PROMPT_LOGITS_ROWS, dim=1)
     ]
-    return PromptLogprobs(runs, parts, len(batch.slots), hidden.device.type == "cuda")
+    return PromptLogprobs(runs, parts, len(batch.slots))

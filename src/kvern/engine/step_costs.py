@@ -1,0 +1,92 @@
+"""What a step that computes parts of prompts takes: measured a few times at start, corrected by every one that returns.
+
+    seconds = products(rows) + per_key * keys that decodes read + per_pair * pairs of prompt tokens and their keys
+
+Products of few rows read weights and take the same however few they are, those of many take time for each row: between
+the numbers of rows that were measured, what they take is interpolated. No clock is read here.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvern.step import ScheduledTokens
+
+TILE = 64
+GAIN = 0.15
+"""How much of its error a step corrects."""
+LARGEST_ERROR = 0.5
+"""As a share of the prediction: a step that took many times as long was the first of its kind, or the host was busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step computes: `rows` tokens, decodes that read `keys`, and `pairs` of prompt tokens and keys."""
+
+    rows: int = 0
+    keys: int = 0
+    pairs: float = 0.0
+
+    def with_prompt(self, start: int, count: int) -> "StepLoad":
+        """With a prompt's tokens from position `start` on as well."""
+        return StepLoad(self.rows + count, self.keys, self.pairs + count * (start + count / 2))
+
+
+def load_of(scheduled: Iterable[ScheduledTokens]) -> StepLoad:
+    """What a step of these tokens computes; drafts are read as decodes are."""
+    rows = keys = 0
+    pairs = 0.0
+    for item in scheduled:
+        rows += item.count
+        if item.count > (item.sampled or 1):
+            pairs += item.count * (item.start + item.count / 2)
+        else:
+            keys += item.start + item.count
+    return StepLoad(rows, keys, pairs)
+
+
+class StepCosts:
+    """Predicts, in seconds. `rows` ascend, `seconds` are what steps of so many rows took.
+
+    Rows of products come in tiles of `tile`, and a tile takes as long with a single row.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], seconds: Sequence[float], per_key: float, per_pair: float, tile: int = TILE
+    ) -> None:
+        self.tile = tile
+        self._rows, self._seconds = list(rows), list(seconds)
+        self._per_key, self._per_pair = per_key, per_pair
+        self._ascend(down=True)
+
+    def seconds(self, load: StepLoad) -> float:
+        """What a step of this load will take; more for every row, key and pair."""
+        products = sum(share * self._seconds[place] for place, share in self._between(load.rows))
+        return products + self._per_key * load.keys + self._per_pair * load.pairs
+
+    def learn(self, load: StepLoad, seconds: float) -> None:
+        """A step of this load took so long: each term takes its part of the error."""
+        expected = self.seconds(load)
+        error = max(-LARGEST_ERROR, min(LARGEST_ERROR, seconds / expected - 1))
+        for place, share in self._between(load.rows):
+            self._seconds[place] *= 1 + GAIN * error * share * self._seconds[place] / expected
+        self._per_key *= 1 + GAIN * error * self._per_key * load.keys / expected
+        self._per_pair *= 1 + GAIN * error * self._per_pair * load.pairs / expected
+        self._ascend(down=error < 0)
+
+    def _between(self, rows: int) -> list[tuple[int, float]]:
+        """The measured numbers of rows that so many lie between, with the share that each has in their products."""
+        above = bisect_right(self._rows, rows)
+        if above == 0:
+            return [(0, 1.0)]
+        if above == len(self._rows):
+            return [(above - 1, rows / self._rows[-1])]
+        low, high = self._rows[above - 1], self._rows[above]
+        share = (rows - low) / (high - low)
+        return [(above - 1, 1 - share), (above, share)]
+
+    def _ascend(self, down: bool) -> None:
+        """More rows take no less: lower those that do, or raise those behind them."""
+        seconds = self._seconds
+        self._seconds = list(accumulate(reversed(seconds), min))[::-1] if down else list(accumulate(seconds, max))
