@@ -1,5 +1,8 @@
 """The sampling kernels choose what the PyTorch sampler chooses."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -97,7 +100,7 @@ def test_ties_of_the_last_are_kept(device: torch.device) -> None:
 
 
 SMALL, HUGE = 1e-37, 1e6
-EXTREMES = [
+EXTREMES: list[dict[str, Any]] = [
     {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     for temperature in (0.0, 5e-324, 1e-5, 1.0, HUGE)
     for top_k in (0, 1, 2**31 - 1)
@@ -123,14 +126,15 @@ def extreme_logits() -> dict[str, torch.Tensor]:
 
 
 def test_extreme_numbers_choose_what_the_sampler_chooses(device: torch.device) -> None:
-    params = [SamplingParams(**fields) for fields in EXTREMES]
-    rows, slots = make_rows(device, params), list(range(len(params)))
-    positions = torch.arange(len(slots))
-    for name, logits in extreme_logits().items():
+    """Each combination with one of the rows of logits."""
+    for turn, (name, logits) in enumerate(extreme_logits().items()):
+        extremes = [fields for place, fields in enumerate(EXTREMES) if (place + turn) % 5 == 0]
+        params = [SamplingParams(**fields) for fields in extremes]
+        rows, slots, positions = make_rows(device, params), list(range(len(params))), torch.arange(len(params))
         logits = logits.repeat(len(slots), 1)
         expected = sampler.sample(logits.clone(), rows_on_cpu(params), slots, positions).tolist()
         chosen = choose(logits.to(device), rows, slots, positions.to(device), filtered=True)
-        wrong = [fields for fields, one, other in zip(EXTREMES, chosen, expected, strict=True) if one != other]
+        wrong = [fields for fields, one, other in zip(extremes, chosen, expected, strict=True) if one != other]
         assert not wrong, (name, wrong)
 
 
@@ -143,15 +147,16 @@ def test_biased_tokens_are_drawn_from(device: torch.device) -> None:
 
 
 def test_whatever_the_logits_are_the_token_exists(device: torch.device) -> None:
-    params = [SamplingParams(**fields) for fields in EXTREMES[::4]]
-    rows, slots = make_rows(device, params), list(range(len(params)))
-    positions = torch.arange(len(slots), device=device)
-    for value in (float("nan"), float("inf"), float("-inf"), 3.4e38):
-        for places in (slice(None), slice(7, 9), slice(4990, None)):
-            logits = torch.randn(len(slots), 5000, generator=torch.Generator().manual_seed(4))
-            logits[:, places] = value
-            for filtered in (False, True):
-                chosen = choose(logits.to(device), rows, slots, positions, filtered=filtered)
-                assert all(0 <= token < 5000 for token in chosen)
-                if value == float("inf") and places != slice(None):
-                    assert all(token in range(5000)[places] for token in chosen)
+    cases = itertools.product(
+        (float("nan"), float("inf"), float("-inf"), 3.4e38), (slice(None), slice(7, 9), slice(4990, None))
+    )
+    for turn, (value, places) in enumerate(cases):
+        params = [SamplingParams(**fields) for fields in EXTREMES[turn::13]]
+        rows, slots, positions = make_rows(device, params), list(range(len(params))), torch.arange(len(params))
+        logits = torch.randn(len(slots), 5000, generator=torch.Generator().manual_seed(4))
+        logits[:, places] = value
+        for filtered in (False, True):
+            chosen = choose(logits.to(device), rows, slots, positions.to(device), filtered=filtered)
+            assert all(0 <= token < 5000 for token in chosen)
+            if value == float("inf") and places != slice(None):
+                assert all(token in range(5000)[places] for token in chosen)
