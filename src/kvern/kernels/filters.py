@@ -10,7 +10,7 @@ how much of what has the digits so far has which next digit. Some programs share
 they found and goes on. Logits of 16 bits take half as many digits. Rows without the filter take no time.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -19,12 +19,11 @@ import triton.language as tl
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 GREEDY_BELOW = tl.constexpr(1e-5)
+LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234663852886e38)
-MOST_SHARES = 16
+SHARES, WARPS = 16, 4
 """Programs that share a row."""
-BLOCK = 2048
-FIRST_COUNT, FIRST_MASS = 24, 28
-"""Bits behind the first digit of 8, which count, and of 4, which weigh."""
+BLOCK = 1024
 
 
 class FilteredRows(Protocol):
@@ -63,29 +62,16 @@ def _value(key):
 
 
 @triton.jit
-def _unordered_zero(values):
-    """-0.0 is 0.0."""
-    return tl.where(values == 0.0, 0.0, values)
-
-
-@triton.jit
-def _added(partials, row, SHARES: tl.constexpr, DIGITS: tl.constexpr):
-    """What the programs of a row found, [DIGITS]."""
-    share, digit = tl.arange(0, SHARES), tl.arange(0, DIGITS)
-    return tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * DIGITS + digit[None, :]), axis=0)
-
-
-@triton.jit
-def _next_digit(found, wanted, DIGITS: tl.constexpr):
+def _next_digit(found, wanted):
     """The largest digit with which, and above which, there is as much as wanted; and what is still wanted of it."""
-    digit = tl.arange(0, DIGITS)
+    digit = tl.arange(0, 16)
     best = tl.max(tl.where(tl.cumsum(found, 0, reverse=True) >= wanted, digit, 0), axis=0)
-    above = tl.sum(tl.where(digit > best, found, 0), axis=0)
+    above = tl.sum(tl.where(digit > best, found, 0.0), axis=0)
     return best.to(tl.uint32), wanted - above
 
 
 @triton.jit
-def _row_of(logits, slots, temperatures, changes, row, WIDE: tl.constexpr):
+def _row_of(slots, temperatures, changes, row, WIDE: tl.constexpr):
     """Slot, temperature, whether its scores count, and how many last bits all numbers of the row share."""
     slot = tl.load(slots + row).to(tl.int64)
     changed = tl.load(changes + slot) != 0
@@ -106,69 +92,36 @@ def _span(vocabulary, SHARES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _resolve_count(keys, wants, partials, row, rows, step, shift, zeros, uses, SHARES: tl.constexpr):
-    """The smallest key that top_k leaves, as far as it is known before launch `step`, and how many more are wanted."""
-    before = ((step + 1) % 2) * rows + row
-    low, wanted = tl.load(keys + before), tl.load(wants + before)
-    if uses & (shift + 16 > zeros):
-        digit, wanted = _next_digit(_added(partials, row, SHARES, 256).to(tl.float32), wanted, 256)
-        low |= digit << (shift + 8)
-    return low, wanted
+def _tokens(start, BLOCK: tl.constexpr):
+    """BLOCK token ids, [4, BLOCK // 4]: those of a column follow each other, and one thread has them."""
+    return start + tl.arange(0, 4)[:, None] + 4 * tl.arange(0, BLOCK // 4)[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=["slots"])
-def _count_digits_kernel(
-    logits: tl.tensor,
-    scores: tl.tensor,
-    slots: tl.tensor,
-    temperatures: tl.tensor,
-    changes: tl.tensor,
-    top_ks: tl.tensor,
-    lows: tl.tensor,
-    wants: tl.tensor,
-    largests: tl.tensor,
-    read: tl.tensor,
-    written: tl.tensor,
-    vocabulary,
-    rows,
-    step,
-    shift,
-    ZEROS: tl.constexpr,
-    SHARES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One digit of 8 bits of the top_k-th largest."""
-    if OVERLAP:
-        wait_for_previous()
-    row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, temperature, changed, zeros = _row_of(logits, slots, temperatures, changes, row, ZEROS)
-    top_k = tl.load(top_ks + slot)
-    uses = (top_k > 0) & (top_k < vocabulary) & (temperature >= GREEDY_BELOW)
-    low = tl.full([], 0, tl.uint32)
-    wanted = top_k.to(tl.float32)
-    if step > 0:
-        low, wanted = _resolve_count(lows, wants, read, row, rows, step, shift, zeros, uses, SHARES)
-    if share == 0:
-        tl.store(lows + (step % 2) * rows + row, low)
-        tl.store(wants + (step % 2) * rows + row, wanted)
-    first, last = _span(vocabulary, SHARES, BLOCK)
-    counting = uses & (shift + 8 > zeros)
-    if (temperature >= GREEDY_BELOW) & ((step == 0) | counting):
-        largest = tl.full([BLOCK], float("-inf"), tl.float32)
-        counts = tl.zeros([256], tl.int32)
-        for start in tl.range(first, last, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            values = read_scores(logits, scores, changed, row, token, vocabulary)
-            largest = tl.maximum(largest, values)
-            if counting:
-                key = ordered(values)
-                same = ((key >> shift) >> 8) == ((low >> shift) >> 8)
-                counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=same & (token < last))
-        if step == 0:
-            tl.store(largests + row * SHARES + share, tl.max(largest, axis=0))
-        if counting:
-            tl.store(written + (row * SHARES + share) * 256 + tl.arange(0, 256), counts)
+@triton.jit
+def _digits(key, digits, shift):
+    """The four bits before the last `shift` of keys that begin like `digits`; 16 for others."""
+    digit = ((key >> shift) & 15).to(tl.int32)
+    return tl.where(((key >> shift) >> 4) == ((digits >> shift) >> 4), digit, 16)
+
+
+@triton.jit
+def _counts(logits, scores, changed, row, vocabulary, first, last, digits, shift, BLOCK: tl.constexpr):
+    """Of what begins like `digits`: how many have which next digit, [16] float32."""
+    nibbles = tl.full([], 0x0F0F0F0F0F0F0F0F, tl.int64)
+    even = tl.zeros([BLOCK // 4], tl.int64)  # eight numbers of eight bits each
+    odd = tl.zeros([BLOCK // 4], tl.int64)
+    for start in tl.range(first, last, BLOCK):
+        token = _tokens(start, BLOCK)
+        values = read_scores(logits, scores, changed, row, token, vocabulary)
+        digit = _digits(ordered(values), digits, shift)
+        counted = (token < last) & (digit < 16)
+        one = tl.where(counted, tl.full([], 1, tl.int64) << (4 * (digit & 15)).to(tl.int64), 0)
+        found = tl.sum(one, axis=0)
+        even += found & nibbles
+        odd += (found >> 4) & nibbles
+    digit = tl.arange(0, 16)[:, None]
+    both = tl.where(digit % 2 == 0, even[None, :], odd[None, :])
+    return tl.sum(((both >> (8 * (digit // 2)).to(tl.int64)) & 255).to(tl.int32), axis=1).to(tl.float32)
 
 
 @triton.jit
@@ -181,57 +134,57 @@ def _masses(
     first,
     last,
     low,
-    mass_low,
+    digits,
     shift,
     largest,
-    temperature,
+    scale,
     center,
     TYPICAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of what has key `low` or more, and the digits of `mass_low` before these four: the mass with each digit, [16]."""
-    masses = tl.zeros([16, BLOCK], tl.float32)
+    """Of what has key `low` or more, and begins like `digits`: the mass with each next digit, [16]."""
+    masses = tl.zeros([16, BLOCK // 4], tl.float32)
     for start in tl.range(first, last, BLOCK):
-        token = start + tl.arange(0, BLOCK)
+        token = _tokens(start, BLOCK)
         values = read_scores(logits, scores, changed, row, token, vocabulary)
         key = ordered(values)
-        mass = tl.where((key >= low) & (token < last), tl.exp((values - largest) / temperature), 0.0)
+        mass = tl.where((key >= low) & (token < last), tl.exp2((values - largest) * scale), 0.0)
         if TYPICAL:
             key = ordered(tl.abs((values - largest) - center)) ^ 0xFFFFFFFF
-        digit = ((key >> shift) & 15).to(tl.int32)
-        digit = tl.where(((key >> shift) >> 4) == ((mass_low >> shift) >> 4), digit, 16)
-        masses += tl.where(digit[None, :] == tl.arange(0, 16)[:, None], mass[None, :], 0.0)
+        digit = _digits(key, digits, shift)
+        each = tl.where(digit[None, :, :] == tl.arange(0, 16)[:, None, None], mass[None, :, :], 0.0)
+        masses += tl.sum(each, axis=1)
     return tl.sum(masses, axis=1)
 
 
 @triton.jit
-def _resolve_mass(keys, wants, partials, row, rows, step, shift, zeros, uses, top_p, SHARES: tl.constexpr):
-    """The smallest key that top_p leaves, as far as it is known before launch `step`, and what mass is wanted of it."""
+def _resolve(keys, wants, partials, row, rows, step, shift, zeros, share_of, SHARES: tl.constexpr):
+    """The first digits that are known before launch `step`, and how much is wanted of what begins like them.
+
+    share_of   the first digit's launch was to find this share of all; 0: it was told how much
+    """
     before = ((step + 1) % 2) * rows + row
-    low, wanted = tl.load(keys + before), tl.load(wants + before)
-    if uses & (shift + 8 > zeros):
-        found = _added(partials, row, SHARES, 16)
-        wanted = tl.where(shift == 24, top_p * tl.sum(found, axis=0), wanted)
-        digit, wanted = _next_digit(found, wanted, 16)
-        low |= digit << (shift + 4)
-    return low, wanted
+    digits, wanted = tl.load(keys + before), tl.load(wants + before)
+    if shift + 8 > zeros:
+        share, digit = tl.arange(0, SHARES), tl.arange(0, 16)
+        found = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 16 + digit[None, :]), axis=0)
+        if (shift == 24) & (share_of > 0):
+            wanted = share_of * tl.sum(found, axis=0)
+        next_digit, wanted = _next_digit(found, wanted)
+        digits |= next_digit << (shift + 4)
+    return digits, wanted
 
 
 @triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=["slots"])
-def _weigh_digits_kernel(
+def _count_digits_kernel(
     logits: tl.tensor,
     scores: tl.tensor,
     slots: tl.tensor,
     temperatures: tl.tensor,
     changes: tl.tensor,
     top_ks: tl.tensor,
-    top_ps: tl.tensor,
     lows: tl.tensor,
     wants: tl.tensor,
-    mass_lows: tl.tensor,
-    mass_wants: tl.tensor,
-    largests: tl.tensor,
-    counts: tl.tensor,
     read: tl.tensor,
     written: tl.tensor,
     vocabulary,
@@ -243,66 +196,146 @@ def _weigh_digits_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One digit of 4 bits of the last that top_p leaves; before the first, the last of top_k is resolved."""
+    """Four bits of the top_k-th largest."""
     if OVERLAP:
         wait_for_previous()
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, temperature, changed, zeros = _row_of(logits, slots, temperatures, changes, row, ZEROS)
-    top_k, top_p = tl.load(top_ks + slot), tl.load(top_ps + slot)
-    mass_low = tl.full([], 0, tl.uint32)
-    wanted = tl.full([], 0, tl.float32)
-    if shift == 28:
-        counted = (top_k > 0) & (top_k < vocabulary) & (temperature >= GREEDY_BELOW)
-        low, _ = _resolve_count(lows, wants, counts, row, rows, step, -8, zeros, counted, SHARES)
+    slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
+    top_k = tl.load(top_ks + slot)
+    if (top_k > 0) & (top_k < vocabulary) & (temperature >= GREEDY_BELOW):
+        low = tl.full([], 0, tl.uint32)
+        wanted = top_k.to(tl.float32)
+        if step > 0:
+            low, wanted = _resolve(lows, wants, read, row, rows, step, shift, zeros, 0.0, SHARES)
         if share == 0:
+            tl.store(lows + (step % 2) * rows + row, low)
+            tl.store(wants + (step % 2) * rows + row, wanted)
+        if shift + 4 > zeros:
+            first, last = _span(vocabulary, SHARES, BLOCK)
+            found = _counts(logits, scores, changed, row, vocabulary, first, last, low, shift, BLOCK)
+            tl.store(written + (row * SHARES + share) * 16 + tl.arange(0, 16), found)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots"])
+def _largest_kernel(
+    logits: tl.tensor,
+    scores: tl.tensor,
+    slots: tl.tensor,
+    temperatures: tl.tensor,
+    changes: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
+    typical_ps: tl.tensor,
+    lows: tl.tensor,
+    wants: tl.tensor,
+    read: tl.tensor,
+    largests: tl.tensor,
+    vocabulary,
+    rows,
+    ZEROS: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The largest of each share, and the smallest key that top_k leaves."""
+    if OVERLAP:
+        wait_for_previous()
+    row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
+    top_k = tl.load(top_ks + slot)
+    counted = (top_k > 0) & (top_k < vocabulary)
+    others = (tl.load(top_ps + slot) < 1.0) | (tl.load(min_ps + slot) > 0.0) | (tl.load(typical_ps + slot) < 1.0)
+    if (counted | others) & (temperature >= GREEDY_BELOW):
+        if share == 0:
+            low = tl.full([], 0, tl.uint32)
+            if counted:
+                low, _ = _resolve(lows, wants, read, row, rows, 8, -4, zeros, 0.0, SHARES)
             tl.store(lows + 2 * rows + row, low)
-    else:
-        low = tl.load(lows + 2 * rows + row)
-    uses = (top_p < 1.0) & (temperature >= GREEDY_BELOW)
-    if shift < 28:
-        mass_low, wanted = _resolve_mass(
-            mass_lows, mass_wants, read, row, rows, step, shift, zeros, uses, top_p, SHARES
-        )
-    if share == 0:
-        tl.store(mass_lows + (step % 2) * rows + row, mass_low)
-        tl.store(mass_wants + (step % 2) * rows + row, wanted)
-    if uses & (shift + 4 > zeros):
-        largest = tl.maximum(tl.max(tl.load(largests + row * SHARES + tl.arange(0, SHARES)), axis=0), -LARGEST)
         first, last = _span(vocabulary, SHARES, BLOCK)
-        masses = _masses(
-            logits,
-            scores,
-            changed,
-            row,
-            vocabulary,
-            first,
-            last,
-            low,
-            mass_low,
-            shift,
-            largest,
-            temperature,
-            0.0,
-            False,
-            BLOCK,
-        )
-        tl.store(written + (row * SHARES + share) * 16 + tl.arange(0, 16), masses)
+        largest = tl.full([4, BLOCK // 4], float("-inf"), tl.float32)
+        for start in tl.range(first, last, BLOCK):
+            token = _tokens(start, BLOCK)
+            largest = tl.maximum(largest, read_scores(logits, scores, changed, row, token, vocabulary))
+        tl.store(largests + row * SHARES + share, tl.max(tl.max(largest, axis=0), axis=0))
+
+
+@triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=["slots"])
+def _weigh_digits_kernel(
+    logits: tl.tensor,
+    scores: tl.tensor,
+    slots: tl.tensor,
+    temperatures: tl.tensor,
+    changes: tl.tensor,
+    top_ps: tl.tensor,
+    lows: tl.tensor,
+    mass_lows: tl.tensor,
+    wants: tl.tensor,
+    largests: tl.tensor,
+    read: tl.tensor,
+    written: tl.tensor,
+    vocabulary,
+    rows,
+    step,
+    shift,
+    ZEROS: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Four bits of the last that top_p leaves."""
+    if OVERLAP:
+        wait_for_previous()
+    row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
+    top_p = tl.load(top_ps + slot)
+    if (top_p < 1.0) & (temperature >= GREEDY_BELOW):
+        digits = tl.full([], 0, tl.uint32)
+        wanted = tl.full([], 0, tl.float32)
+        if step > 0:
+            digits, wanted = _resolve(mass_lows, wants, read, row, rows, step, shift, zeros, top_p, SHARES)
+        if share == 0:
+            tl.store(mass_lows + (step % 2) * rows + row, digits)
+            tl.store(wants + (step % 2) * rows + row, wanted)
+        if shift + 4 > zeros:
+            largest = tl.maximum(tl.max(tl.load(largests + row * SHARES + tl.arange(0, SHARES)), axis=0), -LARGEST)
+            low, scale = tl.load(lows + 2 * rows + row), LOG2_E / temperature
+            first, last = _span(vocabulary, SHARES, BLOCK)
+            found = _masses(
+                logits,
+                scores,
+                changed,
+                row,
+                vocabulary,
+                first,
+                last,
+                low,
+                digits,
+                shift,
+                largest,
+                scale,
+                0.0,
+                False,
+                BLOCK,
+            )
+            tl.store(written + (row * SHARES + share) * 16 + tl.arange(0, 16), found)
 
 
 @triton.jit
 def _typical(logits, scores, changed, row, vocabulary, low, largest, temperature, typical_p, BLOCK: tl.constexpr):
     """Center and radius, as distances from the largest, of the logits that typical_p leaves."""
+    scale = LOG2_E / temperature
     total = tl.zeros([BLOCK], tl.float32)
     product = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
         values = read_scores(logits, scores, changed, row, token, vocabulary)
-        scaled = (values - largest) / temperature
-        mass = tl.where((ordered(values) >= low) & (token < vocabulary), tl.exp(scaled), 0.0)
+        distance = values - largest
+        mass = tl.where((ordered(values) >= low) & (token < vocabulary), tl.exp2(distance * scale), 0.0)
         total += mass
-        product += tl.where(mass > 0, mass * scaled, 0.0)
+        product += tl.where(mass > 0, mass * distance, 0.0)
     mass = tl.sum(total, axis=0)
-    center = temperature * (tl.sum(product, axis=0) / mass)  # surprise - entropy = (this mean - scaled)
+    center = tl.sum(product, axis=0) / mass  # surprise - entropy is (center - distance) / temperature
     wanted = typical_p * mass
     key = tl.full([], 0, tl.uint32)
     shift = 28
@@ -319,36 +352,36 @@ def _typical(logits, scores, changed, row, vocabulary, low, largest, temperature
             key,
             shift,
             largest,
-            temperature,
+            scale,
             center,
             True,
             BLOCK,
         )
-        digit, wanted = _next_digit(masses, wanted, 16)
+        digit, wanted = _next_digit(masses, wanted)
         key |= digit << shift
         shift -= 4
     return center, _value(key ^ 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["rows", "step"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots"])
 def _bounds_kernel(
     logits: tl.tensor,
     scores: tl.tensor,
     slots: tl.tensor,
     temperatures: tl.tensor,
     changes: tl.tensor,
+    top_ks: tl.tensor,
     top_ps: tl.tensor,
     min_ps: tl.tensor,
     typical_ps: tl.tensor,
     lows: tl.tensor,
     mass_lows: tl.tensor,
-    mass_wants: tl.tensor,
+    wants: tl.tensor,
     largests: tl.tensor,
     read: tl.tensor,
     bounds: tl.tensor,
     vocabulary,
     rows,
-    step,
     ZEROS: tl.constexpr,
     SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -357,13 +390,17 @@ def _bounds_kernel(
     if OVERLAP:
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
-    slot, temperature, changed, zeros = _row_of(logits, slots, temperatures, changes, row, ZEROS)
+    slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
     top_p, min_p, typical_p = tl.load(top_ps + slot), tl.load(min_ps + slot), tl.load(typical_ps + slot)
     threshold, largest, center, radius = float("-inf"), 0.0, 0.0, float("inf")
-    if temperature >= GREEDY_BELOW:
+    top_k = tl.load(top_ks + slot)
+    filtered = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0) | (min_p > 0.0) | (typical_p < 1.0)
+    if filtered & (temperature >= GREEDY_BELOW):
         largest = tl.max(tl.load(largests + row * SHARES + tl.arange(0, SHARES)), axis=0)
-        low, _ = _resolve_mass(mass_lows, mass_wants, read, row, rows, step, -4, zeros, top_p < 1.0, top_p, SHARES)
-        low = tl.maximum(low, tl.load(lows + 2 * rows + row))
+        low = tl.load(lows + 2 * rows + row)
+        if top_p < 1.0:
+            mass_low, _ = _resolve(mass_lows, wants, read, row, rows, 8, -4, zeros, top_p, SHARES)
+            low = tl.maximum(low, mass_low)
         low = tl.maximum(tl.minimum(low, ordered(largest)), ordered(tl.full([], float("-inf"), tl.float32)))
         threshold = _value(low)
         largest = tl.maximum(largest, -LARGEST)
@@ -400,88 +437,58 @@ def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows
     device, overlap = logits.device, overlaps(logits.device)
     # a 16-bit number has 16 zeros behind it as a float32 (float16: 13)
     zeros = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)
-    shares = min(MOST_SHARES, triton.next_power_of_2(triton.cdiv(vocabulary, BLOCK)))
+    shares = min(SHARES, triton.next_power_of_2(triton.cdiv(vocabulary, BLOCK)))
     lows, mass_lows = torch.empty(2, 3, count, dtype=torch.uint32, device=device)
-    wants, mass_wants = torch.empty(2, 2, count, dtype=torch.float32, device=device)
+    wants = torch.empty(2, count, dtype=torch.float32, device=device)
     largests = torch.empty(count, shares, dtype=torch.float32, device=device)
-    counts = torch.empty(2, count, shares, 256, dtype=torch.int32, device=device)
-    masses = torch.empty(2, count, shares, 16, dtype=torch.float32, device=device)
-    found = torch.empty(count, 4, dtype=torch.float32, device=device)
-    for step, shift in enumerate(range(FIRST_COUNT, -1, -8)):
-        _count_digits_kernel[(count, shares)](
-            logits,
-            scores,
-            slots,
-            rows.temperature,
-            rows.changes,
-            rows.top_k,
-            lows,
-            wants,
-            largests,
-            counts[(step + 1) % 2],
-            counts[step % 2],
-            vocabulary,
-            count,
-            step,
-            shift,
-            zeros,
-            shares,
-            BLOCK,
-            overlap,
-            num_warps=4,
-            launch_pdl=overlap,
+    found = torch.empty(2, count, shares, 16, dtype=torch.float32, device=device)
+    kept = torch.empty(count, 4, dtype=torch.float32, device=device)
+    which = logits, scores, slots, rows.temperature, rows.changes
+    form = zeros, shares, BLOCK, overlap
+    launch: dict[str, Any] = {"num_warps": WARPS, "launch_pdl": overlap}
+    grid = count, shares
+    shifts = list(enumerate(range(28, -1, -4)))
+    for step, shift in shifts:
+        read, written = found[(step + 1) % 2], found[step % 2]
+        _count_digits_kernel[grid](
+            *which, rows.top_k, lows, wants, read, written, vocabulary, count, step, shift, *form, **launch
         )
-    for step, shift in enumerate(range(FIRST_MASS, -1, -4)):
-        _weigh_digits_kernel[(count, shares)](
-            logits,
-            scores,
-            slots,
-            rows.temperature,
-            rows.changes,
-            rows.top_k,
+    filters = rows.top_k, rows.top_p, rows.min_p, rows.typical_p
+    _largest_kernel[grid](*which, *filters, lows, wants, found[1], largests, vocabulary, count, *form, **launch)
+    for step, shift in shifts:
+        read, written = found[(step + 1) % 2], found[step % 2]
+        _weigh_digits_kernel[grid](
+            *which,
             rows.top_p,
             lows,
-            wants,
             mass_lows,
-            mass_wants,
+            wants,
             largests,
-            counts[1],
-            masses[(step + 1) % 2],
-            masses[step % 2],
+            read,
+            written,
             vocabulary,
             count,
             step,
             shift,
-            zeros,
-            shares,
-            BLOCK,
-            overlap,
-            num_warps=8,
-            launch_pdl=overlap,
+            *form,
+            **launch,
         )
     _bounds_kernel[(count,)](
-        logits,
-        scores,
-        slots,
-        rows.temperature,
-        rows.changes,
-        rows.top_p,
-        rows.min_p,
-        rows.typical_p,
+        *which,
+        *filters,
         lows,
         mass_lows,
-        mass_wants,
+        wants,
         largests,
-        masses[1],
-        found,
+        found[1],
+        kept,
         vocabulary,
         count,
-        8,
         zeros,
         shares,
-        BLOCK,
+        4096,
         overlap,
         num_warps=16,
         launch_pdl=overlap,
     )
-    return found
+    return kept

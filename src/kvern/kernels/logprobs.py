@@ -14,7 +14,7 @@ import triton.language as tl
 from kvern.kernels.filters import ordered
 from kvern.kernels.launch import overlaps, wait_for_previous
 
-CHUNK = 4096
+CHUNK, WARPS = 4096, 4
 WIDTH = 128
 """Tokens that can be listed: a power of two from `MAX_LOGPROBS` on."""
 
@@ -146,7 +146,7 @@ def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, ch
         WIDTH,
         CHUNK,
         overlap,
-        num_warps=4,
+        num_warps=WARPS,
         launch_pdl=overlap,
     )
     _row_kernel[(count,)](
