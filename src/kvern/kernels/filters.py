@@ -16,11 +16,21 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.digits import (
+    LARGEST,
+    count_digits,
+    next_digit,
+    ordered,
+    read_scores,
+    resolve,
+    tokens_of,
+    value_of,
+    weigh_digits,
+)
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LARGEST = tl.constexpr(3.4028234663852886e38)
 SHARES, WARPS = 16, 4
 """Programs that share a row."""
 BLOCK = 1024
@@ -35,39 +45,6 @@ class FilteredRows(Protocol):
     top_p: torch.Tensor
     min_p: torch.Tensor
     typical_p: torch.Tensor
-
-
-@triton.jit
-def read_scores(logits, scores, changed, row, token, vocabulary):
-    """Numbers that can be ordered, float32: the row's scores if it is `changed`, else its logits."""
-    place = row * vocabulary + token
-    if changed:
-        values = tl.load(scores + place, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    else:
-        values = tl.load(logits + place, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    return tl.where(values == values, tl.minimum(values, LARGEST), float("-inf"))
-
-
-@triton.jit
-def ordered(values):
-    """uint32 in the order of float32 values."""
-    bits = values.to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-
-
-@triton.jit
-def _value(key):
-    """The float32 of a key of `ordered`."""
-    return tl.where((key >> 31) != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _next_digit(found, wanted):
-    """The largest digit with which, and above which, there is as much as wanted; and what is still wanted of it."""
-    digit = tl.arange(0, 16)
-    best = tl.max(tl.where(tl.cumsum(found, 0, reverse=True) >= wanted, digit, 0), axis=0)
-    above = tl.sum(tl.where(digit > best, found, 0.0), axis=0)
-    return best.to(tl.uint32), wanted - above
 
 
 @triton.jit
@@ -89,90 +66,6 @@ def _span(vocabulary, SHARES: tl.constexpr, BLOCK: tl.constexpr):
     size = tl.cdiv(tl.cdiv(vocabulary, SHARES), BLOCK) * BLOCK
     first = tl.program_id(1) * size
     return first, tl.minimum(first + size, vocabulary)
-
-
-@triton.jit
-def _tokens(start, BLOCK: tl.constexpr):
-    """BLOCK token ids, [4, BLOCK // 4]: those of a column follow each other, and one thread has them."""
-    return start + tl.arange(0, 4)[:, None] + 4 * tl.arange(0, BLOCK // 4)[None, :]
-
-
-@triton.jit
-def _digits(key, digits, shift):
-    """The four bits before the last `shift` of keys that begin like `digits`; 16 for others."""
-    digit = ((key >> shift) & 15).to(tl.int32)
-    return tl.where(((key >> shift) >> 4) == ((digits >> shift) >> 4), digit, 16)
-
-
-@triton.jit
-def _counts(logits, scores, changed, row, vocabulary, first, last, digits, shift, BLOCK: tl.constexpr):
-    """Of what begins like `digits`: how many have which next digit, [16] float32."""
-    nibbles = tl.full([], 0x0F0F0F0F0F0F0F0F, tl.int64)
-    even = tl.zeros([BLOCK // 4], tl.int64)  # eight numbers of eight bits each
-    odd = tl.zeros([BLOCK // 4], tl.int64)
-    for start in tl.range(first, last, BLOCK):
-        token = _tokens(start, BLOCK)
-        values = read_scores(logits, scores, changed, row, token, vocabulary)
-        digit = _digits(ordered(values), digits, shift)
-        counted = (token < last) & (digit < 16)
-        one = tl.where(counted, tl.full([], 1, tl.int64) << (4 * (digit & 15)).to(tl.int64), 0)
-        found = tl.sum(one, axis=0)
-        even += found & nibbles
-        odd += (found >> 4) & nibbles
-    digit = tl.arange(0, 16)[:, None]
-    both = tl.where(digit % 2 == 0, even[None, :], odd[None, :])
-    return tl.sum(((both >> (8 * (digit // 2)).to(tl.int64)) & 255).to(tl.int32), axis=1).to(tl.float32)
-
-
-@triton.jit
-def _masses(
-    logits,
-    scores,
-    changed,
-    row,
-    vocabulary,
-    first,
-    last,
-    low,
-    digits,
-    shift,
-    largest,
-    scale,
-    center,
-    TYPICAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of what has key `low` or more, and begins like `digits`: the mass with each next digit, [16]."""
-    masses = tl.zeros([16, BLOCK // 4], tl.float32)
-    for start in tl.range(first, last, BLOCK):
-        token = _tokens(start, BLOCK)
-        values = read_scores(logits, scores, changed, row, token, vocabulary)
-        key = ordered(values)
-        mass = tl.where((key >= low) & (token < last), tl.exp2((values - largest) * scale), 0.0)
-        if TYPICAL:
-            key = ordered(tl.abs((values - largest) - center)) ^ 0xFFFFFFFF
-        digit = _digits(key, digits, shift)
-        each = tl.where(digit[None, :, :] == tl.arange(0, 16)[:, None, None], mass[None, :, :], 0.0)
-        masses += tl.sum(each, axis=1)
-    return tl.sum(masses, axis=1)
-
-
-@triton.jit
-def _resolve(keys, wants, partials, row, rows, step, shift, zeros, share_of, SHARES: tl.constexpr):
-    """The first digits that are known before launch `step`, and how much is wanted of what begins like them.
-
-    share_of   the first digit's launch was to find this share of all; 0: it was told how much
-    """
-    before = ((step + 1) % 2) * rows + row
-    digits, wanted = tl.load(keys + before), tl.load(wants + before)
-    if shift + 8 > zeros:
-        share, digit = tl.arange(0, SHARES), tl.arange(0, 16)
-        found = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 16 + digit[None, :]), axis=0)
-        if (shift == 24) & (share_of > 0):
-            wanted = share_of * tl.sum(found, axis=0)
-        next_digit, wanted = _next_digit(found, wanted)
-        digits |= next_digit << (shift + 4)
-    return digits, wanted
 
 
 @triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=["slots"])
@@ -206,13 +99,13 @@ def _count_digits_kernel(
         low = tl.full([], 0, tl.uint32)
         wanted = top_k.to(tl.float32)
         if step > 0:
-            low, wanted = _resolve(lows, wants, read, row, rows, step, shift, zeros, 0.0, SHARES)
+            low, wanted = resolve(lows, wants, read, row, rows, step, shift, zeros, 0.0, SHARES)
         if share == 0:
             tl.store(lows + (step % 2) * rows + row, low)
             tl.store(wants + (step % 2) * rows + row, wanted)
         if shift + 4 > zeros:
             first, last = _span(vocabulary, SHARES, BLOCK)
-            found = _counts(logits, scores, changed, row, vocabulary, first, last, low, shift, BLOCK)
+            found = count_digits(logits, scores, changed, row, vocabulary, first, last, low, shift, BLOCK)
             tl.store(written + (row * SHARES + share) * 16 + tl.arange(0, 16), found)
 
 
@@ -250,12 +143,12 @@ def _largest_kernel(
         if share == 0:
             low = tl.full([], 0, tl.uint32)
             if counted:
-                low, _ = _resolve(lows, wants, read, row, rows, 8, -4, zeros, 0.0, SHARES)
+                low, _ = resolve(lows, wants, read, row, rows, 8, -4, zeros, 0.0, SHARES)
             tl.store(lows + 2 * rows + row, low)
         first, last = _span(vocabulary, SHARES, BLOCK)
         largest = tl.full([4, BLOCK // 4], float("-inf"), tl.float32)
         for start in tl.range(first, last, BLOCK):
-            token = _tokens(start, BLOCK)
+            token = tokens_of(start, BLOCK)
             largest = tl.maximum(largest, read_scores(logits, scores, changed, row, token, vocabulary))
         tl.store(largests + row * SHARES + share, tl.max(tl.max(largest, axis=0), axis=0))
 
@@ -293,7 +186,7 @@ def _weigh_digits_kernel(
         digits = tl.full([], 0, tl.uint32)
         wanted = tl.full([], 0, tl.float32)
         if step > 0:
-            digits, wanted = _resolve(mass_lows, wants, read, row, rows, step, shift, zeros, top_p, SHARES)
+            digits, wanted = resolve(mass_lows, wants, read, row, rows, step, shift, zeros, top_p, SHARES)
         if share == 0:
             tl.store(mass_lows + (step % 2) * rows + row, digits)
             tl.store(wants + (step % 2) * rows + row, wanted)
@@ -301,7 +194,7 @@ def _weigh_digits_kernel(
             largest = tl.maximum(tl.max(tl.load(largests + row * SHARES + tl.arange(0, SHARES)), axis=0), -LARGEST)
             low, scale = tl.load(lows + 2 * rows + row), LOG2_E / temperature
             first, last = _span(vocabulary, SHARES, BLOCK)
-            found = _masses(
+            found = weigh_digits(
                 logits,
                 scores,
                 changed,
@@ -340,7 +233,7 @@ def _typical(logits, scores, changed, row, vocabulary, low, largest, temperature
     key = tl.full([], 0, tl.uint32)
     shift = 28
     while shift >= 0:
-        masses = _masses(
+        found = weigh_digits(
             logits,
             scores,
             changed,
@@ -357,10 +250,10 @@ def _typical(logits, scores, changed, row, vocabulary, low, largest, temperature
             True,
             BLOCK,
         )
-        digit, wanted = _next_digit(masses, wanted)
+        digit, wanted = next_digit(found, wanted)
         key |= digit << shift
         shift -= 4
-    return center, _value(key ^ 0xFFFFFFFF)
+    return center, value_of(key ^ 0xFFFFFFFF)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots"])
@@ -399,10 +292,10 @@ def _bounds_kernel(
         largest = tl.max(tl.load(largests + row * SHARES + tl.arange(0, SHARES)), axis=0)
         low = tl.load(lows + 2 * rows + row)
         if top_p < 1.0:
-            mass_low, _ = _resolve(mass_lows, wants, read, row, rows, 8, -4, zeros, top_p, SHARES)
+            mass_low, _ = resolve(mass_lows, wants, read, row, rows, 8, -4, zeros, top_p, SHARES)
             low = tl.maximum(low, mass_low)
         low = tl.maximum(tl.minimum(low, ordered(largest)), ordered(tl.full([], float("-inf"), tl.float32)))
-        threshold = _value(low)
+        threshold = value_of(low)
         largest = tl.maximum(largest, -LARGEST)
         if min_p > 0.0:
             threshold = tl.maximum(threshold, largest + temperature * tl.log(min_p))

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.filters import ordered
+from kvern.kernels.digits import ordered, value_of
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 CHUNK, WARPS = 4096, 4
@@ -101,10 +101,9 @@ def _row_kernel(
             heads = tl.load(bests + place * WIDTH + taken, mask=inside & (taken < count), other=-1)
             best = tl.max(heads, axis=0)
             taken += (heads == best).to(tl.int32)
-            bits = (best >> 31).to(tl.uint32)
-            bits = tl.where((bits >> 31) != 0, bits & 0x7FFFFFFF, bits ^ 0xFFFFFFFF)
+            value = value_of((best >> 31).to(tl.uint32))
             tl.store(best_ids + row * WIDTH + index, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32))
-            tl.store(best_values + row * WIDTH + index, bits.to(tl.float32, bitcast=True) - sum_of_all)
+            tl.store(best_values + row * WIDTH + index, value - sum_of_all)
 
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.filters import GREEDY_BELOW, LARGEST, FilteredRows, bounds, read_scores
+from kvern.kernels.digits import LARGEST, read_scores
+from kvern.kernels.filters import GREEDY_BELOW, FilteredRows, bounds
 from kvern.kernels.launch import overlaps, wait_for_previous
 
 CHUNK = 4096
