@@ -46,7 +46,7 @@ class ConstrainedRows(Protocol):
     frequency: torch.Tensor
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "changes"])
 def _clear_kernel(
     counts: tl.tensor, slots: tl.tensor, changes: tl.tensor, vocabulary, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
@@ -58,7 +58,7 @@ def _clear_kernel(
         tl.store(counts + row * vocabulary + token, tl.zeros([BLOCK], tl.int32), mask=token < vocabulary)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "changes", "prompt_lengths", "repetitions"])
 def _count_kernel(
     counts: tl.tensor,
     slots: tl.tensor,
@@ -119,7 +119,18 @@ def _ban_words(scores, words, ids, count, longest, text, generated, first, last,
         tl.store(scores + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=ended)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "slots",
+        "positions",
+        "changes",
+        "prompt_lengths",
+        "addresses",
+        "repetitions",
+        "presences",
+        "frequencies",
+    ]
+)
 def _change_kernel(
     logits: tl.tensor,
     scores: tl.tensor,

@@ -34,6 +34,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 SHARES, WARPS = 16, 4
 """Programs that share a row."""
 BLOCK = 1024
+SHORT = ["slots", "temperatures", "changes", "top_ks", "top_ps", "min_ps", "typical_ps", "lows", "mass_lows", "wants"]
+"""Tensors with a number for each row or slot: where they begin depends on how many there are."""
 
 
 class FilteredRows(Protocol):
@@ -68,7 +70,7 @@ def _span(vocabulary, SHARES: tl.constexpr, BLOCK: tl.constexpr):
     return first, tl.minimum(first + size, vocabulary)
 
 
-@triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=SHORT)
 def _count_digits_kernel(
     logits: tl.tensor,
     scores: tl.tensor,
@@ -109,7 +111,7 @@ def _count_digits_kernel(
             tl.store(written + (row * SHARES + share) * 16 + tl.arange(0, 16), found)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=SHORT)
 def _largest_kernel(
     logits: tl.tensor,
     scores: tl.tensor,
@@ -153,7 +155,7 @@ def _largest_kernel(
         tl.store(largests + row * SHARES + share, tl.max(tl.max(largest, axis=0), axis=0))
 
 
-@triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=SHORT)
 def _weigh_digits_kernel(
     logits: tl.tensor,
     scores: tl.tensor,
@@ -256,7 +258,7 @@ def _typical(logits, scores, changed, row, vocabulary, low, largest, temperature
     return center, value_of(key ^ 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=SHORT)
 def _bounds_kernel(
     logits: tl.tensor,
     scores: tl.tensor,

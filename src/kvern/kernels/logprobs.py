@@ -19,7 +19,7 @@ WIDTH = 128
 """Tokens that can be listed: a power of two from `MAX_LOGPROBS` on."""
 
 
-@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "chosen"])
+@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "wanted", "chosen"])
 def _chunk_kernel(
     logits: tl.tensor,
     slots: tl.tensor,
@@ -61,7 +61,7 @@ def _chunk_kernel(
             key = tl.where(key == best, -1, key)
 
 
-@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "chosen"])
+@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "wanted", "chosen"])
 def _row_kernel(
     logits: tl.tensor,
     slots: tl.tensor,
@@ -111,9 +111,10 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def empty(rows: int, device: torch.device) -> Found:
     """What `logprobs` writes, of so many rows."""
-    numbers, ids = (torch.empty(rows, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
-    lists = (torch.empty(rows, WIDTH, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    return numbers, ids, *lists
+    own = torch.empty(rows, dtype=torch.float32, device=device)
+    ranks = torch.empty(rows, dtype=torch.int32, device=device)
+    ids = torch.empty(rows, WIDTH, dtype=torch.int32, device=device)
+    return own, ranks, ids, torch.empty(rows, WIDTH, dtype=torch.float32, device=device)
 
 
 def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, chosen: torch.Tensor, out: Found) -> None:
@@ -128,7 +129,8 @@ def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, ch
     """
     count, vocabulary = logits.shape
     chunks, overlap, device = triton.cdiv(vocabulary, CHUNK), overlaps(logits.device), logits.device
-    largests, sums = torch.empty(2, count, chunks, dtype=torch.float32, device=device)
+    largests = torch.empty(count, chunks, dtype=torch.float32, device=device)
+    sums = torch.empty_like(largests)
     befores = torch.empty(count, chunks, dtype=torch.int32, device=device)
     bests = torch.empty(count, chunks, WIDTH, dtype=torch.int64, device=device)
     _chunk_kernel[(count, chunks)](

@@ -62,7 +62,10 @@ def _score(distances, temperature, seed, position, token):
     return distances / temperature - tl.log(time)
 
 
-@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=["slots", "positions", "changes", "temperatures", "seeds"],
+)
 def _sample_chunk_kernel(
     logits: tl.tensor,
     scores: tl.tensor,
@@ -104,7 +107,7 @@ def _sample_chunk_kernel(
     tl.store(best_tokens + row * chunks + chunk, tl.min(tl.where(drawn == best, token, vocabulary), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "temperatures"])
 def _sample_best_kernel(
     slots: tl.tensor,
     temperatures: tl.tensor,
@@ -157,7 +160,8 @@ def sample(
     count, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     overlap = overlaps(logits.device)
-    largests, best_scores = torch.empty(2, count, chunks, dtype=torch.float32, device=logits.device)
+    largests = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
+    best_scores = torch.empty_like(largests)
     tokens = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(count, dtype=torch.int64, device=logits.device)
     kept = largests if scores is None else bounds(logits, scores, slots, rows)
