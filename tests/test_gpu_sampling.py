@@ -1,4 +1,4 @@
-"""DRY, XTC, top-n-sigma and dynamic temperature on a GPU: the CPU's answers, in any company.
+"""Sampling options on a GPU: the CPU's answers, in any company.
 
 Run with `pytest -m gpu`.
 """
@@ -20,7 +20,16 @@ pytestmark = [
 
 LENGTH: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 DRY: dict[str, Any] = {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["\n", "the fox"]}
+IN_KERNELS = [
+    SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=20, **LENGTH),
+    SamplingParams(temperature=0.8, seed=6, presence_penalty=1.0, frequency_penalty=0.3, top_p=0.9, **LENGTH),
+    SamplingParams(temperature=1.0, seed=7, logit_bias={40: 3.0, 50: -100.0}, typical_p=0.8, logprobs=0, **LENGTH),
+    SamplingParams(temperature=1.0, seed=8, allowed_token_ids=list(range(30, 300)), bad_words=["the", "a b"], **LENGTH),
+    SamplingParams(temperature=0.9, seed=9, min_tokens=30, top_k=20, min_p=0.02, max_tokens=40),
+]
+"""A graph does all that these ask for."""
 PARAMS = [
+    *IN_KERNELS,
     SamplingParams(temperature=0, **DRY, **LENGTH),
     SamplingParams(temperature=0.8, seed=1, **LENGTH),
     SamplingParams(temperature=0.9, seed=2, dry_multiplier=0.8, dry_penalty_last_n=20, logprobs=1, **LENGTH),
@@ -28,7 +37,12 @@ PARAMS = [
     SamplingParams(temperature=1.2, seed=4, top_n_sigma=1.0, top_k=30, presence_penalty=1.0, **LENGTH),
     SamplingParams(temperature=1.0, seed=5, dynatemp_range=0.6, min_p=0.02, **DRY, **LENGTH),
 ]
-GREEDY = [SamplingParams(temperature=0, **DRY, **LENGTH), SamplingParams(beam_width=3, n=2, max_tokens=20, **DRY)]
+GREEDY = [
+    SamplingParams(temperature=0, **DRY, **LENGTH),
+    SamplingParams(beam_width=3, n=2, max_tokens=20, **DRY),
+    SamplingParams(temperature=0, presence_penalty=0.7, repetition_penalty=1.2, min_tokens=12, max_tokens=20),
+    SamplingParams(beam_width=3, frequency_penalty=0.5, logit_bias={40: 2.0}, bad_words=["the"], max_tokens=20),
+]
 
 
 def asked(params: list[SamplingParams], count: int) -> list[SamplingParams]:
@@ -48,13 +62,13 @@ def asked(params: list[SamplingParams], count: int) -> list[SamplingParams]:
     ids=str,
 )
 def test_no_switch_no_company_and_no_draft_changes_the_answers(options: dict[str, Any]) -> None:
-    conversations = held_out()[:36]
+    conversations = held_out()[:44]
     llm = LLM(device="cuda", **(SMALL | options))
-    expected = llm.chat(conversations, asked(PARAMS, 36))
+    expected = llm.chat(conversations, asked(PARAMS, 44))
     alone = [llm.chat([conversations[index]], [PARAMS[index]])[0] for index in range(len(PARAMS))]
     assert tokens(alone) == tokens(expected[: len(PARAMS)])
     with speculating(llm, expected, 0.7) as oracle:
-        assert tokens(llm.chat(conversations, asked(PARAMS, 36))) == tokens(expected)
+        assert tokens(llm.chat(conversations, asked(PARAMS, 44))) == tokens(expected)
     assert oracle.guessed > 500
     llm._engine.core.scheduler.check_integrity()
 
@@ -65,9 +79,9 @@ def test_greedy_and_beams_are_the_cpus() -> None:
     assert tokens(LLM(device="cuda", **SMALL).chat(conversations, asked(GREEDY, 20))) == tokens(expected)
 
 
-def test_batches_without_them_stay_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_pytorch_does_splits_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(device="cuda", **SMALL)
-    llm.chat(held_out()[:6], asked(PARAMS, 6))
+    llm.chat(held_out()[:11], asked(PARAMS, 11))
     graphs = llm._engine.core.executor._worker.runner._graphs
     run, in_parts = graphs.run_to_states, list[int]()
 
@@ -76,6 +90,8 @@ def test_batches_without_them_stay_one_graph(monkeypatch: pytest.MonkeyPatch) ->
         return run(slots, *rest)
 
     monkeypatch.setattr(graphs, "run_to_states", noted)
-    answers = llm.chat(held_out()[:6], SamplingParams(temperature=0.8, top_p=0.9, max_tokens=20))
+    answers = llm.chat(held_out()[:11], [*IN_KERNELS, *[SamplingParams(temperature=0.8, max_tokens=20)] * 6])
     assert all(answer.outputs[0].token_ids for answer in answers)
     assert in_parts == []  # one graph from embedding to token
+    llm.chat(held_out()[:1], PARAMS[-1])
+    assert in_parts

@@ -287,26 +287,6 @@ def test_penalties_of_a_row_leave_the_others_alone() -> None:
     assert torch.equal(logits[0], random_logits(3, 2)[0]) and not torch.equal(logits[1], random_logits(3, 2)[1])
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7),
-        SamplingParams(min_tokens=3, logit_bias={4: 9.0}),
-        SamplingParams(allowed_token_ids=[1, 2, 7]),
-    ],
-    ids=range(3),
-)
-@pytest.mark.parametrize("position", range(4, 10))
-def test_what_stands_behind_a_position_that_only_the_device_knows_is_not_seen(
-    params: SamplingParams, position: int
-) -> None:
-    fields: dict[str, Any] = {"stop_token_ids": frozenset({3, 4}), "bad_word_ids": ((7, 7, 1), (5, 6), (8,))}
-    expected = constrained(params, TOKENS[:position], 4, **fields)
-    logits = random_logits(3)
-    constrain(logits, make_rows((params, TOKENS, 4), **fields), [0], [len(TOKENS)], torch.tensor([position]))
-    assert torch.equal(logits[0], expected)
-
-
 def test_logit_bias_is_added() -> None:
     change = constrained(SamplingParams(logit_bias={4: 1.5, 20: -100.0}), TOKENS, 4) - random_logits(3)[0]
     assert torch.allclose(change, torch.tensor([{4: 1.5, 20: -100.0}.get(token, 0.0) for token in range(VOCABULARY)]))

@@ -124,6 +124,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     @property
+    def penalizes_tokens(self) -> bool:
+        """Tokens that the text has are made less probable, or more."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def sequences(self) -> int:
         """Sequences that run side by side for one prompt."""
         return self.beam_width or self.n

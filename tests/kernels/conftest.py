@@ -11,6 +11,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
+from kvern.kernels import filters
+
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., Any]:
@@ -33,6 +35,14 @@ def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable
 def device() -> torch.device:
     """Where the kernels run: a GPU, or Triton's interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Interpreted programs of the filters take milliseconds each: two of them share a row, not 16."""
+    if device.type == "cpu":
+        monkeypatch.setattr(filters, "SHARES", 2)
+        monkeypatch.setattr(filters, "BLOCK", 2048)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

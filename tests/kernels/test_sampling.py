@@ -1,40 +1,43 @@
 """The sampling kernels choose what the PyTorch sampler chooses."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
 from kvern import SamplingParams
+from kvern.device.device_batch import DeviceRows
 from kvern.device.rows import BatchRows
+from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
 from kvern.step import NewRequest
 
 
-def make_rows(device: torch.device, params: list[SamplingParams]) -> BatchRows:
-    rows = BatchRows(len(params), 64, 4, torch.device("cpu"))
+def make_rows(device: torch.device, params: list[SamplingParams]) -> DeviceRows:
+    rows = DeviceRows(len(params), 64, 4, device, scratch_block=0)
     for slot, item in enumerate(params):
         spec = RequestSpec("", PromptInput([0]), item.resolved(), 1)
         rows.join([NewRequest(slot, spec, spec.params, 1000 * slot - 3, [0], [])])
-    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
-        setattr(rows, name, getattr(rows, name).to(device))
     return rows
 
 
 def choose(
-    logits: torch.Tensor, rows: BatchRows, slots: list[int], positions: torch.Tensor, filtered: bool
+    logits: torch.Tensor, rows: DeviceRows, slots: list[int], positions: torch.Tensor, filtered: bool
 ) -> list[int]:
-    return sample(
-        logits,
-        torch.tensor(slots, dtype=torch.int32, device=logits.device),
-        positions,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        rows.seeds,
-        filtered=filtered,
-    ).tolist()
+    device_slots = torch.tensor(slots, dtype=torch.int32, device=logits.device)
+    scores = change(logits, device_slots, positions, rows, everything=False) if filtered else None
+    return sample(logits, scores, device_slots, positions, rows).tolist()
+
+
+def rows_on_cpu(params: list[SamplingParams]) -> BatchRows:
+    rows = BatchRows(len(params), 64, 4, torch.device("cpu"))
+    for slot, item in enumerate(params):
+        spec = RequestSpec("", PromptInput([0]), item.resolved(), 1)
+        rows.join([NewRequest(slot, spec, spec.params, 1000 * slot - 3, [0], [])])
+    return rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -45,15 +48,11 @@ def test_temperature_and_greedy(device: torch.device, dtype: torch.dtype) -> Non
     logits = (3 * torch.randn(len(slots), 5000, generator=torch.Generator().manual_seed(1))).to(dtype).to(device)
     positions = torch.arange(5, 5 + len(slots), device=device)
     chosen = choose(logits, rows, slots, positions, filtered=False)
-    expected = sampler.sample(logits.float().cpu(), rows_on_cpu(rows, params), slots, positions.cpu()).tolist()
+    expected = sampler.sample(logits.float().cpu(), rows_on_cpu(params), slots, positions.cpu()).tolist()
     assert chosen == expected
     assert choose(logits, rows, slots, positions, filtered=True) == expected
     alone = [choose(logits[[row]], rows, [slot], positions[[row]], filtered=False)[0] for row, slot in enumerate(slots)]
     assert alone == chosen
-
-
-def rows_on_cpu(rows: BatchRows, params: list[SamplingParams]) -> BatchRows:
-    return make_rows(torch.device("cpu"), params)
 
 
 FILTERS = [
@@ -65,6 +64,9 @@ FILTERS = [
     {"min_p": 0.05},
     {"min_p": 1.0},
     {"top_k": 50, "top_p": 0.7},
+    {"typical_p": 0.3},
+    {"typical_p": 0.9, "top_k": 100},
+    {"typical_p": 0.6, "top_p": 0.9, "min_p": 0.01, "temperature": 1.4},
     {"top_k": 50, "top_p": 0.7, "min_p": 0.2, "temperature": 1.7},
     {},
     {"temperature": 0.0, "top_k": 5, "top_p": 0.5},
@@ -82,7 +84,7 @@ def test_filters(device: torch.device, dtype: torch.dtype) -> None:
     logits[::2] -= 40
     logits[-1, :599] = float("-inf")
     positions = torch.arange(1, 1 + len(slots))
-    expected = sampler.sample(logits.float(), rows_on_cpu(rows, params), slots, positions).tolist()
+    expected = sampler.sample(logits.float(), rows_on_cpu(params), slots, positions).tolist()
     assert choose(logits.to(device), rows, slots, positions.to(device), filtered=True) == expected
 
 
@@ -98,7 +100,7 @@ def test_ties_of_the_last_are_kept(device: torch.device) -> None:
 
 
 SMALL, HUGE = 1e-37, 1e6
-EXTREMES = [
+EXTREMES: list[dict[str, Any]] = [
     {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     for temperature in (0.0, 5e-324, 1e-5, 1.0, HUGE)
     for top_k in (0, 1, 2**31 - 1)
@@ -124,14 +126,15 @@ def extreme_logits() -> dict[str, torch.Tensor]:
 
 
 def test_extreme_numbers_choose_what_the_sampler_chooses(device: torch.device) -> None:
-    params = [SamplingParams(**fields) for fields in EXTREMES]
-    rows, slots = make_rows(device, params), list(range(len(params)))
-    positions = torch.arange(len(slots))
-    for name, logits in extreme_logits().items():
+    """Some of the combinations with each of the rows of logits."""
+    for turn, (name, logits) in enumerate(extreme_logits().items()):
+        extremes = [fields for place, fields in enumerate(EXTREMES) if (place + 2 * turn) % 11 == 0]
+        params = [SamplingParams(**fields) for fields in extremes]
+        rows, slots, positions = make_rows(device, params), list(range(len(params))), torch.arange(len(params))
         logits = logits.repeat(len(slots), 1)
-        expected = sampler.sample(logits.clone(), rows_on_cpu(rows, params), slots, positions).tolist()
+        expected = sampler.sample(logits.clone(), rows_on_cpu(params), slots, positions).tolist()
         chosen = choose(logits.to(device), rows, slots, positions.to(device), filtered=True)
-        wrong = [fields for fields, one, other in zip(EXTREMES, chosen, expected, strict=True) if one != other]
+        wrong = [fields for fields, one, other in zip(extremes, chosen, expected, strict=True) if one != other]
         assert not wrong, (name, wrong)
 
 
@@ -144,15 +147,16 @@ def test_biased_tokens_are_drawn_from(device: torch.device) -> None:
 
 
 def test_whatever_the_logits_are_the_token_exists(device: torch.device) -> None:
-    params = [SamplingParams(**fields) for fields in EXTREMES[::4]]
-    rows, slots = make_rows(device, params), list(range(len(params)))
-    positions = torch.arange(len(slots), device=device)
-    for value in (float("nan"), float("inf"), float("-inf"), 3.4e38):
-        for places in (slice(None), slice(7, 9), slice(4990, None)):
-            logits = torch.randn(len(slots), 5000, generator=torch.Generator().manual_seed(4))
-            logits[:, places] = value
-            for filtered in (False, True):
-                chosen = choose(logits.to(device), rows, slots, positions, filtered=filtered)
-                assert all(0 <= token < 5000 for token in chosen)
-                if value == float("inf") and places != slice(None):
-                    assert all(token in range(5000)[places] for token in chosen)
+    cases = itertools.product(
+        (float("nan"), float("inf"), float("-inf"), 3.4e38), (slice(None), slice(7, 9), slice(4990, None))
+    )
+    for turn, (value, places) in enumerate(cases):
+        params = [SamplingParams(**fields) for fields in EXTREMES[turn::27]]
+        rows, slots, positions = make_rows(device, params), list(range(len(params))), torch.arange(len(params))
+        logits = torch.randn(len(slots), 5000, generator=torch.Generator().manual_seed(4))
+        logits[:, places] = value
+        for filtered in (False, True):
+            chosen = choose(logits.to(device), rows, slots, positions.to(device), filtered=filtered)
+            assert all(0 <= token < 5000 for token in chosen)
+            if value == float("inf") and places != slice(None):
+                assert all(token in range(5000)[places] for token in chosen)

@@ -18,10 +18,12 @@ class BatchRows:
     seeds        [slots] int64                      key of the request's random numbers
     top_k        [slots] int64                      0: all
     adapters     [slots] int64                      index of the adapter; -1: none
+    changes      [slots] int64                      what changes its logits: 1 penalties, 2 its list, 3 both
+    prompt_lengths  [slots] int64
+    lists        [slots] int64                      address of its biases and bans; 0: none, or they stay on the host
+    logprobs     [slots] int64                      most probable tokens that are reported; -1: nothing is
     num_computed_tokens  [slots] int32              of rows with drafts in flight, whose number the host does not know
     temperature, top_p, min_p, typical_p, repetition, presence, frequency   [slots] float32
-
-    What few requests use (bias, bans, allowed tokens, log-probabilities) stays in `requests`, on the host.
     """
 
     def __init__(self, slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
@@ -29,10 +31,19 @@ class BatchRows:
         self.tokens = _zeros(slots, max_model_len + 1, torch.int32, device)
         self.block_table = _zeros(slots, max_blocks, torch.int32, device)
         self.num_computed_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._integers = _zeros(3, slots, torch.int64, device)
+        self._integers = _zeros(7, slots, torch.int64, device)
         self._numbers = _zeros(7, slots, torch.float32, device)
-        self.seeds, self.top_k, self.adapters = self._integers
+        (
+            self.seeds,
+            self.top_k,
+            self.adapters,
+            self.changes,
+            self.prompt_lengths,
+            self.lists,
+            self.logprobs,
+        ) = self._integers
         self.adapters.fill_(-1)
+        self.logprobs.fill_(-1)
         (
             self.temperature,
             self.top_p,
@@ -67,12 +78,21 @@ class BatchRows:
         """Let requests take their rows."""
         if not joined:
             return
-        integers: list[list[int]] = [[], [], []]
+        integers: list[list[int]] = [[] for _ in range(7)]
         numbers: list[list[float]] = [[] for _ in range(7)]
         for request in joined:
             params = request.params
             self.requests[request.slot] = request
-            values_of_integers = request.seed, params.top_k, request.adapter_index
+            address = self._list(request)
+            values_of_integers = (
+                request.seed,
+                params.top_k,
+                request.adapter_index,
+                params.penalizes_tokens + 2 * (address != 0),
+                request.spec.prompt_length,
+                address,
+                -1 if params.logprobs is None else params.logprobs,
+            )
             for column, integer in zip(integers, values_of_integers, strict=True):
                 column.append(integer)
             values = (
@@ -87,7 +107,7 @@ class BatchRows:
             for row, value in zip(numbers, values, strict=True):
                 row.append(value)
         slots = upload([request.slot for request in joined], torch.int64, self.device)
-        self._integers.index_copy_(1, slots, upload(list(chain(*integers)), torch.int64, self.device).view(3, -1))
+        self._integers.index_copy_(1, slots, upload(list(chain(*integers)), torch.int64, self.device).view(7, -1))
         self._numbers.index_copy_(1, slots, upload(list(chain(*numbers)), torch.float32, self.device).view(7, -1))
         self._write(self.tokens, [(request.slot, 0, request.token_ids) for request in joined])
         self.grow([(request.slot, 0, request.block_ids) for request in joined])
@@ -125,6 +145,10 @@ class BatchRows:
         slots, counts = upload(flat, torch.int64, self.device).view(2, -1)
         counts = counts if rejected is None else counts - rejected
         self.num_computed_tokens[slots] = starts + counts.int()
+
+    def _list(self, request: NewRequest) -> int:
+        """The address of the request's biases and bans, if kernels read them."""
+        return 0
 
     def _write(self, target: torch.Tensor, runs: Iterable[tuple[int, int, list[int]]]) -> None:
         """Write runs of values to rows of `target`: (row, first column, values)."""

@@ -1,18 +1,19 @@
 """What reads the batch on the device and writes to it, and the choice of tokens."""
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvern.device.rows import BatchRows
+from kvern.device.device_batch import DeviceRows
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels import batch, masks, sampling
+from kvern.kernels import batch, constraints, logprobs, masks, sampling
 from kvern.model_spec import ModelSpec
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
+from kvern.sample.constraints import constrain
+from kvern.sample.logprobs import token_logprobs
 from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest
 from kvern.structured.masks import restrict
@@ -100,42 +101,70 @@ def _write_runs(spec: ModelSpec, inputs: Inputs) -> Call:
     return Call("2 runs", launch, reference)
 
 
-def _sample(
-    spec: ModelSpec,
-    inputs: Inputs,
-    count: int,
-    filtered: bool,
-    slot_type: torch.dtype = torch.int64,
-    dtype: torch.dtype | None = None,
-) -> Call:
-    logits = inputs.numbers(count, spec.vocab_size, dtype=dtype, deviation=3.0)
-    filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01} if filtered else {}
-    rows = BatchRows(count, 1, 1, inputs.device)
+ASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 5, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.1, "logit_bias": {1: 2.0, 7: -1.0}},
+    {"temperature": 1.0, "typical_p": 0.8, "min_tokens": 60, "allowed_token_ids": list(range(1, 40)), "logprobs": 0},
+)
+
+
+def _asking(inputs: Inputs, count: int, asked: Sequence[dict[str, Any]]) -> DeviceRows:
+    """Rows with LENGTH tokens each, which ask for these in turn."""
+    rows = DeviceRows(count, LENGTH, 1, inputs.device, scratch_block=0)
     for row in range(count):
-        params = ResolvedParams(temperature=0.0 if row == 1 else 0.8, **filters)
-        asked = RequestSpec("", PromptInput([0]), params, 1)
-        rows.join([NewRequest(row, asked, params, row, [0], [])])
-    positions = inputs.integers(range(5, 5 + count), torch.int64)
-    launch = partial(
-        sampling.sample,
-        logits,
-        inputs.integers(range(count), slot_type),
-        positions,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        rows.seeds,
-        filtered=filtered,
-    )
-    moved = logits.numel() * logits.element_size()
-    reference = partial(sampler.sample, logits.float(), rows, range(count), positions)
+        params = ResolvedParams(**asked[row % len(asked)])
+        words, ends = ((3, 4, 5), (6,), (8, 9)), frozenset((2, 11))
+        spec = RequestSpec("", PromptInput([0]), params, LENGTH // 2, bad_word_ids=words, stop_token_ids=ends)
+        tokens = [place * (row + 1) % 50 for place in range(LENGTH)]
+        rows.join([NewRequest(row, spec, params, row, tokens, [])])
+    return rows
+
+
+def _change(spec: ModelSpec, inputs: Inputs, count: int, everything: bool, slot_type: torch.dtype) -> Call:
+    logits = inputs.numbers(count, spec.vocab_size, deviation=3.0)
+    rows = _asking(inputs, count, ASKED)
+    slots, positions = inputs.integers(range(count), slot_type), inputs.integers([LENGTH] * count, torch.int64)
+
+    def reference() -> torch.Tensor:
+        expected = logits.float().clone()
+        constrain(expected, rows, range(count), [LENGTH] * count)
+        return expected
+
+    moved = logits.numel() * (logits.element_size() + 4)
+    launch = partial(constraints.change, logits, slots, positions, rows, everything=everything)
     return Call(f"{count} x {spec.vocab_size}", launch, reference, moved)
 
 
+def _change_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((3, everything, slots) for everything in (False, True) for slots in (torch.int32, torch.int64))
+
+
+def _change_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield 64, False, torch.int32
+
+
+def _sample(
+    spec: ModelSpec, inputs: Inputs, count: int, options: bool, changed: bool, slot_type: torch.dtype = torch.int32
+) -> Call:
+    """`changed`: what is drawn from are scores of float32."""
+    logits = inputs.numbers(count, spec.vocab_size, deviation=3.0, dtype=torch.float32 if changed else None)
+    filters = [{"temperature": asked["temperature"]} for asked in ASKED]
+    if options:
+        filters = [{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}]
+        filters += [{"temperature": 0.8, "typical_p": 0.7, "top_p": 0.95}] if changed else []
+    rows = _asking(inputs, count, filters)
+    rows.changes.zero_()  # biases and bans are in `scores` already
+    scores = inputs.numbers(count, spec.vocab_size, dtype=torch.float32) if options and not changed else logits
+    slots, positions = inputs.integers(range(count), slot_type), inputs.integers(range(5, 5 + count), torch.int64)
+    launch = partial(sampling.sample, logits, scores if options else None, slots, positions, rows)
+    moved = logits.numel() * logits.element_size()
+    reference = partial(sampler.sample, logits.float(), rows, range(count), positions)
+    return Call(f"{count} x {spec.vocab_size}{' filtered' if options else ''}", launch, reference, moved)
+
+
 def _sample_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    forms = itertools.product((False, True), (torch.int32, torch.int64), _logits_dtypes(inputs))
-    yield from ((3, *form) for form in forms)
+    for slots in (torch.int32, torch.int64):
+        yield from ((3, False, False, slots), (3, True, False, slots), (3, True, True, slots))
 
 
 def _logits_dtypes(inputs: Inputs) -> list[torch.dtype]:
@@ -144,7 +173,34 @@ def _logits_dtypes(inputs: Inputs) -> list[torch.dtype]:
 
 
 def _sample_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((rows, False) for rows in (1, 64))
+    yield from ((1, False, False), (64, False, False), (64, True, False), (64, True, True))
+
+
+def _report(spec: ModelSpec, inputs: Inputs, count: int) -> Call:
+    logits = inputs.numbers(count, spec.vocab_size)
+    rows = _asking(inputs, count, [{"logprobs": 5}])
+    slots, chosen = inputs.integers(range(count)), inputs.integers(range(3, 3 + count), torch.int64)
+    out = logprobs.empty(count, inputs.device)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        logprobs.logprobs(logits, slots, rows.logprobs, chosen, out)
+        own, ranks, ids, values = out
+        return own, ranks, ids[:, :5], values[:, :5]
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        found = token_logprobs(logits, chosen, 5)
+        return found.chosen, found.ranks, found.best_ids, found.best
+
+    moved = logits.numel() * logits.element_size()
+    return Call(f"{count} x {spec.vocab_size}", launch, reference, moved)
+
+
+def _report_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield (3,)
+
+
+def _report_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield (64,)
 
 
 def _restrict(spec: ModelSpec, inputs: Inputs, dtype: torch.dtype) -> Call:
@@ -173,6 +229,8 @@ KERNELS = (
     Kernel("read decodes", "batch", _read_decodes, _once),
     Kernel("write sampled tokens", "batch", _write_sampled, _write_sampled_launched),
     Kernel("write runs", "batch", _write_runs, _once),
+    Kernel("constraints", "sampling", _change, _change_launched, _change_timed),
     Kernel("sampling", "sampling", _sample, _sample_launched, _sample_timed),
+    Kernel("log-probabilities", "sampling", _report, _report_launched, _report_timed),
     Kernel("masks", "masks", _restrict, _restrict_launched),
 )

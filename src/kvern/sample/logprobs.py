@@ -18,6 +18,12 @@ class DeviceLogprobs:
     best_ids: torch.Tensor
     best: torch.Tensor
 
+    @classmethod
+    def of(cls, found: Sequence[torch.Tensor], count: int, most: int) -> "DeviceLogprobs":
+        """The first `count` rows of what `kernels.logprobs` has written, and the first `most` entries of its lists."""
+        own, ranks, ids, values = found
+        return cls(own[:count], ranks[:count], ids[:count, :most], values[:count, :most])
+
     def fetch(self) -> "DeviceLogprobs":
         """A copy on the host, which arrives when the device's work so far is done."""
         return DeviceLogprobs(*(fetch(item) for item in (self.chosen, self.ranks, self.best_ids, self.best)))

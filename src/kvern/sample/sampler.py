@@ -19,15 +19,15 @@ from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
 from kvern.sample.random import uniform
 from kvern.sample.rare_filters import RareFilters, has_rare_filters
-from kvern.sampling_params import SamplingParams
+from kvern.sampling_params import ResolvedParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the most probable token: dividing by them would overflow."""
 
 
-def needs_sorting(params: SamplingParams) -> bool:
-    """Whether only this module can draw for the request, not the kernels of `kernels.sampling`."""
-    return params.typical_p < 1.0 or has_rare_filters(params)
+def filters(params: ResolvedParams) -> bool:
+    """Whether some tokens cannot be drawn: rare filters are asked about in their module."""
+    return bool(params.top_k) or params.top_p < 1.0 or bool(params.min_p) or params.typical_p < 1.0
 
 
 def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
@@ -111,11 +111,12 @@ def _typical(probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     surprise = -probabilities.log()
     entropy = (probabilities * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
-    _, order = (surprise - entropy).abs().sort(dim=-1, stable=True)
+    distances = (surprise - entropy).abs()
+    nearest, order = distances.sort(dim=-1)
     ordered = probabilities.gather(1, order)
-    dropped = ordered.cumsum(-1) - ordered >= mass
-    dropped[:, 0] = False
-    return probabilities.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), 0)
+    before = ordered.cumsum(-1) - ordered
+    last = ((before < mass).sum(-1, keepdim=True) - 1).clamp_(min=0)
+    return probabilities.masked_fill(distances > nearest.gather(1, last), 0)  # ties of the last are kept
 
 
 def _draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,14 @@ from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.transfer import upload
+from kvern.kernels import logprobs
 from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
 from kvern.kernels.batch import read_decodes, write_sampled
+from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
+from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import NewRequest
 from kvern.worker.graph_captures import Captured, captures, padded_size
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes
@@ -128,6 +131,7 @@ class DecodeGraphs:
         self._block_size = block_size
         self._prefix_members = prefix_members
         self._adapters = adapters
+        self._reported = logprobs.empty(len(rows.requests), rows.device)
         self._groups: PrefixGroups | None = None
         self._grouped: list[NewRequest] = []
         self._graphs: dict[Captured, DecodeGraph] = {}
@@ -155,10 +159,14 @@ class DecodeGraphs:
     ) -> torch.Tensor:
         """Start a step of one token for each request; the sampled tokens, [R] int64, good until the next call.
 
-        `options`: some of the rows ask for more than a temperature; `adapted`: some use adapters. `exact` [R] int32:
-        where they begin, if `starts` are only bounds.
+        `options`: some of the rows ask for more than a temperature; then `logprobs` has what is reported of the tokens.
+        `adapted`: some of the rows use adapters. `exact` [R] int32: where they begin, if `starts` are only bounds.
         """
         return self._replay(slots, starts, options, adapted, exact).outputs.sampled[: len(slots)]
+
+    def logprobs(self, count: int, most: int) -> DeviceLogprobs:
+        """Of the first `count` tokens of the last step with options, and of at most so many others beside each."""
+        return DeviceLogprobs.of(self._reported, count, most)
 
     def run_to_states(
         self, slots: list[int], starts: list[int], adapted: bool = False, exact: torch.Tensor | None = None
@@ -281,16 +289,9 @@ class DecodeGraphs:
         adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters)
         logits = self._decoder.logits(hidden, upcast=False)
-        sampled = sample(
-            logits,
-            slots,
-            next_positions,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
-            filtered=options,
-        )
+        scores = change(logits, slots, next_positions, rows, everything=False) if options else None
+        sampled = sample(logits, scores, slots, next_positions, rows)
+        if options:
+            logprobs.logprobs(logits, slots, rows.logprobs, sampled, self._reported)
         write_sampled(rows.tokens, slots, next_positions, sampled, starts)
         return DecodedStep(hidden, logits, next_positions, sampled)

@@ -2,8 +2,8 @@
 
 differences --> rows on the device --> tokens, positions, slot mapping read on the device
                                          |
-             a step of decodes alone: one CUDA graph, from embedding to sampled token; behind it sampling again, where
-             more than filters and a draw is asked for (log-probabilities, penalties, grammars, beams, ...)
+             a step of decodes alone: one CUDA graph, from embedding to sampled token and its log-probabilities; behind
+             it sampling again, where more is asked for (grammars, beams, embeddings, custom code, rare filters)
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
 sampled tokens <-- copied to the host behind the step, which an event marks as done
@@ -12,22 +12,29 @@ sampled tokens <-- copied to the host behind the step, which an event marks as d
 import enum
 import logging
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
+from kvern.device.transfer import upload
 from kvern.errors import in_a_line
+from kvern.kernels import logprobs
 from kvern.kernels.batch import write_sampled
+from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.constraints import changes_logits, constrain
+from kvern.sample.constraints import is_constrained
 from kvern.sample.drafts import verify
-from kvern.sample.logprobs import token_logprobs
-from kvern.sample.sampler import GREEDY_BELOW, needs_sorting, sample
+from kvern.sample.dry import penalize_repetitions
+from kvern.sample.logprobs import DeviceLogprobs
+from kvern.sample.rare_filters import has_rare_filters
+from kvern.sample.sampler import GREEDY_BELOW, filters, sample
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
@@ -45,12 +52,12 @@ class Needs(enum.IntFlag):
 
     NOTHING = 0
     FILTERS = 1
-    """top_k, top_p or min_p."""
+    """top_k, top_p, min_p or typical_p."""
     CONSTRAINTS = 2
-    """Penalties, biases and bans: they change the logits."""
+    """Penalties, biases and bans of tokens: they change the logits."""
     LOGPROBS = 4
-    SORTING = 8
-    """typical_p and rare filters look at all probabilities; PyTorch does that."""
+    RARE_FILTERS = 8
+    """They look at all probabilities in an order; PyTorch does that."""
     EMBEDDING = 16
     """The hidden state is wanted beside the token."""
     GRAMMAR = 32
@@ -59,33 +66,30 @@ class Needs(enum.IntFlag):
     """The most probable tokens are wanted, not one; the host chooses."""
     PROCESSORS = 128
     """Custom code changes the logits."""
+    REPETITIONS = 256
+    """DRY changes the logits; PyTorch does that."""
 
 
-CHANGED_LOGITS = Needs.CONSTRAINTS | Needs.PROCESSORS | Needs.GRAMMAR
+IN_KERNELS = Needs.FILTERS | Needs.CONSTRAINTS | Needs.LOGPROBS
+"""What is done to each row as it asks, inside the graph."""
 
 
 def needs_of(request: NewRequest) -> Needs:
     """What sampling for this request takes."""
     params = request.params
-    needs = Needs.NOTHING
-    if changes_logits(request):
-        needs |= Needs.CONSTRAINTS
-    if params.logprobs is not None:
-        needs |= Needs.LOGPROBS
-    if request.spec.grammar is not None:
-        needs |= Needs.GRAMMAR
-    if params.logits_processors:
-        needs |= Needs.PROCESSORS
-    if request.spec.embed:
-        needs |= Needs.EMBEDDING
-    if params.beam_width is not None:
-        needs |= Needs.BEAMS
-    if params.temperature >= GREEDY_BELOW:
-        if needs_sorting(params):
-            needs |= Needs.SORTING
-        if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0:
-            needs |= Needs.FILTERS
-    return needs
+    drawn = params.temperature >= GREEDY_BELOW
+    asked = {
+        Needs.FILTERS: drawn and filters(params),
+        Needs.CONSTRAINTS: is_constrained(request),
+        Needs.LOGPROBS: params.logprobs is not None,
+        Needs.RARE_FILTERS: drawn and has_rare_filters(params),
+        Needs.EMBEDDING: request.spec.embed,
+        Needs.GRAMMAR: request.spec.grammar is not None,
+        Needs.BEAMS: params.beam_width is not None,
+        Needs.PROCESSORS: bool(params.logits_processors),
+        Needs.REPETITIONS: params.penalizes_repetitions,
+    }
+    return reduce(or_, (need for need, wanted in asked.items() if wanted), Needs.NOTHING)
 
 
 class DeviceRunner:
@@ -188,11 +192,15 @@ class DeviceRunner:
         if decodes and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
             starts = [item.start for item in scheduled]
             exact = self._rows.starts(scheduled) if uncertain else None
-            if not wanted & ~Needs.FILTERS and self._graphs.can_run(len(slots), adapted, bool(wanted)):
+            if not wanted & ~IN_KERNELS and self._graphs.can_run(len(slots), adapted, bool(wanted)):
                 sampled = self._graphs.run(slots, starts, bool(wanted), adapted, exact)
                 if exact is not None:
                     self._rows.advance(scheduled, exact)
-                return PendingStep(scheduled, sampled)
+                if not wanted & Needs.LOGPROBS:
+                    return PendingStep(scheduled, sampled)
+                counts = [self._rows.request(slot).params.logprobs for slot in slots]
+                most = max(count for count in counts if count is not None)
+                return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most))
             decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
             return self._sample(scheduled, slots, decoded, wanted, None, exact)
         if self._prompt_graphs is not None and not decodes and not adapted and not uncertain:
@@ -206,7 +214,7 @@ class DeviceRunner:
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, states is not None)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), states, adapters)
-        prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:
             on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
             return PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=on_gpu)
@@ -250,31 +258,22 @@ class DeviceRunner:
     ) -> PendingStep:
         """Sample and write what `slots` [S] go on with. `starts` [R] int32: of a step with drafts, or behind them."""
         rows = self._rows
-        computing = needs & ~(Needs.FILTERS | Needs.EMBEDDING | Needs.GRAMMAR)
-        logits = decoded.logits
-        if logits is None:
-            logits = self._decoder.logits(decoded.hidden, upcast=bool(computing))
-        elif computing:
-            logits = logits.float()
-        counts: list[int | None] = []
-        original = logits
-        if needs & Needs.LOGPROBS:
-            counts = [rows.request(slot).params.logprobs for slot in slots]
-            original = logits.clone() if needs & CHANGED_LOGITS else logits
-        positions = sampled_tokens(scheduled).positions if needs & (Needs.CONSTRAINTS | Needs.PROCESSORS) else []
-        if needs & Needs.CONSTRAINTS:
-            constrain(logits, rows, slots, positions, None if starts is None else decoded.positions)
-        verdict = self._processors.apply(logits, rows.tokens, slots, positions) if needs & Needs.PROCESSORS else None
+        logits = self._decoder.logits(decoded.hidden, upcast=False) if decoded.logits is None else decoded.logits
+        scores = self._scores(logits, scheduled, slots, decoded, needs, starts is not None)
+        verdict = None
+        if needs & Needs.PROCESSORS:
+            verdict = self._processors.apply(scores, rows.tokens, slots, sampled_tokens(scheduled).positions)
         broken: dict[int, str] = {}
         if needs & Needs.GRAMMAR:
-            broken = self._grammars.restrict(logits, slots)
-        chosen = self._choose(logits, slots, decoded, needs)
+            broken = self._grammars.restrict(scores, slots)
+        chosen = self._choose(logits, scores, slots, decoded, needs)
+        counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:
-            most = max(count for count in counts if count is not None)
-            logprobs = token_logprobs(original, chosen, most)
+            counts = [rows.request(slot).params.logprobs for slot in slots]
+            logprobs = reported(logits, chosen, max(count for count in counts if count is not None))
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
-        candidates = DeviceCandidates(logits, original, rows, slots) if needs & Needs.BEAMS else None
+        candidates = DeviceCandidates(scores, logits, rows, slots) if needs & Needs.BEAMS else None
         kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
         if starts is not None:
             kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
@@ -284,19 +283,54 @@ class DeviceRunner:
             self._grammars.expect(rows.sampled_slots(scheduled), step)
         return step
 
-    def _choose(self, logits: torch.Tensor, slots: Sequence[int], decoded: DecodedStates, needs: Needs) -> torch.Tensor:
-        """One token [S] int64 for each row of logits [S, vocabulary]."""
+    def _scores(
+        self,
+        logits: torch.Tensor,
+        scheduled: Sequence[ScheduledTokens],
+        slots: Sequence[int],
+        decoded: DecodedStates,
+        needs: Needs,
+        counted: bool,
+    ) -> torch.Tensor:
+        """What is made of the logits [S, vocabulary], float32, of those rows that ask for it, or of all; or themselves.
+
+        `counted`: positions are exact on the device alone.
+        """
         rows = self._rows
-        if needs & Needs.SORTING:
-            return sample(logits, rows, slots, decoded.positions)
-        return sample_tokens(
-            logits,
-            decoded.slots,
-            decoded.positions,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
-            filtered=bool(needs & Needs.FILTERS),
-        )
+        if not _computes(needs):
+            return logits
+        everything = bool(needs & ~IN_KERNELS)
+        scores = change(logits, decoded.slots, decoded.positions, rows, everything=everything)
+        if needs & Needs.REPETITIONS:
+            repeating = [place for place, slot in enumerate(slots) if self._needs[slot] & Needs.REPETITIONS]
+            exact = decoded.positions if counted else None
+            penalize_repetitions(scores, rows, repeating, slots, sampled_tokens(scheduled).positions, exact)
+        return scores
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        slots: Sequence[int],
+        decoded: DecodedStates,
+        needs: Needs,
+    ) -> torch.Tensor:
+        """One token [S] int64 for each row."""
+        if needs & Needs.RARE_FILTERS:
+            return sample(scores, self._rows, slots, decoded.positions)
+        if needs & ~IN_KERNELS:
+            logits = scores
+        return sample_tokens(logits, scores if _computes(needs) else None, decoded.slots, decoded.positions, self._rows)
+
+
+def _computes(needs: Needs) -> bool:
+    """Whether more is asked for than a temperature and a mask, which the logits take as they are."""
+    return bool(needs & ~(Needs.EMBEDDING | Needs.GRAMMAR))
+
+
+def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLogprobs:
+    """What `token_logprobs` returns."""
+    found = logprobs.empty(len(tokens), logits.device)
+    slots = torch.zeros(len(tokens), dtype=torch.int32, device=logits.device)
+    logprobs.logprobs(logits, slots, upload([most], torch.int64, logits.device), tokens, found)
+    return DeviceLogprobs.of(found, len(tokens), min(most, logits.shape[-1]))

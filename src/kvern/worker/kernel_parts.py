@@ -124,7 +124,8 @@ class KernelParts:
         runner = DeviceRunner(decoder, attention, rows, size, grammars, processors, cuda_graphs=False)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
-        asked = RequestSpec("", PromptInput([0]), ResolvedParams(temperature=1.0, top_p=0.9), 1)
+        params = ResolvedParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, logprobs=0)
+        asked = RequestSpec("", PromptInput([0]), params, 1)
         joined = [NewRequest(slot, asked, asked.params, 0, [0], []) for slot in range(slots)]
         prompts = [ScheduledTokens(slot, 0, min(length, tokens - slot * length), 1) for slot in range(requests)]
         decodes = [ScheduledTokens(slot, 0, 1, 1) for slot in range(slots)]

@@ -198,16 +198,6 @@ class PromptGraphs:
         )
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices)
         logits = self._decoder.logits(hidden, upcast=False)
-        sampled = sample(
-            logits,
-            sample_slots,
-            positions_sampled,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
-            filtered=False,
-        )
+        sampled = sample(logits, None, sample_slots, positions_sampled, rows)
         write_sampled(rows.tokens, sample_slots, positions_sampled, sampled)
         return DecodedStep(hidden, logits, positions_sampled, sampled)

@@ -1,6 +1,6 @@
 """A step's result while the device still computes it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -11,7 +11,7 @@ from kvern.device.rows import BatchRows
 from kvern.device.transfer import fetch, upload
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.logprobs import DeviceLogprobs, token_logprobs
+from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
 from kvern.worker.processor_rows import ProcessorVerdict
 
@@ -165,10 +165,15 @@ def prompt_runs(rows: BatchRows, batch: InputBatch) -> list[PromptRun]:
 
 
 def prompt_logprobs(
-    decoder: Decoder, batch: InputBatch, runs: Sequence[PromptRun], hidden: torch.Tensor
+    decoder: Decoder,
+    batch: InputBatch,
+    runs: Sequence[PromptRun],
+    hidden: torch.Tensor,
+    logprobs: Callable[[torch.Tensor, torch.Tensor, int], DeviceLogprobs],
 ) -> PromptLogprobs | None:
     """Of the tokens of `runs`, from the states `hidden` [T, hidden] of all of the step; None if there are none.
 
+    `logprobs` computes what `token_logprobs` does.
     Scores over the vocabulary are computed for no other token, and for many requests at once.
     """
     if not runs:
@@ -178,7 +183,7 @@ def prompt_logprobs(
     sent = upload(tokens + places, torch.int64, hidden.device).view(2, -1)
     most = max(run.wanted for run in runs)
     parts = [
-        token_logprobs(decoder.logits(hidden.index_select(0, predicting)), ids, most).fetch()
+        logprobs(decoder.logits(hidden.index_select(0, predicting), upcast=False), ids, most).fetch()
         for ids, predicting in torch.split(sent, PROMPT_LOGITS_ROWS, dim=1)
     ]
     return PromptLogprobs(runs, parts, len(batch.slots))

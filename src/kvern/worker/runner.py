@@ -13,7 +13,8 @@ from kvern.sample.beams import DeviceCandidates
 from kvern.sample.constraints import changes_logits, constrain
 from kvern.sample.drafts import verify
 from kvern.sample.logprobs import token_logprobs
-from kvern.sample.sampler import GREEDY_BELOW, needs_sorting, sample
+from kvern.sample.rare_filters import has_rare_filters
+from kvern.sample.sampler import GREEDY_BELOW, filters, sample
 from kvern.sampling_params import ResolvedParams
 from kvern.step import SchedulerOutput
 from kvern.structured.masks import GrammarRows
@@ -66,7 +67,7 @@ class ModelRunner:
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, wanted is not None)
         hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch), wanted, adapters)
-        prompts = prompt_logprobs(self._decoder, batch, runs, hidden)
+        prompts = prompt_logprobs(self._decoder, batch, runs, hidden, token_logprobs)
         if not batch.sample_slots:
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
         params = [self._rows.request(slot).params for slot in batch.sample_slots]
@@ -138,4 +139,4 @@ def _filters(params: ResolvedParams) -> bool:
         return True
     if params.temperature < GREEDY_BELOW:
         return False
-    return params.top_k > 0 or params.min_p > 0 or params.top_p < 1.0 or needs_sorting(params)
+    return filters(params) or has_rare_filters(params)
