@@ -21,6 +21,7 @@ from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.structured_output import StructuredOutput
 from kvern.worker.cuda_graph import DecodeGraphs
+from kvern.worker.prompt_graphs import PromptGraphs
 from tests.families import make_checkpoint
 from tests.kernels.recorded import Specialisation, recorded
 from tests.peft_adapters import make_adapter
@@ -81,6 +82,9 @@ def take_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner._graphs = DecodeGraphs(
         runner._decoder, runner._attention, runner._rows, 2, runner._attention.prefix_members, bank
     )
+    runner._prompt_graphs = PromptGraphs(
+        runner._decoder, runner._attention, runner._rows, 2, OPTIONS["max_batch_tokens"], None, None
+    )  # type: ignore[arg-type]
     use_idle_time(llm._engine.core.executor, math.inf)
 
 

@@ -13,7 +13,7 @@ from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.prompt_graphs import PromptGraphs, PromptStep
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, answers, on_device  # noqa: F401
+from tests.kernels.test_device_engine import OPTIONS, answers
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 7, [7], [5, 9, 17, 33, 2, 80, 40, 41]]
 
@@ -53,7 +53,7 @@ def test_a_replayed_step_is_the_eager_one(
     params: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    on_device: Callable[..., LLM],  # noqa: F811
+    on_device: Callable[..., LLM],
 ) -> None:
     make_checkpoint(family, tmp_path)
     sampling = SamplingParams(max_tokens=3, ignore_eos=True, **params)
@@ -64,7 +64,7 @@ def test_a_replayed_step_is_the_eager_one(
     llm = on_device(tmp_path, **options)
     runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
     assert isinstance(runner, DeviceRunner)
-    graphs = Recorded(runner._decoder, runner._attention, runner._rows, 4, None, None)  # type: ignore[arg-type]
+    graphs = Recorded(runner._decoder, runner._attention, runner._rows, 4, 100, None, None)  # type: ignore[arg-type]
     graphs.used = set()
     runner._prompt_graphs = graphs
     with torch.inference_mode():

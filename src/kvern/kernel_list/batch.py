@@ -120,8 +120,13 @@ def _asking(inputs: Inputs, count: int, asked: Sequence[dict[str, Any]]) -> Devi
     return rows
 
 
+def _logits_dtype(spec: ModelSpec, inputs: Inputs) -> torch.dtype:
+    """In which scores of the vocabulary reach sampling: something may be computed with them before."""
+    return inputs.dtype if spec.logit_scale == 1.0 and spec.logit_softcap is None else torch.float32
+
+
 def _change(spec: ModelSpec, inputs: Inputs, count: int, everything: bool, slot_type: torch.dtype) -> Call:
-    logits = inputs.numbers(count, spec.vocab_size, deviation=3.0)
+    logits = inputs.numbers(count, spec.vocab_size, deviation=3.0, dtype=_logits_dtype(spec, inputs))
     rows = _asking(inputs, count, ASKED)
     slots, positions = inputs.integers(range(count), slot_type), inputs.integers([LENGTH] * count, torch.int64)
 
@@ -147,7 +152,9 @@ def _sample(
     spec: ModelSpec, inputs: Inputs, count: int, options: bool, changed: bool, slot_type: torch.dtype = torch.int32
 ) -> Call:
     """`changed`: what is drawn from are scores of float32."""
-    logits = inputs.numbers(count, spec.vocab_size, deviation=3.0, dtype=torch.float32 if changed else None)
+    logits = inputs.numbers(
+        count, spec.vocab_size, deviation=3.0, dtype=torch.float32 if changed else _logits_dtype(spec, inputs)
+    )
     filters = [{"temperature": asked["temperature"]} for asked in ASKED]
     if options:
         filters = [{"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}]
@@ -177,7 +184,7 @@ def _sample_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _report(spec: ModelSpec, inputs: Inputs, count: int) -> Call:
-    logits = inputs.numbers(count, spec.vocab_size)
+    logits = inputs.numbers(count, spec.vocab_size, dtype=_logits_dtype(spec, inputs))
     rows = _asking(inputs, count, [{"logprobs": 5}])
     slots, chosen = inputs.integers(range(count)), inputs.integers(range(3, 3 + count), torch.int64)
     out = logprobs.empty(count, inputs.device)

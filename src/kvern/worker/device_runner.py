@@ -106,7 +106,9 @@ class DeviceRunner:
         cuda_graphs: bool = True,
         shared_prefix_attention: bool = True,
         adapters: Adapters | None = None,
+        max_batch_tokens: int = 0,
     ) -> None:
+        """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many."""
         self._decoder = decoder
         self._attention = attention
         self.caches = attention.caches
@@ -123,7 +125,7 @@ class DeviceRunner:
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank)
             if attention.reads_device_starts and not attention.deterministic:
                 pool, stream = self._graphs.pool, self._graphs.stream
-                self._prompt_graphs = PromptGraphs(decoder, attention, rows, block_size, pool, stream)
+                self._prompt_graphs = PromptGraphs(decoder, attention, rows, block_size, max_batch_tokens, pool, stream)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:

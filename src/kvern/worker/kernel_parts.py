@@ -95,6 +95,7 @@ class KernelParts:
             config.cuda_graphs,
             config.shared_prefix_attention,
             contents.adapters,
+            layout.max_batch_tokens,
         )
 
     def _attention(

@@ -82,17 +82,18 @@ class PromptGraphs:
         attention: AttentionBackend[DeviceBatch],
         rows: DeviceRows,
         block_size: int,
+        most: int,
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
-        """`pool` and `stream`: of graphs."""
+        """`most`: tokens of a step; `pool` and `stream`: of graphs."""
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
         self._pool, self._stream = pool, stream
         sizes = {prefill_shape(layer.attention.head_dim).queries for layer in decoder.spec.layers}
         self._tile = sizes.pop() if len(sizes) == 1 else 0
         longest = rows.tokens.shape[1] - 1
         steps = prompt_steps(rows.scratch) if self._tile else []
-        self.missing = deque(step for step in steps if step.tokens <= longest)
+        self.missing = deque(step for step in steps if sum(step) <= most and step.tokens <= longest)
         self._graphs: dict[PromptStep, PromptGraph] = {}
 
     def capture_next(self) -> None:
