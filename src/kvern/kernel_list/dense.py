@@ -14,7 +14,7 @@ from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec, small_mat
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
-from kvern.layers.tuned_linear import CANDIDATES, Shape
+from kvern.layers.tuned_linear import Shape, candidates_of
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec
 
 ROWS = 64
@@ -219,7 +219,8 @@ def _product(spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape) -> Call:
 
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((rows, shape) for rows, shapes in CANDIDATES.items() for shape in shapes if shape is not None)
+    for rows, shapes in candidates_of(inputs.dtype).items():
+        yield from ((rows, shape) for shape in shapes if shape is not None)
 
 
 def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic: bool = False) -> Call:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
@@ -55,13 +56,33 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 }
 """What is timed for up to this many rows; with more, arithmetic counts and cuBLAS does it."""
 
+FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
+    1: CANDIDATES[1],
+    16: (None, MatmulShape(16, 32, 64, 4, 3), MatmulShape(16, 32, 64, 4, 3, splits=2)),
+    64: (None, MatmulShape(32, 32, 64, 4, 3)),
+}
+"""Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
+
 DETERMINISTIC = MatmulShape(64, 128, 64, 4, 4)
 """The one way to multiply if a row's result must not depend on the number of rows."""
+
+SECOND_BEST: Mapping[int, MatmulShape] = {
+    8: MatmulShape(8, 64, 128, 4, 3, splits=2),
+    16: MatmulShape(16, 64, 128, 4, 5),
+    32: MatmulShape(32, 64, 128, 4, 5),
+    64: MatmulShape(64, 64, 128, 4, 4),
+}
+"""By the most rows: for a product that cuBLAS does faster, where more is to be done with it than cuBLAS can."""
 
 MOST_TILES = 1 << 14
 """Of a product whose inputs are split: outputs are cut into tiles of at least 64."""
 
 MOST_ROWS = max(CANDIDATES)
+
+
+def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
+    """What is timed for numbers of this dtype, by the most rows."""
+    return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
 class TunedMethod(UnquantizedMethod):
@@ -90,6 +111,15 @@ class TunedMethod(UnquantizedMethod):
 
     def row_product(self) -> RowProduct:
         return self._multiply_row
+
+    def tiles(self, rows: int) -> tuple[MatmulShape, Tensor] | None:
+        """How `small_matmul` multiplies so many rows, and its counters; None if they, or their numbers, are too large."""
+        if rows > MOST_ROWS or self.shape.dtype.itemsize == 4:
+            return None
+        shape = self._by_rows[rows]
+        if not isinstance(shape, MatmulShape):
+            shape = SECOND_BEST[max(8, triton.next_power_of_2(rows))]
+        return shape, self._arrived
 
     def _multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
         shape = matvec_shape(self.shape.outputs, self.shape.inputs, around.activation is not None)
@@ -127,9 +157,9 @@ class TunedLinear(Unquantized):
         default = DETERMINISTIC if build.deterministic or self._backend == "triton" else None
         if build.deterministic or self._backend == "cublas":
             return TunedMethod(shape, default, default, self._arrived, {}, "unquantized")
-        candidates, name = CANDIDATES, "unquantized"
+        candidates, name = candidates_of(shape.dtype), "unquantized"
         if self._backend == "triton":
-            candidates = {most: tuple(filter(None, shapes)) for most, shapes in CANDIDATES.items()}
+            candidates = {most: tuple(filter(None, shapes)) for most, shapes in candidates.items()}
             name = "unquantized by triton"
         return TunedMethod(shape, default, matvec_shape(shape.outputs, shape.inputs), self._arrived, candidates, name)
 
