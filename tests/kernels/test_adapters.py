@@ -6,7 +6,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from kvern.kernels.adapters import add_adapters
+from kvern.kernels.adapters import adapted_product, add_adapters
+from kvern.kernels.linear import MatmulShape
 from tests.kernels.test_norm import relative_error
 
 
@@ -28,12 +29,30 @@ def launch(rows: int, inputs: int, sizes: tuple[int, ...], most: int = 64, deter
     )
 
 
+def launch_product(rows: int, inputs: int, sizes: tuple[int, ...], shape: MatmulShape) -> None:
+    outputs = sum(sizes)
+    adapted_product(
+        bf16(rows, inputs),
+        bf16(outputs, inputs),
+        None,
+        torch.zeros(rows, dtype=torch.int64),
+        bf16(8, len(sizes), 64, inputs),
+        bf16(8, 64, outputs),
+        torch.ones(8, dtype=torch.int32),
+        tuple(accumulate(sizes)),
+        shape,
+        torch.zeros(1024, dtype=torch.int32),
+    )
+
+
 LAUNCHES: list[Callable[[], object]] = [
     lambda: launch(64, 4096, (4096, 1024, 1024)),
     lambda: launch(64, 4096, (14336, 14336)),
     lambda: launch(64, 14336, (4096,), most=128),
     lambda: launch(64, 896, (1,), most=16),
     lambda: launch(1024, 4096, (14336, 14336), deterministic=True),
+    lambda: launch_product(64, 4096, (14336, 14336), MatmulShape(64, 128, 64, 4, 5)),
+    lambda: launch_product(64, 14336, (4096,), MatmulShape(64, 128, 128, 8, 4, splits=2)),
 ]
 
 PLACES = 4
@@ -79,6 +98,29 @@ def test_rows_get_what_their_adapter_adds(
     add_adapters(out, x, rows, down, up, torch.tensor(ranks, dtype=torch.int32, device=device), ends, deterministic)
     assert relative_error(out, expected) < 1e-5
     assert torch.equal(out[untouched], before)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sizes", [(40,), (160, 130), (128, 32, 32)])
+@pytest.mark.parametrize("adapters", [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 17 + [-1] * 6 + [0] * 9])
+def test_a_product_with_what_adapters_add(
+    device: torch.device, adapters: list[int], sizes: tuple[int, ...], splits: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(adapters))
+    inputs, most, ranks = 1100, 48, torch.tensor([8, 40, 17, 0], dtype=torch.int32, device=device)
+    outputs, ends = sum(sizes), tuple(accumulate(sizes))
+    x = torch.randn(len(adapters), inputs + 8, generator=generator).to(device)[:, :inputs]
+    weight = torch.randn(outputs, inputs, generator=generator).to(device) / inputs**0.5
+    bias = torch.randn(outputs, generator=generator).to(device) if splits == 2 else None
+    down = torch.randn(PLACES, len(sizes), most, inputs, generator=generator).to(device) / inputs**0.5
+    up = torch.randn(PLACES, most, outputs, generator=generator).to(device)
+    base = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = reference(base, x, adapters, down, up, ranks.tolist(), ends)
+    arrived = torch.zeros(64, dtype=torch.int32, device=device)
+    shape, rows = MatmulShape(16, 32, 64, 4, 2, splits), torch.tensor(adapters, device=device)
+    out = adapted_product(x, weight, bias, rows, down, up, ranks, ends, shape, arrived)
+    assert relative_error(out, expected) < 1e-5
+    assert not arrived.any()
 
 
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:

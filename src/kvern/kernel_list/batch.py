@@ -98,6 +98,23 @@ def _write_runs(spec: ModelSpec, inputs: Inputs) -> Call:
     return Call("2 runs", launch, reference)
 
 
+def _copy_blocks(spec: ModelSpec, inputs: Inputs) -> Call:
+    attention = spec.layers[0].attention
+    pool = inputs.numbers(4, 5, inputs.block_size, attention.kv_heads, attention.head_dim)
+    sources, targets, order = (inputs.integers(row, torch.int64) for row in ((1, 3, 4), (3, 0, 2), range(3)))
+
+    def launch() -> torch.Tensor:
+        batch.copy_pool_blocks(pool, sources, targets, order)
+        return pool
+
+    def reference() -> torch.Tensor:
+        expected = pool.clone()
+        expected[:, targets] = pool[:, sources]
+        return expected
+
+    return Call("3 of 5 blocks", launch, reference, 4 * 3 * pool[:, 0].numel() * pool.element_size())
+
+
 def _sample(spec: ModelSpec, inputs: Inputs, count: int, filtered: bool, slot_type: torch.dtype = torch.int64) -> Call:
     logits = inputs.numbers(count, spec.vocab_size, deviation=3.0)
     filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01} if filtered else {}
@@ -154,6 +171,7 @@ KERNELS = (
     Kernel("read decodes", "batch", _read_decodes, _once),
     Kernel("write sampled tokens", "batch", _write_sampled, _write_sampled_launched),
     Kernel("write runs", "batch", _write_runs, _once),
+    Kernel("copy blocks", "batch", _copy_blocks, _once),
     Kernel("sampling", "sampling", _sample, _sample_launched, _sample_timed),
     Kernel("masks", "masks", _restrict, _once),
 )

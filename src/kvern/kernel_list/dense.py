@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
-from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec, small_matmul
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
+from kvern.layers.fused_adapters import SHAPES
 from kvern.layers.tuned_linear import Shape, candidates_of
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec
 
@@ -223,7 +224,15 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         yield from ((rows, shape) for shape in shapes if shape is not None)
 
 
-def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic: bool = False) -> Call:
+def _adapt(
+    spec: ModelSpec,
+    inputs: Inputs,
+    parts: int,
+    rows: int,
+    deterministic: bool = False,
+    shape: MatmulShape | None = None,
+) -> Call:
+    """`shape`: what adapters add and the layer's own product are one launch."""
     hidden, places = spec.hidden_size, 2
     rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
     x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, parts * hidden)
@@ -233,12 +242,17 @@ def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic
     ranks = inputs.integers((rank, max(1, rank - 3)))
     ends = tuple(hidden * (part + 1) for part in range(parts))
 
+    weight = inputs.numbers(parts * hidden if shape is not None else 0, hidden, deviation=hidden**-0.5)
+
     def launch() -> torch.Tensor:
+        if shape is not None:
+            counters = inputs.zeros(-(-parts * hidden // shape.outputs))
+            return adapters.adapted_product(x, weight, None, using, down, up, ranks, ends, shape, counters)
         adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
         return out
 
     def reference() -> torch.Tensor:
-        expected = out.double()
+        expected = out.double() if shape is None else x.double() @ weight.double().T
         for adapter_index, most in enumerate(ranks.tolist()):
             low = torch.einsum("th,prh->tpr", x.double(), down[adapter_index, :, :most].double())
             each = up[adapter_index, :most].double().view(-1, parts, hidden)
@@ -252,6 +266,8 @@ def _adapt(spec: ModelSpec, inputs: Inputs, parts: int, rows: int, deterministic
 def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if inputs.adapter_rank:
         yield from ((parts, rows) for parts in (1, 2, 3) for rows in (1, 32, 64, adapters.SPLIT_ROWS))
+        if inputs.dtype.itemsize < 4 and all(spec.hidden_size % shape.outputs == 0 for shape in SHAPES.values()):
+            yield from ((parts, rows, False, shape) for parts in (1, 2, 3) for rows, shape in SHAPES.items())
 
 
 KERNELS = (

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps, wait_for_previous
+from kvern.kernels.linear import MatmulShape, join_splits, sum_of_tile
 
 SMALLEST_TILE = 16
 """Of the matrix units."""
@@ -60,24 +61,24 @@ def _shrink_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1) % PARTS
     split = tl.program_id(1) // PARTS
-    groups: tl.constexpr = (PLACES + TOGETHER - 1) // TOGETHER
-    adapter_index = tl.program_id(2) % groups * TOGETHER + tl.arange(0, TOGETHER)
-    first = tl.program_id(2) // groups * CHUNK
+    adapter_index = tl.program_id(2) * TOGETHER + tl.arange(0, TOGETHER)
     using = tl.load(adapters + row, mask=row < rows, other=-1)
     mine = (using[:, None] == adapter_index[None, :]) & (adapter_index < PLACES)[None, :]
     highest = tl.load(ranks + adapter_index, mask=adapter_index < PLACES, other=0)
     highest = tl.where(tl.max(mine.to(tl.int32), axis=0) > 0, highest, 0)
-    rank = first + tl.arange(0, CHUNK)
-    if OVERLAP:
-        wait_for_previous()
-    if tl.max(highest, axis=0) > first:
+    its = tl.max(tl.where(mine, highest[None, :], 0), axis=1)
+    column = tl.arange(0, INPUTS)
+    x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
+    span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    if OVERLAP:  # the next kernel begins with what this one reads, which must be there before it may start
+        gdc_wait()
+        gdc_launch_dependents()
+    for first in tl.range(0, tl.max(highest, axis=0), CHUNK):
+        rank = first + tl.arange(0, CHUNK)
         known = tl.reshape(rank[None, :] < highest[:, None], [TOGETHER * CHUNK])
         weight_row = (adapter_index.to(tl.int64)[:, None] * PARTS + part) * MOST + rank[None, :]
         weight_row = tl.reshape(weight_row, [TOGETHER * CHUNK])
-        column = tl.arange(0, INPUTS)
         weight_tile = down + weight_row[None, :] * inputs + column[:, None]
-        x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
-        span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
         total = tl.zeros([ROWS, TOGETHER * CHUNK], tl.float32)
         for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
             inside = start + column < inputs
@@ -87,7 +88,6 @@ def _shrink_kernel(
         each = tl.reshape(total, [ROWS, TOGETHER, CHUNK])
         own = tl.sum(tl.where(mine[:, :, None], each, 0.0), axis=1)
         target = (split.to(tl.int64) * rows + row)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
-        its = tl.max(tl.where(mine, highest[None, :], 0), axis=1)
         tl.store(low + target, own, mask=(first < its)[:, None])  # whole chunks: what lies beyond a rank is zero
 
 
@@ -194,39 +194,89 @@ def _expand_kernel(
         tl.store(target, update.to(out.dtype.element_ty), mask=mask)
 
 
-def add_adapters(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    adapters: torch.Tensor,
-    down: torch.Tensor,
-    up: torch.Tensor,
-    ranks: torch.Tensor,
-    ends: tuple[int, ...],
-    deterministic: bool = False,
-) -> None:
-    """Add to each row of `out [rows, outputs]` what its adapter makes of `x [rows, inputs]`; sums in float32.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
+def _adapted_product_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    low: tl.tensor,
+    adapters: tl.tensor,
+    up: tl.tensor,
+    ranks: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    rows,
+    first_end,
+    second_end,
+    outputs,
+    inputs,
+    x_stride,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOST: tl.constexpr,
+    LOW_SPLITS: tl.constexpr,
+    PLACES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    split = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(0) * OUTPUTS
+    output = start.to(tl.int64) + tl.arange(0, OUTPUTS)
+    using = tl.load(adapters + row, mask=row < rows, other=-1)
+    its = tl.load(ranks + using, mask=using >= 0, other=0)
+    total = sum_of_tile(
+        x, weight, row, output, rows, outputs, inputs, x_stride, split, EVEN, SPLITS, ROWS, OUTPUTS, INPUTS
+    )
+    if OVERLAP:  # the kernel before has let this one start when x was there, and makes `low` meanwhile
+        gdc_wait()
+    place = row.to(tl.int64)[None, :] * outputs + output[:, None]
+    known = (row < rows)[None, :] & (output < outputs)[:, None]
+    last = True
+    if SPLITS > 1:
+        size = rows.to(tl.int64) * outputs
+        last, total = join_splits(total, partial, arrived, place, known, split, size, SPLITS, ROWS, OUTPUTS)
+    if last:
+        part = (start >= first_end).to(tl.int32) + (start >= second_end).to(tl.int32)
+        its_low = low + row.to(tl.int64)[None, :] * (PARTS * MOST) + part * MOST + tl.arange(0, CHUNK)[:, None]
+        between = rows.to(tl.int64) * (PARTS * MOST)
+        for first in tl.range(0, tl.max(its, axis=0), CHUNK, num_stages=1):
+            values = tl.zeros([CHUNK, ROWS], tl.float32)
+            for low_split in tl.static_range(LOW_SPLITS):
+                values += tl.load(its_low + first + between * low_split, mask=(first < its)[None, :], other=0.0)
+            for group in tl.static_range(0, PLACES, TOGETHER):
+                mine = (group + tl.arange(0, TOGETHER))[:, None] == using[None, :]
+                each = tl.where(mine[:, None, :], values[None, :, :], 0.0).to(up.dtype.element_ty)
+                weights = _matrices(
+                    up + start, using, ranks, group, first, outputs, start + tl.arange(0, OUTPUTS) < outputs, MOST,
+                    PLACES, TOGETHER, CHUNK, OUTPUTS,
+                )  # fmt: skip
+                each = tl.reshape(each, [TOGETHER * CHUNK, ROWS])
+                total = tl.dot(tl.trans(weights), each, total, input_precision="ieee")
+        if BIAS:
+            total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=known)
 
-    adapters  [rows] int32 or int64   the index of each row's adapter; -1: none, and the row is not touched
-    down      [places, parts, most, inputs]   up [places, most, outputs]   `most` a multiple of 16
-    ranks     [places] int32          how many of the `most` ranks an adapter has; 0: it changes nothing here
-    ends      where each of the parts, three at most, ends among the outputs
 
-    With `deterministic` a row's result does not depend on how many rows there are.
-    """
+def _shrink(
+    x: torch.Tensor, adapters: torch.Tensor, down: torch.Tensor, ranks: torch.Tensor, splits: int, tile: int
+) -> torch.Tensor:
+    """What the rows' adapters make of x: [splits, rows, parts * most] in float32, whole chunks of each row's ranks."""
     rows, inputs = x.shape
     places, parts, most, _ = down.shape
-    first_end, second_end, outputs = (*ends, ends[-1], ends[-1])[:3] if len(ends) < 3 else ends
-    tile = LARGEST_TILE
-    splits = max(1, min(MOST_SPLITS, inputs // INPUTS_OF_SPLIT))
-    if not deterministic:
-        tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
-        splits = 1 if rows >= SPLIT_ROWS else splits
-    width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
-    overlap = overlaps(x.device)
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
-    row_tiles = triton.cdiv(rows, tile)
     together = min(SHRINK_ADAPTERS, triton.next_power_of_2(places))
-    _shrink_kernel[(row_tiles, parts * splits, triton.cdiv(places, together) * triton.cdiv(most, CHUNK))](
+    overlap = overlaps(x.device)
+    _shrink_kernel[(triton.cdiv(rows, tile), parts * splits, triton.cdiv(places, together))](
         x,
         adapters,
         down,
@@ -248,9 +298,45 @@ def add_adapters(
         num_stages=3,
         launch_pdl=overlap,
     )
+    return low
+
+
+def _splits(inputs: int) -> int:
+    return max(1, min(MOST_SPLITS, inputs // INPUTS_OF_SPLIT))
+
+
+def add_adapters(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    adapters: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    ranks: torch.Tensor,
+    ends: tuple[int, ...],
+    deterministic: bool = False,
+) -> None:
+    """Add to each row of `out [rows, outputs]` what its adapter makes of `x [rows, inputs]`; sums in float32.
+
+    adapters  [rows] int32 or int64   the index of each row's adapter; -1: none, and the row is not touched
+    down      [places, parts, most, inputs]   up [places, most, outputs]   `most` a multiple of 16
+    ranks     [places] int32          how many of the `most` ranks an adapter has; 0: it changes nothing here
+    ends      where each of the parts, three at most, ends among the outputs
+
+    With `deterministic` a row's result does not depend on how many rows there are.
+    """
+    rows, inputs = x.shape
+    places, parts, most, _ = down.shape
+    first_end, second_end, outputs = _three(ends)
+    tile, splits = LARGEST_TILE, _splits(inputs)
+    if not deterministic:
+        tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
+        splits = 1 if rows >= SPLIT_ROWS else splits
+    width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
+    overlap = overlaps(x.device)
+    low = _shrink(x, adapters, down, ranks, splits, tile)
     begins = (0, *ends[:-1])
     out_tiles = sum(triton.cdiv(end - begin, width) for begin, end in zip(begins, ends, strict=True))
-    _expand_kernel[(out_tiles, row_tiles)](
+    _expand_kernel[(out_tiles, triton.cdiv(rows, tile))](
         low,
         adapters,
         up,
@@ -274,3 +360,71 @@ def add_adapters(
         num_stages=1 if width == WIDE else 3,  # buffers of wide tiles leave a processor too few programs
         launch_pdl=overlap,
     )
+
+
+def _three(ends: tuple[int, ...]) -> tuple[int, ...]:
+    return (*ends, ends[-1], ends[-1])[:3]
+
+
+def adapted_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapters: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    ranks: torch.Tensor,
+    ends: tuple[int, ...],
+    shape: MatmulShape,
+    arrived: torch.Tensor,
+) -> torch.Tensor:
+    """`small_matmul` and what `add_adapters` adds to it, in two launches: the first product runs beside the layer's own.
+
+    The arguments are theirs. x must be older than the last kernel that was launched, or made by it; all but the last
+    of `ends` are multiples of `shape.outputs`.
+    """
+    rows, inputs = x.shape
+    places, parts, most, _ = down.shape
+    first_end, second_end, outputs = _three(ends)
+    splits, overlap = _splits(inputs), overlaps(x.device)
+    tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
+    low = _shrink(x, adapters, down, ranks, splits, tile)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    partial = out
+    if shape.splits > 1:
+        partial = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device)
+    _adapted_product_kernel[(triton.cdiv(outputs, shape.outputs), shape.splits, triton.cdiv(rows, shape.rows))](
+        x,
+        weight,
+        x if bias is None else bias,
+        low,
+        adapters,
+        up,
+        ranks,
+        out,
+        partial,
+        arrived,
+        rows,
+        first_end,
+        second_end,
+        outputs,
+        inputs,
+        x.stride(0),
+        bias is not None,
+        inputs % shape.inputs == 0,
+        shape.splits,
+        parts,
+        most,
+        splits,
+        places,
+        min(EXPAND_ADAPTERS, triton.next_power_of_2(places)),
+        CHUNK,
+        shape.rows,
+        shape.outputs,
+        shape.inputs,
+        overlap,
+        num_warps=shape.warps,
+        num_stages=shape.stages_on(x.device, x.element_size()),
+        launch_pdl=overlap,
+    )
+    return out

@@ -1,4 +1,4 @@
-"""Adapters added by Triton kernels: two launches a layer, whichever rows use which."""
+"""Adapters added by Triton kernels, whichever rows use which: one launch more for few rows, two for many."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -6,9 +6,26 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvern.kernels.adapters import CHUNK, add_adapters
+from kvern.kernels.adapters import CHUNK, adapted_product, add_adapters
+from kvern.kernels.linear import MatmulShape
 from kvern.layers.adapted_linear import AdaptedLinear, Matrices
 from kvern.layers.linear import Linear
+from kvern.layers.tuned_linear import TunedMethod
+
+
+SHAPES = {
+    8: MatmulShape(8, 64, 128, 4, 3, splits=2),
+    16: MatmulShape(16, 64, 128, 4, 5),
+    32: MatmulShape(32, 64, 128, 4, 5),
+    64: MatmulShape(64, 64, 128, 4, 4),
+}
+"""How a product with what adapters add is cut, by the most rows; with more, adapters are added to cuBLAS's."""
+MOST_ROWS = max(SHAPES)
+
+
+def adapted_shape(rows: int) -> MatmulShape:
+    """For so many rows, at most MOST_ROWS."""
+    return next(shape for most, shape in SHAPES.items() if rows <= most)
 
 
 class FusedAdaptedLinear(AdaptedLinear[Tensor]):
@@ -23,6 +40,8 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
         self._ranks = torch.zeros(places, dtype=torch.int32, device=device)
         self._ends = tuple(accumulate(linear.outputs.values()))
         self._deterministic = deterministic
+        tiled = all(end % shape.outputs == 0 for end in self._ends[:-1] for shape in SHAPES.values())
+        self._joins = tiled and dtype.itemsize < 4 and not deterministic
 
     def load(self, adapter_index: int, parts: Mapping[str, Matrices]) -> None:
         highest = max((down.shape[0] for down, _ in parts.values()), default=0)
@@ -38,6 +57,14 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
             if rank < highest:  # the kernels read as many ranks of every part
                 down[rank:].zero_()
                 up[rank:].zero_()
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        method = self.base.method
+        if rows is None or not self._joins or x.shape[0] > MOST_ROWS or not isinstance(method, TunedMethod):
+            return super().forward(x, rows)
+        places = self._down, self._up, self._ranks, self._ends
+        shape = adapted_shape(x.shape[0])
+        return adapted_product(x, method.weight, self.base.bias, rows, *places, shape, method.arrived)
 
     def add(self, out: Tensor, x: Tensor, rows: Tensor) -> None:
         add_adapters(out, x, rows, self._down, self._up, self._ranks, self._ends, self._deterministic)

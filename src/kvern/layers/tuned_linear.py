@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
@@ -66,14 +65,6 @@ FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 DETERMINISTIC = MatmulShape(64, 128, 64, 4, 4)
 """The one way to multiply if a row's result must not depend on the number of rows."""
 
-SECOND_BEST: Mapping[int, MatmulShape] = {
-    8: MatmulShape(8, 64, 128, 4, 3, splits=2),
-    16: MatmulShape(16, 64, 128, 4, 5),
-    32: MatmulShape(32, 64, 128, 4, 5),
-    64: MatmulShape(64, 64, 128, 4, 4),
-}
-"""By the most rows: for a product that cuBLAS does faster, where more is to be done with it than cuBLAS can."""
-
 MOST_TILES = 1 << 14
 """Of a product whose inputs are split: outputs are cut into tiles of at least 64."""
 
@@ -102,7 +93,7 @@ class TunedMethod(UnquantizedMethod):
     ) -> None:
         super().__init__(shape)
         self.name = name
-        self._default, self._arrived, self._candidates = default, arrived, candidates
+        self._default, self.arrived, self._candidates = default, arrived, candidates
         self._by_rows = [single, single] + [default] * (MOST_ROWS - 1)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,15 +102,6 @@ class TunedMethod(UnquantizedMethod):
 
     def row_product(self) -> RowProduct:
         return self._multiply_row
-
-    def tiles(self, rows: int) -> tuple[MatmulShape, Tensor] | None:
-        """How `small_matmul` multiplies so many rows, and its counters; None if they, or their numbers, are too large."""
-        if rows > MOST_ROWS or self.shape.dtype.itemsize == 4:
-            return None
-        shape = self._by_rows[rows]
-        if not isinstance(shape, MatmulShape):
-            shape = SECOND_BEST[max(8, triton.next_power_of_2(rows))]
-        return shape, self._arrived
 
     def _multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
         shape = matvec_shape(self.shape.outputs, self.shape.inputs, around.activation is not None)
@@ -141,7 +123,7 @@ class TunedMethod(UnquantizedMethod):
             return F.linear(x, self.weight, bias)
         if isinstance(shape, MatvecShape):
             return matvec(x, self.weight, bias, shape)
-        return small_matmul(x, self.weight, bias, shape, self._arrived)
+        return small_matmul(x, self.weight, bias, shape, self.arrived)
 
 
 class TunedLinear(Unquantized):

@@ -122,8 +122,9 @@ class DeviceRunner:
         self._rows.fork(output.forked)
         self._grammars.fork(output.forked)
         self._processors.fork(output.forked, self._rows)
-        for fork in output.forked:
-            self._needs[fork.slot] = int(needs_of(self._rows.request(fork.slot)))
+        forked = [(fork.slot, self._needs[fork.source]) for fork in output.forked]
+        for slot, needs in forked:
+            self._needs[slot] = needs
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
         self._processors.join(output.joined)
