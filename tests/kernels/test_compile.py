@@ -36,7 +36,7 @@ def test_some_launches_compile_for_other_cards(capability: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("capability", (*OTHERS, 90))
+@pytest.mark.parametrize("capability", [*OTHERS, 90])
 @pytest.mark.parametrize("model", LARGE_MODELS)
 def test_all_launches_compile_for_every_card(model: str, capability: int, dtype: str) -> None:
     compile_for(capability, model, "--dtype", dtype)

@@ -378,7 +378,7 @@ def adapted_product(
     shape: MatmulShape,
     arrived: torch.Tensor,
 ) -> torch.Tensor:
-    """`small_matmul` and what `add_adapters` adds to it, in two launches: the first product runs beside the layer's own.
+    """`small_matmul` and what `add_adapters` adds to it, in two launches. Their first products run side by side.
 
     The arguments are theirs. x must be older than the last kernel that was launched, or made by it; all but the last
     of `ends` are multiples of `shape.outputs`.

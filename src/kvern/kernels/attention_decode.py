@@ -149,9 +149,7 @@ def _decode_attention_kernel(
                 tl.store(counter, 0)
 
 
-def decode_shape(
-    requests: int, kv_heads: int, head_dim: int, processors: int, element_size: int = 2
-) -> DecodeShape:
+def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, element_size: int = 2) -> DecodeShape:
     """Enough programs to fill the card, however few requests there are; the number depends on nothing else."""
     programs = requests * kv_heads
     splits = max(1, min(64, triton.next_power_of_2(4 * processors) // (2 * triton.next_power_of_2(programs))))

@@ -246,6 +246,4 @@ def copy_pool_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.T
     kept = torch.empty(parts, count, size, dtype=torch.int16, device=pool.device)
     grid = count, parts, triton.cdiv(size, 8192)
     for origin, place, *indices in ((numbers, kept, sources, order), (kept, numbers, order, targets)):
-        _copy_blocks_kernel[grid](
-            origin, place, *indices, origin.stride(0), place.stride(0), size, 8192, num_warps=8
-        )
+        _copy_blocks_kernel[grid](origin, place, *indices, origin.stride(0), place.stride(0), size, 8192, num_warps=8)

@@ -8,6 +8,7 @@ writes anything else.
 
 import functools
 import os
+from typing import Any
 
 import torch
 import triton
@@ -47,12 +48,14 @@ def overlaps(device: torch.device) -> bool:
 
 @functools.cache
 def stages(device: torch.device, wanted: int, tile_bytes: int) -> int:
-    """As many of the `wanted` stages of a loop as the card's shared memory holds, whose tiles take `tile_bytes` each."""
+    """As many of the `wanted` stages of a loop as the card's shared memory holds; each takes `tile_bytes`."""
     known = capability(device)
     if known == 0:
         return wanted
-    limit = SHARED_MEMORY.get(known, 48) << 10
     if device.type == "cuda":
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties: Any = torch.cuda.get_device_properties(device)
+        limit = properties.shared_memory_per_block_optin
+    else:
+        limit = SHARED_MEMORY[known] << 10
     kept = limit // tile_bytes
     return max(1, min(wanted, kept if known in ASYNCHRONOUS else kept + 1))

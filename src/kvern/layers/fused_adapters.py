@@ -12,7 +12,6 @@ from kvern.layers.adapted_linear import AdaptedLinear, Matrices
 from kvern.layers.linear import Linear
 from kvern.layers.tuned_linear import TunedMethod
 
-
 SHAPES = {
     8: MatmulShape(8, 64, 128, 4, 3, splits=2),
     16: MatmulShape(16, 64, 128, 4, 5),
