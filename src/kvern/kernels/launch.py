@@ -54,7 +54,7 @@ def stages(device: torch.device, wanted: int, tile_bytes: int) -> int:
         return wanted
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
-        limit = properties.shared_memory_per_block_optin
+        limit: int = properties.shared_memory_per_block_optin
     else:
         limit = SHARED_MEMORY[known] << 10
     kept = limit // tile_bytes
