@@ -158,6 +158,6 @@ def attend_to_prefix(
         (64 if head_dim <= 128 else 32) >> wide,
         overlap,
         num_warps=4,
-        num_stages=3 if head_dim <= 128 and not wide else 2,
+        num_stages=(3 if head_dim <= 128 else 2) - wide,
         launch_pdl=overlap,
     )
