@@ -8,6 +8,11 @@ import torch
 
 from kvern.kernels.adapters import adapted_product, add_adapters
 from kvern.kernels.linear import MatmulShape
+from kvern.layers.build import Build
+from kvern.layers.fused_adapters import FusedAdaptedLinear
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.tuned_linear import TunedLinear
 from tests.kernels.test_norm import relative_error
 
 
@@ -138,3 +143,32 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     assert torch.equal(alone[0], out[1])
     expected = (down[0, 0].double() @ x[1].double()) @ up[0].double()
     assert relative_error(alone[0], expected) < 2e-2
+
+
+@pytest.mark.parametrize("outputs", [{"q": 128, "k": 64}, {"q": 128, "k": 40, "v": 24}], ids=["joined", "apart"])
+def test_a_layer_with_adapters(device: torch.device, outputs: dict[str, int]) -> None:
+    """Of few rows and of many, of parts that fit the tiles and of others; one adapter does not change all parts."""
+    generator = torch.Generator().manual_seed(2)
+    build = Build(torch.float16, device, 16, linear=LinearMethods(TunedLinear(device, "auto")))
+    layer = FusedAdaptedLinear(Linear(256, outputs, build, bias=True), places=3, rank=24, deterministic=False)
+    layer.base.fill_random(torch.Generator(device).manual_seed(2))
+    matrices = {
+        (index, part): (torch.randn(rank, 256, generator=generator) / 16, torch.randn(size, rank, generator=generator))
+        for index, rank in ((0, 24), (2, 8))
+        for part, size in outputs.items()
+        if (index, part) != (2, "k")
+    }
+    for index in (0, 2):
+        parts = {part: pair for (other, part), pair in matrices.items() if other == index}
+        layer.load(index, {part: (down.half(), up.half()) for part, (down, up) in parts.items()})
+    for rows in (1, 20, 70):
+        x = torch.randn(rows, 256, generator=generator).half().to(device)
+        using = torch.arange(rows, device=device) % 4 - 1
+        expected = layer.base(x).double()
+        ends = dict(zip(outputs, accumulate(outputs.values()), strict=True))
+        for (index, part), (down, up) in matrices.items():
+            own = using == index
+            low = x[own].double() @ down.half().to(device, torch.float64).T
+            columns = slice(ends[part] - outputs[part], ends[part])
+            expected[own, columns] += low @ up.half().to(device, torch.float64).T
+        assert relative_error(layer(x, using), expected) < 2e-3
