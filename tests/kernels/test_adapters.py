@@ -6,7 +6,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from kvern.kernels.adapters import adapted_product, add_adapters
+from kvern.kernels.adapted_product import adapted_product
+from kvern.kernels.adapters import add_adapters
 from kvern.kernels.linear import MatmulShape
 from kvern.layers.build import Build
 from kvern.layers.fused_adapters import FusedAdaptedLinear

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
+from kvern.kernels.adapted_product import adapted_product
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
@@ -247,7 +248,7 @@ def _adapt(
     def launch() -> torch.Tensor:
         if shape is not None:
             counters = inputs.zeros(-(-parts * hidden // shape.outputs))
-            return adapters.adapted_product(x, weight, None, using, down, up, ranks, ends, shape, counters)
+            return adapted_product(x, weight, None, using, down, up, ranks, ends, shape, counters)
         adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
         return out
 

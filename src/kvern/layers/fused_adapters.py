@@ -6,7 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvern.kernels.adapters import CHUNK, adapted_product, add_adapters
+from kvern.kernels.adapted_product import adapted_product
+from kvern.kernels.adapters import CHUNK, add_adapters
 from kvern.kernels.linear import MatmulShape
 from kvern.layers.adapted_linear import AdaptedLinear, Matrices
 from kvern.layers.linear import Linear
