@@ -15,7 +15,7 @@ from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matv
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
-from kvern.layers.fused_adapters import SHAPES
+from kvern.layers.fused_adapters import SHAPES, adapted_shape
 from kvern.layers.tuned_linear import Shape, candidates_of
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec
 
@@ -264,11 +264,26 @@ def _adapt(
     return Call(f"{rows} x {parts * hidden}, rank {rank}", launch, reference)
 
 
+def _adapted_layers(spec: ModelSpec) -> Sizes:
+    """Parts, outputs and inputs of a model's linear layers."""
+    hidden, attention = spec.hidden_size, spec.layers[0].attention
+    yield 3, (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden
+    yield 1, hidden, attention.heads * attention.head_dim
+    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)):
+        yield 1 + mlp.gated, (1 + mlp.gated) * mlp.width, hidden
+        yield 1, hidden, mlp.width
+
+
 def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if inputs.adapter_rank:
         yield from ((parts, rows) for parts in (1, 2, 3) for rows in (1, 32, 64, adapters.SPLIT_ROWS))
         if inputs.dtype.itemsize < 4 and all(spec.hidden_size % shape.outputs == 0 for shape in SHAPES.values()):
-            yield from ((parts, rows, False, shape) for parts in (1, 2, 3) for rows, shape in SHAPES.items())
+            shapes = {
+                (parts, rows, False, adapted_shape(rows, outputs, inputs_of_layer))
+                for rows in SHAPES
+                for parts, outputs, inputs_of_layer in _adapted_layers(spec)
+            }
+            yield from sorted(shapes)
 
 
 KERNELS = (

@@ -27,7 +27,7 @@ SHRINK_ADAPTERS = 4
 EXPAND_ADAPTERS = 4
 """Side by side in one product."""
 MOST_SPLITS = 16
-INPUTS_OF_SPLIT = 512
+INPUTS_OF_SPLIT = 1024
 SPLIT_ROWS = 512
 """With more rows the tiles of rows alone fill the card."""
 WARPS = 4

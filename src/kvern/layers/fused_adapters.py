@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.adapted_product import adapted_product
-from kvern.kernels.adapters import CHUNK, add_adapters
+from kvern.kernels.adapters import CHUNK, MANY_OUTPUTS, add_adapters
 from kvern.kernels.linear import MatmulShape
 from kvern.layers.adapted_linear import AdaptedLinear, Matrices
 from kvern.layers.linear import Linear
@@ -21,11 +21,15 @@ SHAPES = {
 }
 """How a product with what adapters add is cut, by the most rows; with more, adapters are added to cuBLAS's."""
 MOST_ROWS = max(SHAPES)
+MANY_INPUTS = 8192
 
 
-def adapted_shape(rows: int) -> MatmulShape:
-    """For so many rows, at most MOST_ROWS."""
-    return next(shape for most, shape in SHAPES.items() if rows <= most)
+def adapted_shape(rows: int, outputs: int, inputs: int) -> MatmulShape:
+    """For so many rows, at most MOST_ROWS, of a matrix of this shape; measured on an H200."""
+    shape = next(shape for most, shape in SHAPES.items() if rows <= most)
+    if outputs >= MANY_OUTPUTS:  # two programs on a processor, one of which begins while the other ends
+        return shape._replace(stages=min(shape.stages, 3), splits=1)
+    return shape._replace(splits=2) if inputs >= MANY_INPUTS else shape
 
 
 class FusedAdaptedLinear(AdaptedLinear[Tensor]):
@@ -63,7 +67,7 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
         if rows is None or not self._joins or x.shape[0] > MOST_ROWS or not isinstance(method, TunedMethod):
             return super().forward(x, rows)
         places = self._down, self._up, self._ranks, self._ends
-        shape = adapted_shape(x.shape[0])
+        shape = adapted_shape(x.shape[0], *method.weight.shape)
         return adapted_product(x, method.weight, self.base.bias, rows, *places, shape, method.arrived)
 
     def add(self, out: Tensor, x: Tensor, rows: Tensor) -> None:
