@@ -15,7 +15,7 @@ from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matv
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
-from kvern.layers.fused_adapters import SHAPES, adapted_shape
+from kvern.layers.fused_adapters import SHAPES, adapted_shape, joins
 from kvern.layers.tuned_linear import Shape, candidates_of
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec
 
@@ -226,64 +226,57 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _adapt(
-    spec: ModelSpec,
-    inputs: Inputs,
-    parts: int,
-    rows: int,
-    deterministic: bool = False,
-    shape: MatmulShape | None = None,
+    spec: ModelSpec, inputs: Inputs, ends: tuple[int, ...], width: int, rows: int, shape: MatmulShape | None = None
 ) -> Call:
-    """`shape`: what adapters add and the layer's own product are one launch."""
-    hidden, places = spec.hidden_size, 2
+    """Of a layer with so many inputs; `shape`: with its own product, of few outputs."""
+    places, outputs, parts = 2, ends[-1], len(ends)
+    if shape is not None:
+        ends, outputs = tuple(128 * (part + 1) for part in range(parts)), 128 * parts
     rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
-    x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, parts * hidden)
-    down = inputs.numbers(places, parts, rank, hidden, deviation=hidden**-0.5)
-    up = inputs.numbers(places, rank, parts * hidden)
+    x, out = inputs.numbers(rows, width), inputs.numbers(rows, outputs)
+    down = inputs.numbers(places, parts, rank, width, deviation=width**-0.5)
+    up = inputs.numbers(places, rank, outputs)
     using = inputs.integers((row % (places + 1) - 1 for row in range(rows)), torch.int64)
     ranks = inputs.integers((rank, max(1, rank - 3)))
-    ends = tuple(hidden * (part + 1) for part in range(parts))
-
-    weight = inputs.numbers(parts * hidden if shape is not None else 0, hidden, deviation=hidden**-0.5)
+    weight = inputs.numbers(outputs if shape is not None else 0, width, deviation=width**-0.5)
 
     def launch() -> torch.Tensor:
         if shape is not None:
-            counters = inputs.zeros(-(-parts * hidden // shape.outputs))
+            counters = inputs.zeros(-(-outputs // shape.outputs))
             return adapted_product(x, weight, None, using, down, up, ranks, ends, shape, counters)
-        adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
+        adapters.add_adapters(out, x, using, down, up, ranks, ends)
         return out
 
     def reference() -> torch.Tensor:
         expected = out.double() if shape is None else x.double() @ weight.double().T
         for adapter_index, most in enumerate(ranks.tolist()):
-            low = torch.einsum("th,prh->tpr", x.double(), down[adapter_index, :, :most].double())
-            each = up[adapter_index, :most].double().view(-1, parts, hidden)
-            added = torch.einsum("tpr,rpo->tpo", low, each).flatten(1)
-            expected = torch.where((using == adapter_index)[:, None], expected + added, expected)
+            for part, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
+                low = x.double() @ down[adapter_index, part, :most].double().T
+                added = low @ up[adapter_index, :most, first:end].double()
+                expected[:, first:end] += torch.where((using == adapter_index)[:, None], added, 0)
         return expected
 
-    return Call(f"{rows} x {parts * hidden}, rank {rank}", launch, reference)
+    return Call(f"{rows} x {outputs} x {width}, rank {rank}", launch, reference)
 
 
 def _adapted_layers(spec: ModelSpec) -> Sizes:
-    """Parts, outputs and inputs of a model's linear layers."""
+    """Where the parts of a model's linear layers end, and their inputs."""
     hidden, attention = spec.hidden_size, spec.layers[0].attention
-    yield 3, (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden
-    yield 1, hidden, attention.heads * attention.head_dim
+    query, key = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    yield (query, query + key, query + 2 * key), hidden
+    yield (hidden,), query
     for mlp in dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)):
-        yield 1 + mlp.gated, (1 + mlp.gated) * mlp.width, hidden
-        yield 1, hidden, mlp.width
+        yield (mlp.width, 2 * mlp.width) if mlp.gated else (mlp.width,), hidden
+        yield (hidden,), mlp.width
 
 
 def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if inputs.adapter_rank:
-        yield from ((parts, rows) for parts in (1, 2, 3) for rows in (1, 32, 64, adapters.SPLIT_ROWS))
-        if inputs.dtype.itemsize < 4 and all(spec.hidden_size % shape.outputs == 0 for shape in SHAPES.values()):
-            shapes = {
-                (parts, rows, False, adapted_shape(rows, outputs, inputs_of_layer))
-                for rows in SHAPES
-                for parts, outputs, inputs_of_layer in _adapted_layers(spec)
-            }
-            yield from sorted(shapes)
+    for ends, width in dict.fromkeys(_adapted_layers(spec)) if inputs.adapter_rank else ():
+        joined = joins(ends, inputs.dtype)
+        for rows in (128, adapters.SPLIT_ROWS) if joined else (1, 32, 64, 128, adapters.SPLIT_ROWS):
+            yield ends, width, rows
+        if joined:
+            yield from ((ends, width, rows, adapted_shape(rows, ends[-1], width)) for rows in SHAPES)
 
 
 KERNELS = (

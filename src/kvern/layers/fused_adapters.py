@@ -32,6 +32,11 @@ def adapted_shape(rows: int, outputs: int, inputs: int) -> MatmulShape:
     return shape._replace(splits=2) if inputs >= MANY_INPUTS else shape
 
 
+def joins(ends: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a layer whose parts end there has its own product and its adapters' in one launch, for few rows."""
+    return dtype.itemsize < 4 and all(end % shape.outputs == 0 for end in ends[:-1] for shape in SHAPES.values())
+
+
 class FusedAdaptedLinear(AdaptedLinear[Tensor]):
     """The matrices of all places are stacked; an adapter's rank may be lower than `rank`, the highest that fits."""
 
@@ -44,8 +49,7 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
         self._ranks = torch.zeros(places, dtype=torch.int32, device=device)
         self._ends = tuple(accumulate(linear.outputs.values()))
         self._deterministic = deterministic
-        tiled = all(end % shape.outputs == 0 for end in self._ends[:-1] for shape in SHAPES.values())
-        self._joins = tiled and dtype.itemsize < 4 and not deterministic
+        self._joins = joins(self._ends, dtype) and not deterministic
 
     def load(self, adapter_index: int, parts: Mapping[str, Matrices]) -> None:
         highest = max((down.shape[0] for down, _ in parts.values()), default=0)
