@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -70,8 +70,7 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     """A step with drafts of this row is in flight: `start` is where it begins if all of them are accepted."""
 
 
-@dataclass(frozen=True)
-class Fork:
+class Fork(msgspec.Struct, frozen=True, gc=False):
     """Row `slot` goes on behind the first `length` tokens of row `source`, which may be itself, with another token."""
 
     slot: int
@@ -82,8 +81,7 @@ class Fork:
     """Where the row's state is, if the model has recurrent layers."""
 
 
-@dataclass(frozen=True)
-class BlockCopy:
+class BlockCopy(msgspec.Struct, frozen=True, gc=False):
     """Copy the keys and values of the first `tokens` positions of block `source` to block `target`."""
 
     source: int
@@ -143,8 +141,7 @@ class SchedulerOutput:
         return sum(item.count for item in self.scheduled)
 
 
-@dataclass(frozen=True)
-class BeamCandidates:
+class BeamCandidates(NamedTuple):
     """The most probable next tokens of a beam, best first."""
 
     token_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""Every kernel, in every specialisation that is launched, compiles for an H200 without one."""
+"""Every kernel, in every specialisation that is launched, compiles for cards that are not there."""
 
 import os
 import subprocess
@@ -11,13 +11,32 @@ from tests.kernels.models import LARGE_MODELS
 
 FOLDER = Path(__file__).parent
 MODULES = sorted(f"tests.kernels.{path.stem}" for path in FOLDER.glob("test_*.py") if "\nLAUNCHES" in path.read_text())
+OTHERS = (80, 89, 100, 120)
+"""Cards beside Hopper: A100; L40S and RTX 4090; B200; RTX 5090."""
+
+
+def compile_for(capability: int, *arguments: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "tests.kernels.compile_for", str(capability), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"for sm_{capability}, 0 errors" in done.stdout
 
 
 @pytest.mark.parametrize("name", [*LARGE_MODELS, *MODULES])
 def test_launches_compile_for_sm90(name: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "tests.kernels.compile_sm90", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compiled" in done.stdout
+    compile_for(90, name)
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_some_launches_compile_for_other_cards(capability: int) -> None:
+    compile_for(capability, "qwen3_moe", "--sample")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("capability", [*OTHERS, 90])
+@pytest.mark.parametrize("model", LARGE_MODELS)
+def test_all_launches_compile_for_every_card(model: str, capability: int, dtype: str) -> None:
+    compile_for(capability, model, "--dtype", dtype)

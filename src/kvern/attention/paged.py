@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvern.attention.base import AttentionKernels, PlannedAttention, copy_cache_blocks
+from kvern.attention.base import AttentionKernels, PlannedAttention
 from kvern.attention.triton import LONG_CONTEXT, TritonKernels
 from kvern.device.device_batch import DeviceBatch, Queries
+from kvern.device.transfer import upload
+from kvern.kernels.batch import copy_pool_blocks
 from kvern.model_spec import AttentionSpec
 from kvern.step import BlockCopy
 
@@ -60,7 +62,11 @@ class PagedAttention:
         return PagedStep(self, batch)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self._pools, copies)
+        if copies:
+            blocks = [copy.source for copy in copies] + [copy.target for copy in copies] + list(range(len(copies)))
+            sources, targets, order = upload(blocks, torch.int64, self._pools[0].device).view(3, -1)
+            for pool in self._pools:
+                copy_pool_blocks(pool, sources, targets, order)
 
 
 class PagedStep:

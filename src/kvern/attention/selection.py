@@ -63,7 +63,7 @@ class AttentionChoice:
 
 def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> AttentionChoice:
     """Who attends: the library `asked` for, or by "auto" the fastest. Raises ConfigError if it cannot be used."""
-    triton = TritonKernels(shapes.layers, shapes.device, shapes.max_requests, config.deterministic)
+    triton = TritonKernels(shapes.layers, shapes.device, shapes.max_requests, config.deterministic, shapes.cache_dtype)
     if asked in PACKAGES:
         return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
     only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)

@@ -22,9 +22,16 @@ class TritonKernels:
     captures = True
 
     def __init__(
-        self, layers: Sequence[AttentionSpec], device: torch.device, max_requests: int, deterministic: bool = False
+        self,
+        layers: Sequence[AttentionSpec],
+        device: torch.device,
+        max_requests: int,
+        deterministic: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        """`dtype`: of the cache."""
         self._layers = list(layers)
+        self._element_size = dtype.itemsize
         self._deterministic = deterministic
         self.max_requests = max_requests
         most_heads = max(layer.kv_heads for layer in layers)
@@ -47,7 +54,7 @@ class TritonKernels:
                 queries.device_starts,
                 self._arrived,
                 out,
-                decode_shape(requests, spec.kv_heads, spec.head_dim, self._processors),
+                decode_shape(requests, spec.kv_heads, spec.head_dim, self._processors, cache.element_size()),
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
@@ -60,7 +67,7 @@ class TritonKernels:
         requests = len(queries.slots)
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic
-        shapes = {layer.head_dim: prefill_shape(layer.head_dim, long) for layer in self._layers}
+        shapes = {layer.head_dim: prefill_shape(layer.head_dim, long, self._element_size) for layer in self._layers}
         tiles = {size: queries.tiles(size) for size in {shape.queries for shape in shapes.values()}}
 
         def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:

@@ -59,18 +59,23 @@ class BatchRows:
         """Let rows go on behind others, all as they were before; the blocks they do not share come with `grow`."""
         if not forked:
             return
-        sent = [(fork.slot, fork.source, fork.length, fork.token_id) for fork in forked]
+        taken = [fork for fork in forked if fork.slot != fork.source]
+        sent = [
+            (fork.slot, fork.source, fork.length, fork.token_id)
+            for fork in (*taken, *(fork for fork in forked if fork.slot == fork.source))
+        ]
         slots, sources, lengths, token_ids = upload(
             list(chain(*zip(*sent, strict=True))), torch.int64, self.device
         ).view(4, -1)
-        if any(fork.slot != fork.source for fork in forked):
-            targets = [(self.tokens[:, : max(fork.length for fork in forked)], 0), (self.block_table, 0)]
-            requests = [self.requests[fork.source] for fork in forked]
-            if any(self.requests[fork.slot] is not request for fork, request in zip(forked, requests, strict=True)):
+        if taken:
+            targets = [(self.tokens[:, : max(fork.length for fork in taken)], 0), (self.block_table, 0)]
+            requests = [self.requests[fork.source] for fork in taken]
+            if any(self.requests[fork.slot] is not request for fork, request in zip(taken, requests, strict=True)):
                 targets += [(self._integers, 1), (self._numbers, 1)]
+            to, origin = slots[: len(taken)], sources[: len(taken)]
             for target, dimension in targets:
-                target.index_copy_(dimension, slots, target.index_select(dimension, sources))
-            for fork, request in zip(forked, requests, strict=True):
+                target.index_copy_(dimension, to, target.index_select(dimension, origin))
+            for fork, request in zip(taken, requests, strict=True):
                 self.requests[fork.slot] = request
         self.tokens.index_put_((slots, lengths), token_ids.int())
 

@@ -14,6 +14,7 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvern.engine.stop_strings import StopSearch, StopStrings
 from kvern.request import FinishReason, Request
@@ -52,8 +53,7 @@ class Beam:
     candidates: BeamCandidates | None = None
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(NamedTuple):
     """A beam with the candidate at `place` behind it."""
 
     beam: Beam

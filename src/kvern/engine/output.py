@@ -34,8 +34,12 @@ class Answer:
         """Take the tokens of a step; the stop string that they complete, if any: those behind it are dropped."""
         if event.cumulative_logprob is not None:
             self.output.cumulative_logprob = event.cumulative_logprob
-        last = len(event.token_ids) - 1
-        for place, token_id in enumerate(event.token_ids):
+        token_ids = event.token_ids
+        last = len(token_ids) - 1
+        if last > 0 and not self._params.stop_strings and event.logprobs is None:
+            self._add_tokens(event)
+            token_ids = []
+        for place, token_id in enumerate(token_ids):
             self._add_token(token_id, None if event.logprobs is None else event.logprobs[place])
             if place < last or event.finish_reason != "stop" or self._params.include_stop_str_in_output:
                 stop = self._grow(self._detokenizer.append([token_id]))
@@ -48,6 +52,12 @@ class Answer:
         else:
             self.output.text = self._text[: len(self._text) - self._search.held_back]
         return None
+
+    def _add_tokens(self, event: TokenEvent) -> None:
+        """Take several, of which nothing is to be said, and in which nothing is to be found."""
+        self.output.token_ids.extend(event.token_ids)
+        hidden = event.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        self._text += self._detokenizer.append(event.token_ids[: len(event.token_ids) - hidden])
 
     def _add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         output = self.output

@@ -75,7 +75,7 @@ def _decode(
         inputs.integers([keys - 1] * requests),
         inputs.zeros(requests * kv_heads),
         out,
-        decode_shape(planned, kv_heads, head_dim, inputs.processors),
+        decode_shape(planned, kv_heads, head_dim, inputs.processors, query.element_size()),
         scale=attention.scale,
         window=attention.window,
         softcap=attention.softcap,
@@ -136,7 +136,7 @@ def _prefill(
     keys = before + queries
     cache, table = _paged(attention, inputs, requests, keys)
     query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
-    out, shape = torch.empty_like(query), prefill_shape(attention.head_dim, long)
+    out, shape = torch.empty_like(query), prefill_shape(attention.head_dim, long, query.element_size())
     firsts = range(0, queries, shape.queries)
     tiles = sorted(((first, request) for request in range(requests) for first in firsts), reverse=True)
     launch = partial(

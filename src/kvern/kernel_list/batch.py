@@ -101,6 +101,23 @@ def _write_runs(spec: ModelSpec, inputs: Inputs) -> Call:
     return Call("2 runs", launch, reference)
 
 
+def _copy_blocks(spec: ModelSpec, inputs: Inputs) -> Call:
+    attention = spec.layers[0].attention
+    pool = inputs.numbers(4, 5, inputs.block_size, attention.kv_heads, attention.head_dim)
+    sources, targets, order = (inputs.integers(row, torch.int64) for row in ((1, 3, 4), (3, 0, 2), range(3)))
+
+    def launch() -> torch.Tensor:
+        batch.copy_pool_blocks(pool, sources, targets, order)
+        return pool
+
+    def reference() -> torch.Tensor:
+        expected = pool.clone()
+        expected[:, targets] = pool[:, sources]
+        return expected
+
+    return Call("3 of 5 blocks", launch, reference, 4 * 3 * pool[:, 0].numel() * pool.element_size())
+
+
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 5, "repetition_penalty": 1.2},
     {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.1, "logit_bias": {1: 2.0, 7: -1.0}},
@@ -237,6 +254,7 @@ KERNELS = (
     Kernel("write sampled tokens", "batch", _write_sampled, _write_sampled_launched),
     Kernel("write runs", "batch", _write_runs, _once),
     Kernel("constraints", "sampling", _change, _change_launched, _change_timed),
+    Kernel("copy blocks", "batch", _copy_blocks, _once),
     Kernel("sampling", "sampling", _sample, _sample_launched, _sample_timed),
     Kernel("log-probabilities", "sampling", _report, _report_launched, _report_timed),
     Kernel("masks", "masks", _restrict, _restrict_launched),

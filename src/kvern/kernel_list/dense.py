@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
-from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec, small_matmul
+from kvern.kernels.adapted_product import adapted_product
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
-from kvern.layers.tuned_linear import CANDIDATES, Shape
+from kvern.layers.fused_adapters import SHAPES, adapted_shape, joins
+from kvern.layers.tuned_linear import Shape, candidates_of
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 ROWS = 64
@@ -253,7 +255,7 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in linear_shapes(spec, inputs.dtype)]
     layers.append((spec.hidden_size, spec.vocab_size, spec.lm_head_bias))
     launched = set()
-    for (width, outputs, biased), (rows, cuts) in itertools.product(layers, CANDIDATES.items()):
+    for (width, outputs, biased), (rows, cuts) in itertools.product(layers, candidates_of(inputs.dtype).items()):
         for cut in cuts:
             if cut is None:
                 continue
@@ -271,7 +273,11 @@ def _adapt(
     rows: int,
     index_type: torch.dtype = torch.int32,
     deterministic: bool = False,
+    shape: MatmulShape | None = None,
 ) -> Call:
+    """Of a layer with so many inputs; `shape`: with its own product, of few outputs."""
+    if shape is not None:
+        parts = (128,) * len(parts)
     places, outputs = inputs.adapter_places, sum(parts)
     rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
     x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, outputs)
@@ -280,13 +286,17 @@ def _adapt(
     using = inputs.integers((row % (places + 1) - 1 for row in range(rows)), index_type)
     ranks = inputs.integers(max(1, rank - 3 * place) for place in range(places))
     ends = tuple(itertools.accumulate(parts))
+    weight = inputs.numbers(outputs if shape is not None else 0, hidden, deviation=hidden**-0.5)
 
     def launch() -> torch.Tensor:
+        if shape is not None:
+            counters = inputs.zeros(-(-outputs // shape.outputs))
+            return adapted_product(x, weight, None, using, down, up, ranks, ends, shape, counters)
         adapters.add_adapters(out, x, using, down, up, ranks, ends, deterministic)
         return out
 
     def reference() -> torch.Tensor:
-        expected = out.double()
+        expected = out.double() if shape is None else x.double() @ weight.double().T
         for adapter_index, most in enumerate(ranks.tolist()):
             low = torch.einsum("th,prh->tpr", x.double(), down[adapter_index, :, :most].double())
             low = low.repeat_interleave(torch.tensor(parts, device=x.device), 1, output_size=outputs)
@@ -294,14 +304,21 @@ def _adapt(
             expected = torch.where((using == adapter_index)[:, None], expected + added, expected)
         return expected
 
-    return Call(f"{rows} x {outputs}, rank {rank}", launch, reference)
+    return Call(f"{rows} x {outputs} x {hidden}, rank {rank}", launch, reference)
 
 
 def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if inputs.adapter_rank:
-        shapes = dict.fromkeys((layer.inputs, layer.outputs) for layer in linear_shapes(spec, inputs.dtype))
-        for (hidden, parts), rows in itertools.product(shapes, (1, 32, 64, adapters.SPLIT_ROWS)):
-            yield from ((hidden, parts, rows, index_type) for index_type in (torch.int32, torch.int64))
+    if not inputs.adapter_rank:
+        return
+    shapes = dict.fromkeys((layer.inputs, layer.outputs) for layer in linear_shapes(spec, inputs.dtype))
+    for (hidden, parts), index_type in itertools.product(shapes, (torch.int32, torch.int64)):
+        ends = tuple(itertools.accumulate(parts))
+        joined = joins(ends, inputs.dtype)
+        for rows in (128, adapters.SPLIT_ROWS) if joined else (1, 32, 64, 128, adapters.SPLIT_ROWS):
+            yield hidden, parts, rows, index_type
+        if joined:
+            cuts = ((rows, adapted_shape(rows, ends[-1], hidden)) for rows in SHAPES)
+            yield from ((hidden, parts, rows, index_type, False, cut) for rows, cut in cuts)
 
 
 KERNELS = (

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps, wait_for_previous
 
 SMALLEST_TILE = 16
 """Of the matrix units."""
@@ -27,7 +27,7 @@ SHRINK_ADAPTERS = 4
 EXPAND_ADAPTERS = 4
 """Side by side in one product."""
 MOST_SPLITS = 16
-INPUTS_OF_SPLIT = 512
+INPUTS_OF_SPLIT = 1024
 SPLIT_ROWS = 512
 """With more rows the tiles of rows alone fill the card."""
 WARPS = 4
@@ -60,24 +60,24 @@ def _shrink_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1) % PARTS
     split = tl.program_id(1) // PARTS
-    groups: tl.constexpr = (PLACES + TOGETHER - 1) // TOGETHER
-    adapter_index = tl.program_id(2) % groups * TOGETHER + tl.arange(0, TOGETHER)
-    first = tl.program_id(2) // groups * CHUNK
+    adapter_index = tl.program_id(2) * TOGETHER + tl.arange(0, TOGETHER)
     using = tl.load(adapters + row, mask=row < rows, other=-1)
     mine = (using[:, None] == adapter_index[None, :]) & (adapter_index < PLACES)[None, :]
     highest = tl.load(ranks + adapter_index, mask=adapter_index < PLACES, other=0)
     highest = tl.where(tl.max(mine.to(tl.int32), axis=0) > 0, highest, 0)
-    rank = first + tl.arange(0, CHUNK)
-    if OVERLAP:
-        wait_for_previous()
-    if tl.max(highest, axis=0) > first:
+    its = tl.max(tl.where(mine, highest[None, :], 0), axis=1)
+    column = tl.arange(0, INPUTS)
+    x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
+    span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    if OVERLAP:  # the next kernel begins with what this one reads, which must be there before it may start
+        gdc_wait()
+        gdc_launch_dependents()
+    for first in tl.range(0, tl.max(highest, axis=0), CHUNK):
+        rank = first + tl.arange(0, CHUNK)
         known = tl.reshape(rank[None, :] < highest[:, None], [TOGETHER * CHUNK])
         weight_row = (adapter_index.to(tl.int64)[:, None] * PARTS + part) * MOST + rank[None, :]
         weight_row = tl.reshape(weight_row, [TOGETHER * CHUNK])
-        column = tl.arange(0, INPUTS)
         weight_tile = down + weight_row[None, :] * inputs + column[:, None]
-        x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
-        span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
         total = tl.zeros([ROWS, TOGETHER * CHUNK], tl.float32)
         for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
             inside = start + column < inputs
@@ -87,12 +87,11 @@ def _shrink_kernel(
         each = tl.reshape(total, [ROWS, TOGETHER, CHUNK])
         own = tl.sum(tl.where(mine[:, :, None], each, 0.0), axis=1)
         target = (split.to(tl.int64) * rows + row)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
-        its = tl.max(tl.where(mine, highest[None, :], 0), axis=1)
         tl.store(low + target, own, mask=(first < its)[:, None])  # whole chunks: what lies beyond a rank is zero
 
 
 @triton.jit
-def _matrices(
+def matrices_of_group(
     up,
     using,
     ranks,
@@ -184,7 +183,7 @@ def _expand_kernel(
         for first in tl.range(0, highest, CHUNK):
             values = _sum_of_splits(its_low, its, first, between, SPLITS, CHUNK).to(up.dtype.element_ty)
             for group in tl.static_range(0, PLACES, TOGETHER):
-                weights = _matrices(
+                weights = matrices_of_group(
                     up + start, using, ranks, group, first, outputs, inside, MOST, PLACES, TOGETHER, CHUNK, OUTPUTS
                 )
                 update = tl.dot(
@@ -192,6 +191,44 @@ def _expand_kernel(
                 )
         mask = (its > 0)[:, None] & inside[None, :]
         tl.store(target, update.to(out.dtype.element_ty), mask=mask)
+
+
+def shrink(
+    x: torch.Tensor, adapters: torch.Tensor, down: torch.Tensor, ranks: torch.Tensor, splits: int, tile: int
+) -> torch.Tensor:
+    """What the rows' adapters make of x: [splits, rows, parts * most] in float32, whole chunks of each row's ranks."""
+    rows, inputs = x.shape
+    places, parts, most, _ = down.shape
+    low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
+    together = min(SHRINK_ADAPTERS, triton.next_power_of_2(places))
+    overlap = overlaps(x.device)
+    _shrink_kernel[(triton.cdiv(rows, tile), parts * splits, triton.cdiv(places, together))](
+        x,
+        adapters,
+        down,
+        ranks,
+        low,
+        rows,
+        inputs,
+        x.stride(0),
+        parts,
+        most,
+        splits,
+        places,
+        together,
+        tile,
+        CHUNK,
+        INPUTS,
+        overlap,
+        num_warps=WARPS,
+        num_stages=3,
+        launch_pdl=overlap,
+    )
+    return low
+
+
+def splits_of(inputs: int) -> int:
+    return max(1, min(MOST_SPLITS, inputs // INPUTS_OF_SPLIT))
 
 
 def add_adapters(
@@ -215,42 +252,17 @@ def add_adapters(
     """
     rows, inputs = x.shape
     places, parts, most, _ = down.shape
-    first_end, second_end, outputs = (*ends, ends[-1], ends[-1])[:3] if len(ends) < 3 else ends
-    tile = LARGEST_TILE
-    splits = max(1, min(MOST_SPLITS, inputs // INPUTS_OF_SPLIT))
+    first_end, second_end, outputs = three_ends(ends)
+    tile, splits = LARGEST_TILE, splits_of(inputs)
     if not deterministic:
         tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
         splits = 1 if rows >= SPLIT_ROWS else splits
     width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
     overlap = overlaps(x.device)
-    low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
-    row_tiles = triton.cdiv(rows, tile)
-    together = min(SHRINK_ADAPTERS, triton.next_power_of_2(places))
-    _shrink_kernel[(row_tiles, parts * splits, triton.cdiv(places, together) * triton.cdiv(most, CHUNK))](
-        x,
-        adapters,
-        down,
-        ranks,
-        low,
-        rows,
-        inputs,
-        x.stride(0),
-        parts,
-        most,
-        splits,
-        places,
-        together,
-        tile,
-        CHUNK,
-        INPUTS,
-        overlap,
-        num_warps=WARPS,
-        num_stages=3,
-        launch_pdl=overlap,
-    )
+    low = shrink(x, adapters, down, ranks, splits, tile)
     begins = (0, *ends[:-1])
     out_tiles = sum(triton.cdiv(end - begin, width) for begin, end in zip(begins, ends, strict=True))
-    _expand_kernel[(out_tiles, row_tiles)](
+    _expand_kernel[(out_tiles, triton.cdiv(rows, tile))](
         low,
         adapters,
         up,
@@ -274,3 +286,7 @@ def add_adapters(
         num_stages=1 if width == WIDE else 3,  # buffers of wide tiles leave a processor too few programs
         launch_pdl=overlap,
     )
+
+
+def three_ends(ends: tuple[int, ...]) -> tuple[int, ...]:
+    return (*ends, ends[-1], ends[-1])[:3]

@@ -154,10 +154,12 @@ def _decode_attention_kernel(
                 tl.store(counter, 0)
 
 
-def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int) -> DecodeShape:
+def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, element_size: int = 2) -> DecodeShape:
     """Enough programs to fill the card, however few requests there are; the number depends on nothing else."""
     programs = requests * kv_heads
     splits = max(1, min(64, triton.next_power_of_2(4 * processors) // (2 * triton.next_power_of_2(programs))))
+    if element_size == 4:
+        return DecodeShape(32 if head_dim <= 128 else 16, splits, 256, 4, 2)
     if head_dim > 128:
         return DecodeShape(32, splits, 256, 4, 3)
     return DecodeShape(128, splits, 128, 4, 2) if programs <= 2 * processors else DecodeShape(64, splits, 256, 2, 3)

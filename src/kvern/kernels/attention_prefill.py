@@ -156,8 +156,13 @@ def _prefill_attention_kernel(
     tl.store(target, (gathered / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-def prefill_shape(head_dim: int, long: bool = False) -> PrefillShape:
-    """Tiles for a head dimension, the accumulator of which must stay in registers, and for long or short contexts."""
+def prefill_shape(head_dim: int, long: bool = False, element_size: int = 2) -> PrefillShape:
+    """Tiles for a head dimension, the accumulator of which must stay in registers, and for long or short contexts.
+
+    Numbers of four bytes are multiplied on the ordinary cores; their tiles fit the shared memory of every card.
+    """
+    if element_size == 4:
+        return PrefillShape(32, 32 if head_dim <= 128 else 16, 4, 2)
     if head_dim > 128:
         return PrefillShape(64, 32, 8, 2)
     return PrefillShape(128, 64, 4, 3) if long else PrefillShape(64, 64, 4, 2)

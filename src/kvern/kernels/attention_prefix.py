@@ -133,7 +133,7 @@ def attend_to_prefix(
     group = heads // kv_heads
     tiles, members = shared.members.shape
     splits = prefix_parts(kv_heads, tiles)
-    overlap = overlaps(query.device)
+    overlap, wide = overlaps(query.device), cache.element_size() == 4
     _prefix_attention_kernel[(kv_heads, tiles, splits)](
         query,
         cache[0],
@@ -157,9 +157,9 @@ def attend_to_prefix(
         triton.next_power_of_2(group),
         members,
         max(16, triton.next_power_of_2(head_dim)),
-        64 if head_dim <= 128 else 32,
+        (64 if head_dim <= 128 else 32) >> wide,
         overlap,
         num_warps=4,
-        num_stages=3 if head_dim <= 128 else 2,
+        num_stages=(3 if head_dim <= 128 else 2) - wide,
         launch_pdl=overlap,
     )

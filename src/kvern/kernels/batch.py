@@ -215,3 +215,36 @@ def write_runs(target: torch.Tensor, runs: torch.Tensor, data: torch.Tensor) -> 
     `runs [R, 4]`: row, first column, first index in data, and length.
     """
     _write_runs_kernel[(runs.shape[0],)](target, runs, data, target.stride(0), 256, num_warps=2)
+
+
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
+def _copy_blocks_kernel(
+    source: tl.tensor,
+    target: tl.tensor,
+    sources: tl.tensor,
+    targets: tl.tensor,
+    source_stride: tl.int64,
+    target_stride: tl.int64,
+    size,
+    BLOCK: tl.constexpr,
+):
+    part = tl.program_id(1).to(tl.int64)
+    origin = source + part * source_stride + tl.load(sources + tl.program_id(0)) * size
+    place = target + part * target_stride + tl.load(targets + tl.program_id(0)) * size
+    offset = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(place + offset, tl.load(origin + offset, mask=offset < size, other=0), mask=offset < size)
+
+
+def copy_pool_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, order: torch.Tensor) -> None:
+    """Copy blocks `sources` [N] of `pool [parts, blocks, ...]` to `targets` [N], all read before one is written.
+
+    `order` [N] are the numbers from 0 on; all three int64. The pool's numbers have two bytes or a multiple. Moves each
+    block twice: it rests in memory of its own between.
+    """
+    numbers = pool.view(torch.int16).flatten(2)
+    parts, _, size = numbers.shape
+    count = sources.shape[0]
+    kept = torch.empty(parts, count, size, dtype=torch.int16, device=pool.device)
+    grid = count, parts, triton.cdiv(size, 8192)
+    for origin, place, *indices in ((numbers, kept, sources, order), (kept, numbers, order, targets)):
+        _copy_blocks_kernel[grid](origin, place, *indices, origin.stride(0), place.stride(0), size, 8192, num_warps=8)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import overlaps, stages, wait_for_previous
 
 
 class MatvecShape(NamedTuple):
@@ -34,7 +34,8 @@ class MatvecShape(NamedTuple):
 class MatmulShape(NamedTuple):
     """How a product is cut: rows, outputs and inputs of one tile; `stages` tiles are on their way at once.
 
-    `splits` programs share the inputs of the same outputs, where the outputs alone would not fill the card.
+    Where the card's shared memory holds fewer stages, there are fewer. `splits` programs share the inputs of the same
+    outputs, where the outputs alone would not fill the card.
     """
 
     rows: int
@@ -43,6 +44,10 @@ class MatmulShape(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
+
+    def stages_on(self, device: torch.device, element_size: int) -> int:
+        """How many there are for numbers of so many bytes."""
+        return stages(device, self.stages, (self.rows + self.outputs) * self.inputs * element_size)
 
 
 class Around(NamedTuple):
@@ -176,6 +181,68 @@ def matvec(
     return out
 
 
+@triton.jit
+def sum_of_tile(
+    x,
+    weight,
+    row,
+    output,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    split,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """`weight @ x.T` of a tile, over the inputs of one split: [OUTPUTS, ROWS] in float32.
+
+    Beyond the last output the last is read again: no mask. Outputs are the tile's rows, as the matrix units take 64 of
+    those at a time, but any 8 columns.
+    """
+    column = tl.arange(0, INPUTS)
+    in_rows = (row < rows)[None, :]
+    x_tile = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
+    weight_tile = weight + tl.minimum(output, outputs - 1)[:, None] * inputs + column[None, :]
+    span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
+        if EVEN:
+            weights = tl.load(weight_tile + start)
+            values = tl.load(x_tile + start, mask=in_rows, other=0.0)
+        else:
+            inside = start + column < inputs
+            weights = tl.load(weight_tile + start, mask=inside[None, :], other=0.0)
+            values = tl.load(x_tile + start, mask=in_rows & inside[:, None], other=0.0)
+        total = tl.dot(weights, values, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def join_splits(
+    total, partial, arrived, place, known, split, size, SPLITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr
+):
+    """Whoever arrives last gets the sum of all parts, in their order, so that the order of arrival changes nothing.
+
+    Returns whether this is the last, and the sum. `size`: of each split's part of `partial`.
+    """
+    part = partial + place
+    tl.store(part + split * size, total, mask=known)
+    tl.debug_barrier()
+    counter = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        tl.debug_barrier()
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for other in tl.static_range(SPLITS):
+            total += tl.load(part + other * size, mask=known, other=0.0, cache_modifier=".cg")
+        tl.atomic_xchg(counter, 0)
+    return last, total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _small_matmul_kernel(
     x: tl.tensor,
@@ -201,40 +268,15 @@ def _small_matmul_kernel(
     split = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS)
-    # Beyond the last output the last is read again: no mask. Outputs are the tile's rows, as the matrix units take 64
-    # of those at a time, but any 8 columns.
-    in_rows = (row < rows)[None, :]
-    x_tile = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
-    weight_tile = weight + tl.minimum(output, outputs - 1)[:, None] * inputs + column[None, :]
-    span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
-        if EVEN:
-            weights = tl.load(weight_tile + start)
-            values = tl.load(x_tile + start, mask=in_rows, other=0.0)
-        else:
-            inside = start + column < inputs
-            weights = tl.load(weight_tile + start, mask=inside[None, :], other=0.0)
-            values = tl.load(x_tile + start, mask=in_rows & inside[:, None], other=0.0)
-        total = tl.dot(weights, values, total, input_precision="ieee")
+    total = sum_of_tile(
+        x, weight, row, output, rows, outputs, inputs, x_stride, split, EVEN, SPLITS, ROWS, OUTPUTS, INPUTS
+    )
     place = row.to(tl.int64)[None, :] * outputs + output[:, None]
-    known = in_rows & (output < outputs)[:, None]
+    known = (row < rows)[None, :] & (output < outputs)[:, None]
     last = True
     if SPLITS > 1:
-        # Whoever arrives last adds the parts, in their order, so that the order of arrival changes nothing.
-        part = partial + place
         size = rows.to(tl.int64) * outputs
-        tl.store(part + split * size, total, mask=known)
-        tl.debug_barrier()
-        counter = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
-        if last:
-            tl.debug_barrier()
-            total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            for other in tl.static_range(SPLITS):
-                total += tl.load(part + other * size, mask=known, other=0.0, cache_modifier=".cg")
-            tl.atomic_xchg(counter, 0)
+        last, total = join_splits(total, partial, arrived, place, known, split, size, SPLITS, ROWS, OUTPUTS)
     if last:
         if BIAS:
             total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
@@ -284,7 +326,7 @@ def small_matmul(
         shape.inputs,
         overlap,
         num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_stages=shape.stages_on(x.device, x.element_size()),
         launch_pdl=overlap,
     )
     return out

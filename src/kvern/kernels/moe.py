@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import overlaps, stages, wait_for_previous
 from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
 from kvern.kernels.moe_routing import Alignment, align, route
 
@@ -215,6 +215,10 @@ def fused_experts(
     return parts if top_k == 1 and add is None else _sum(parts, top_k, add)
 
 
+def _stages(x: torch.Tensor, rows: int, tile: Tile) -> int:
+    return stages(x.device, tile.stages, (rows + tile.outputs) * tile.inputs * x.element_size())
+
+
 def _grouped_gate_up(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -246,7 +250,7 @@ def _grouped_gate_up(
         tile.group,
         overlap,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=_stages(x, rows, tile),
         launch_pdl=overlap,
     )
 
@@ -274,7 +278,7 @@ def _grouped_down(
         tile.group,
         overlap,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=_stages(gated, rows, tile),
         launch_pdl=overlap,
     )
     return out

@@ -1,4 +1,4 @@
-"""Adapters added by Triton kernels: two launches a layer, whichever rows use which."""
+"""Adapters added by Triton kernels, whichever rows use which: one launch more for few rows, two for many."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -6,9 +6,35 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvern.kernels.adapters import CHUNK, add_adapters
+from kvern.kernels.adapted_product import adapted_product
+from kvern.kernels.adapters import CHUNK, MANY_OUTPUTS, add_adapters
+from kvern.kernels.linear import MatmulShape
 from kvern.layers.adapted_linear import AdaptedLinear, Matrices
 from kvern.layers.linear import Linear
+from kvern.layers.tuned_linear import TunedMethod
+
+SHAPES = {
+    8: MatmulShape(8, 64, 128, 4, 3, splits=2),
+    16: MatmulShape(16, 64, 128, 4, 5),
+    32: MatmulShape(32, 64, 128, 4, 5),
+    64: MatmulShape(64, 64, 128, 4, 4),
+}
+"""How a product with what adapters add is cut, by the most rows; with more, adapters are added to cuBLAS's."""
+MOST_ROWS = max(SHAPES)
+MANY_INPUTS = 8192
+
+
+def adapted_shape(rows: int, outputs: int, inputs: int) -> MatmulShape:
+    """For so many rows, at most MOST_ROWS, of a matrix of this shape; measured on an H200."""
+    shape = next(shape for most, shape in SHAPES.items() if rows <= most)
+    if outputs >= MANY_OUTPUTS:  # two programs on a processor, one of which begins while the other ends
+        return shape._replace(stages=min(shape.stages, 3), splits=1)
+    return shape._replace(splits=2) if inputs >= MANY_INPUTS else shape
+
+
+def joins(ends: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a layer whose parts end there has its own product and its adapters' in one launch, for few rows."""
+    return dtype.itemsize < 4 and all(end % shape.outputs == 0 for end in ends[:-1] for shape in SHAPES.values())
 
 
 class FusedAdaptedLinear(AdaptedLinear[Tensor]):
@@ -23,6 +49,7 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
         self._ranks = torch.zeros(places, dtype=torch.int32, device=device)
         self._ends = tuple(accumulate(linear.outputs.values()))
         self._deterministic = deterministic
+        self._joins = joins(self._ends, dtype) and not deterministic
 
     def load(self, adapter_index: int, parts: Mapping[str, Matrices]) -> None:
         highest = max((down.shape[0] for down, _ in parts.values()), default=0)
@@ -38,6 +65,14 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
             if rank < highest:  # the kernels read as many ranks of every part
                 down[rank:].zero_()
                 up[rank:].zero_()
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        method = self.base.method
+        if rows is None or not self._joins or x.shape[0] > MOST_ROWS or not isinstance(method, TunedMethod):
+            return super().forward(x, rows)
+        places = self._down, self._up, self._ranks, self._ends
+        shape = adapted_shape(x.shape[0], *method.weight.shape)
+        return adapted_product(x, method.weight, self.base.bias, rows, *places, shape, method.arrived)
 
     def add(self, out: Tensor, x: Tensor, rows: Tensor) -> None:
         add_adapters(out, x, rows, self._down, self._up, self._ranks, self._ends, self._deterministic)

@@ -55,6 +55,13 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 }
 """What is timed for up to this many rows; with more, arithmetic counts and cuBLAS does it."""
 
+FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
+    1: CANDIDATES[1],
+    16: (None, MatmulShape(16, 32, 64, 4, 3), MatmulShape(16, 32, 64, 4, 3, splits=2)),
+    64: (None, MatmulShape(32, 32, 64, 4, 3)),
+}
+"""Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
+
 DETERMINISTIC = MatmulShape(64, 128, 64, 4, 4)
 """The one way to multiply if a row's result must not depend on the number of rows."""
 
@@ -62,6 +69,11 @@ MOST_TILES = 1 << 14
 """Of a product whose inputs are split: outputs are cut into tiles of at least 64."""
 
 MOST_ROWS = max(CANDIDATES)
+
+
+def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
+    """What is timed for numbers of this dtype, by the most rows."""
+    return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
 class TunedMethod(UnquantizedMethod):
@@ -81,7 +93,7 @@ class TunedMethod(UnquantizedMethod):
     ) -> None:
         super().__init__(shape)
         self.name = name
-        self._default, self._arrived, self._candidates = default, arrived, candidates
+        self._default, self.arrived, self._candidates = default, arrived, candidates
         self._by_rows = [single, single] + [default] * (MOST_ROWS - 1)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,7 +123,7 @@ class TunedMethod(UnquantizedMethod):
             return F.linear(x, self.weight, bias)
         if isinstance(shape, MatvecShape):
             return matvec(x, self.weight, bias, shape)
-        return small_matmul(x, self.weight, bias, shape, self._arrived)
+        return small_matmul(x, self.weight, bias, shape, self.arrived)
 
 
 class TunedLinear(Unquantized):
@@ -127,9 +139,9 @@ class TunedLinear(Unquantized):
         default = DETERMINISTIC if build.deterministic or self._backend == "triton" else None
         if build.deterministic or self._backend == "cublas":
             return TunedMethod(shape, default, default, self._arrived, {}, "unquantized")
-        candidates, name = CANDIDATES, "unquantized"
+        candidates, name = candidates_of(shape.dtype), "unquantized"
         if self._backend == "triton":
-            candidates = {most: tuple(filter(None, shapes)) for most, shapes in CANDIDATES.items()}
+            candidates = {most: tuple(filter(None, shapes)) for most, shapes in candidates.items()}
             name = "unquantized by triton"
         return TunedMethod(shape, default, matvec_shape(shape.outputs, shape.inputs), self._arrived, candidates, name)
 

@@ -1,6 +1,6 @@
 """What may follow each beam of a batch: found on the device, read on the host when the step's result is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,16 @@ def candidate_count(request: NewRequest) -> int:
     params = request.params
     width = params.beam_width or 0
     return width + (width if params.stop_strings else 0) + len(request.spec.stop_token_ids)
+
+
+MostProbable = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""What `most_probable` is."""
+
+
+def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [N, count] float32 and ids [N, count] of the most probable tokens under logits [N, V]."""
+    scores, ids = logits.topk(count, -1)
+    return scores.float() - logits.float().logsumexp(-1, keepdim=True), ids
 
 
 @dataclass(frozen=True)
@@ -48,35 +58,40 @@ class DeviceCandidates:
     """The candidates of a step's beams on their way to the host."""
 
     def __init__(
-        self, logits: torch.Tensor, original: torch.Tensor | None, rows: BatchRows, slots: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        original: torch.Tensor | None,
+        rows: BatchRows,
+        slots: Sequence[int],
+        most_probable: MostProbable = most_probable,
     ) -> None:
         """`logits` [S, vocabulary] of the rows `slots` that sample, and as they were before constraints and masks.
 
-        The latter may be None if nobody asked for log-probabilities.
+        The latter may be None if nobody asked for log-probabilities. `most_probable` computes what the function here
+        does.
         """
         self._requests = {slot: rows.request(slot) for slot in slots if rows.request(slot).params.beam_width}
+        self._counts = [candidate_count(request) for request in self._requests.values()]
         if len(self._requests) < len(slots):
             places = [place for place, slot in enumerate(slots) if slot in self._requests]
             index = upload(places, torch.int64, logits.device)
             logits = logits.index_select(0, index)
             original = None if original is None else original.index_select(0, index)
-        count = max(map(candidate_count, self._requests.values()))
-        scores, ids = logits.topk(min(count, logits.shape[-1]), -1)
-        logprobs = scores.float() - logits.float().logsumexp(-1, keepdim=True)
+        logprobs, ids = most_probable(logits, min(max(self._counts), logits.shape[-1]))
         self._logprobs = fetch(logprobs.nan_to_num(nan=float("-inf"), neginf=float("-inf")))  # NaN: all is banned
         self._ids = fetch(ids)
         wanted = [request.params.logprobs for request in self._requests.values()]
         most = max((count for count in wanted if count is not None), default=None)
         self._reported = None
         if original is not None and most is not None:
-            self._reported = CandidateLogprobs.of(original, ids, most)
+            self._reported = CandidateLogprobs.of(original, ids.long(), most)
 
     def by_slot(self) -> dict[int, BeamCandidates]:
         """When they have arrived."""
         found = {}
         rows = zip(self._requests.items(), self._ids.tolist(), self._logprobs.tolist(), strict=True)
         for row, ((slot, request), ids, logprobs) in enumerate(rows):
-            count = candidate_count(request)
+            count = self._counts[row]
             found[slot] = BeamCandidates(ids[:count], logprobs[:count], self._entry(row, ids, request))
         return found
 

@@ -28,7 +28,7 @@ from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
-from kvern.sample.beams import DeviceCandidates
+from kvern.sample.beams import DeviceCandidates, most_probable
 from kvern.sample.constraints import is_constrained
 from kvern.sample.drafts import verify
 from kvern.sample.dry import penalize_repetitions
@@ -136,8 +136,9 @@ class DeviceRunner:
         self._rows.fork(output.forked)
         self._grammars.fork(output.forked)
         self._processors.fork(output.forked, self._rows)
-        for fork in output.forked:
-            self._needs[fork.slot] = int(needs_of(self._rows.request(fork.slot)))
+        forked = [(fork.slot, self._needs[fork.source]) for fork in output.forked]
+        for slot, needs in forked:
+            self._needs[slot] = needs
         self._rows.join(output.joined)
         self._grammars.join(output.joined)
         self._processors.join(output.joined)
@@ -275,7 +276,7 @@ class DeviceRunner:
             counts = [rows.request(slot).params.logprobs for slot in slots]
             logprobs = reported(logits, chosen, max(count for count in counts if count is not None))
         states = embeddings(rows, slots, decoded.hidden) if needs & Needs.EMBEDDING else None
-        candidates = DeviceCandidates(scores, logits, rows, slots) if needs & Needs.BEAMS else None
+        candidates = DeviceCandidates(scores, logits, rows, slots, listed) if needs & Needs.BEAMS else None
         kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
         if starts is not None:
             kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
@@ -327,7 +328,7 @@ class DeviceRunner:
 
 def _computes(needs: Needs) -> bool:
     """Whether more is asked for than a temperature and a mask, which the logits take as they are."""
-    return bool(needs & ~(Needs.EMBEDDING | Needs.GRAMMAR))
+    return bool(needs & ~(Needs.EMBEDDING | Needs.GRAMMAR | Needs.BEAMS))
 
 
 def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLogprobs:
@@ -336,3 +337,11 @@ def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLog
     slots = torch.zeros(len(tokens), dtype=torch.int32, device=logits.device)
     logprobs.logprobs(logits, slots, upload([most], torch.int64, logits.device), tokens, found)
     return DeviceLogprobs.of(found, len(tokens), min(most, logits.shape[-1]))
+
+
+def listed(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `most_probable` returns."""
+    if count > logprobs.WIDTH:
+        return most_probable(scores, count)
+    found = reported(scores, torch.zeros(len(scores), dtype=torch.int64, device=scores.device), count)
+    return found.best, found.best_ids

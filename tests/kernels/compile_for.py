@@ -1,0 +1,97 @@
+"""Compiles what a model launches, or a test module's launches, for a card that is not there, within its shared memory.
+
+    python -m tests.kernels.compile_for 90 llama
+    python -m tests.kernels.compile_for 120 qwen3_moe --dtype float16 --sample
+    python -m tests.kernels.compile_for 90 tests.kernels.test_moe
+
+The first argument is the compute capability: 80 is an A100, 89 an L40S, 90 an H100. Triton's driver is replaced by one
+that names it, and every launch becomes a compilation: what is compiled is what the wrappers really launch, with their
+options. With --sample only the last launch of each kernel. Exits with 1 and the errors if anything does not compile.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from kvern.kernel_list import KERNELS, Inputs
+from kvern.kernels.launch import SHARED_MEMORY
+from tests.kernels.models import LARGE_MODELS, spec_of
+
+
+class TargetDriver:
+    """What Triton asks a driver for while it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return kind
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def launches(name: str, dtype: torch.dtype, sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Those of the list for a model, on memory that nobody reads; or LAUNCHES of a module."""
+    if name not in LARGE_MODELS:
+        for index, launch in enumerate(importlib.import_module(name).LAUNCHES):
+            yield f"{name} LAUNCHES[{index}]", launch
+        return
+    spec = spec_of(name, LARGE_MODELS)
+    inputs = Inputs(torch.device("cpu"), dtype, "empty", adapter_rank=64)
+    for kernel in KERNELS:
+        forms = [*kernel.launched(spec, inputs), *kernel.timed(spec, inputs)]
+        for arguments in forms[-1:] if sample else forms:
+            yield f"{kernel.name} {arguments}", kernel.make(spec, inputs, *arguments).launch
+
+
+def main() -> int:
+    """Compile every launch; the number of kernels is printed, and each that fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capability", type=int, choices=sorted(SHARED_MEMORY))
+    parser.add_argument("launches", help="a model, or a module with LAUNCHES")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--sample", action="store_true")
+    arguments = parser.parse_args()
+    triton.runtime.driver.set_active(TargetDriver(arguments.capability))
+    limit = SHARED_MEMORY[arguments.capability] << 10
+    compiled: dict[str, Any] = {}
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        compiled[kernel.hash] = kernel
+        if kernel.metadata.shared > limit:
+            raise MemoryError(f"{kernel.metadata.shared} bytes of shared memory, and the card has {limit}")
+        return kernel
+
+    JITFunction.run = compile_only
+    errors = 0
+    for label, start in launches(arguments.launches, getattr(torch, arguments.dtype), arguments.sample):
+        try:
+            start()
+        except Exception as error:
+            errors += 1
+            print(f"{label} does not compile: {type(error).__name__}: {error}")
+    print(f"compiled {len(compiled)} kernels for sm_{arguments.capability}, {errors} errors")
+    return int(errors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
