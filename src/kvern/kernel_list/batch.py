@@ -200,8 +200,8 @@ def _sample_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((1, False, False), (64, False, False), (64, True, False), (64, True, True))
 
 
-def _report(spec: ModelSpec, inputs: Inputs, count: int) -> Call:
-    logits = inputs.numbers(count, spec.vocab_size, dtype=_logits_dtype(spec, inputs))
+def _report(spec: ModelSpec, inputs: Inputs, count: int, dtype: torch.dtype) -> Call:
+    logits = inputs.numbers(count, spec.vocab_size, dtype=dtype)
     rows = _asking(inputs, count, [{"logprobs": 5}])
     slots, chosen = inputs.integers(range(count)), inputs.integers(range(3, 3 + count), torch.int64)
     out = logprobs.empty(count, inputs.device)
@@ -220,11 +220,11 @@ def _report(spec: ModelSpec, inputs: Inputs, count: int) -> Call:
 
 
 def _report_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield (3,)
+    yield from ((3, dtype) for dtype in dict.fromkeys((_logits_dtype(spec, inputs), torch.float32)))
 
 
 def _report_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield (64,)
+    yield 64, _logits_dtype(spec, inputs)
 
 
 def _restrict(spec: ModelSpec, inputs: Inputs, dtype: torch.dtype) -> Call:
