@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvern.kernels.attention_prefill import LOG2_E, capped
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
 class DecodeShape(NamedTuple):
@@ -27,6 +27,7 @@ class DecodeShape(NamedTuple):
     stages: int
 
 
+@Launcher
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["slots", "starts", "shared_keys"])
 def _decode_attention_kernel(
     query: tl.tensor,
@@ -152,7 +153,7 @@ def _decode_attention_kernel(
 def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int) -> DecodeShape:
     """Enough programs to fill the card, however few requests there are; the number depends on nothing else."""
     programs = requests * kv_heads
-    splits = max(1, min(64, triton.next_power_of_2(4 * processors) // (2 * triton.next_power_of_2(programs))))
+    splits = max(1, min(64, next_power_of_2(4 * processors) // (2 * next_power_of_2(programs))))
     if head_dim > 128:
         return DecodeShape(32, splits, 256, 4, 3)
     return DecodeShape(128, splits, 128, 4, 2) if programs <= 2 * processors else DecodeShape(64, splits, 256, 2, 3)
@@ -224,8 +225,8 @@ def decode_attention(
         window or 0,
         softcap is not None,
         before,
-        max(16, triton.next_power_of_2(group)),
-        max(16, triton.next_power_of_2(head_dim)),
+        max(16, next_power_of_2(group)),
+        max(16, next_power_of_2(head_dim)),
         shape.tile,
         shape.span,
         overlap,

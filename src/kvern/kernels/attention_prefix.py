@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.attention_prefill import LOG2_E, prefill_tile
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
 class SharedPrefix(NamedTuple):
@@ -32,17 +32,18 @@ PREFIX_ROWS = 64
 
 def prefix_members(group: int) -> int:
     """How many requests share a tile, each with a group of query heads."""
-    members: int = PREFIX_ROWS // triton.next_power_of_2(group)
+    members: int = PREFIX_ROWS // next_power_of_2(group)
     return max(1, members)
 
 
 def prefix_parts(kv_heads: int, shared: SharedPrefix) -> int:
     """How many programs share the keys of a tile's prefix: enough to fill the card."""
     tiles = len(shared.members)
-    parts: int = 512 // triton.next_power_of_2(kv_heads * tiles)
+    parts: int = 512 // next_power_of_2(kv_heads * tiles)
     return max(1, min(16, parts))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["slots", "members", "tile_keys"])
 def _prefix_attention_kernel(
     query: tl.tensor,
@@ -152,9 +153,9 @@ def attend_to_prefix(
         block_size,
         softcap is not None,
         splits,
-        triton.next_power_of_2(group),
+        next_power_of_2(group),
         members,
-        max(16, triton.next_power_of_2(head_dim)),
+        max(16, next_power_of_2(head_dim)),
         64 if head_dim <= 128 else 32,
         overlap,
         num_warps=4,
