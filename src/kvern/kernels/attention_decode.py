@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_prefill import LOG2_E, capped
+from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
@@ -17,18 +18,38 @@ from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_p
 class DecodeShape(NamedTuple):
     """How a decode launch is cut: keys of one tile, and at most how many programs share one request and KV head.
 
-    Each of them takes at least `span` keys: below, joining the parts costs more than it gains.
+    Requests are split so that there are about `programs` of them in all, as many as run at once. Each takes at least
+    `span` keys: below, joining the parts costs more than it gains.
     """
 
     tile: int
     splits: int
+    programs: int
     span: int
     warps: int
     stages: int
 
 
+@triton.jit
+def _all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, PARTS: tl.constexpr):
+    """How many keys all requests attend to."""
+    keys = 0
+    for first in tl.range(0, requests, 256):
+        request = first + tl.arange(0, 256)
+        length = tl.load(starts + request, mask=request < requests, other=-1).to(tl.int32) + 1
+        if WINDOW > 0:
+            length = tl.minimum(length, WINDOW)
+        if PARTS > 0:
+            length -= tl.load(shared_keys + request, mask=request < requests, other=0)
+        keys += tl.sum(length, axis=0)
+    return keys
+
+
 @Launcher
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["slots", "starts", "shared_keys"])
+@triton.jit(
+    do_not_specialize=["requests", "splits", "programs"],
+    do_not_specialize_on_alignment=["slots", "starts", "shared_keys"],
+)
 def _decode_attention_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -45,7 +66,9 @@ def _decode_attention_kernel(
     softcap: tl.float32,
     query_stride: tl.int64,
     table_stride: tl.int64,
+    requests,
     splits,
+    programs,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -63,19 +86,22 @@ def _decode_attention_kernel(
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     # The batch's description was written well before the kernel that this one overlaps with.
-    length = tl.load(starts + request) + 1
+    length = tl.load(starts + request).to(tl.int32) + 1
     table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
-    if OVERLAP:
-        wait_for_previous()
-    first = 0
     shared = 0
+    base = 0
     if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    base = first // TILE * TILE
+        base = tl.maximum(length - WINDOW, 0) // TILE * TILE
     if PARTS > 0:
         shared = tl.load(shared_keys + request)
         base = shared
-    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, splits), TILE) * TILE, SPAN)
+    parts = 1
+    if splits > 1:
+        fair = tl.cdiv(_all_keys(starts, shared_keys, requests, WINDOW, PARTS) * kv_heads, programs)
+        parts = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
+    if OVERLAP:
+        wait_for_previous()
+    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, parts), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)
     if split < used:
         begin = base + split * span
@@ -87,34 +113,10 @@ def _decode_attention_kernel(
         queries = tl.load(
             query + request * query_stride + head[:, None] * head_dim + dim[None, :], mask=in_query, other=0.0
         ).to(key_cache.dtype.element_ty)
-        column = tl.arange(0, TILE)
-        maximum = tl.full([GROUP], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP], tl.float32)
-        gathered = tl.zeros([GROUP, DIM], tl.float32)
-        for start in tl.range(begin, end, TILE):
-            position = start + column
-            known = position < end
-            block = tl.load(table + position // block_size, mask=known, other=0).to(tl.int64)
-            place = ((block * block_size + position % block_size) * kv_heads + kv_head) * head_dim
-            key = tl.load(
-                key_cache + place[None, :] + dim[:, None], mask=known[None, :] & (dim < head_dim)[:, None], other=0.0
-            )
-            value = tl.load(
-                value_cache + place[:, None] + dim[None, :], mask=known[:, None] & (dim < head_dim)[None, :], other=0.0
-            )
-            scores = tl.dot(queries, key, input_precision="ieee") * scale
-            if SOFTCAP:
-                scores = capped(scores, softcap)
-            if WINDOW > 0:
-                known = known & (position >= first)
-            scores = tl.where(known[None, :], scores, float("-inf"))
-            higher = tl.maximum(maximum, tl.max(scores, axis=1))
-            higher = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(maximum - higher)
-            total = total * shrink + tl.sum(weights, axis=1)
-            gathered = gathered * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-            maximum = higher
+        maximum, total, gathered = attend(
+            queries, begin, end, length - 1 + row * 0, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
+            head_dim, block_size, WINDOW, SOFTCAP, False, GROUP, DIM, TILE,
+        )  # fmt: skip
         index = request * kv_heads * group + head
         target = out + index[:, None] * head_dim + dim[None, :]
         divisor = tl.where(total == 0.0, 1.0, total)
@@ -123,11 +125,11 @@ def _decode_attention_kernel(
             tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
         else:
             # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
-            parts = PARTS + splits
-            part = partial + index[:, None] * parts * head_dim + dim[None, :]
+            stored = PARTS + splits
+            part = partial + index[:, None] * stored * head_dim + dim[None, :]
             sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
             tl.store(part + (PARTS + split) * head_dim, gathered, mask=in_query)
-            tl.store(partial_sum + index * parts + PARTS + split, sums, mask=row < group)
+            tl.store(partial_sum + index * stored + PARTS + split, sums, mask=row < group)
             tl.debug_barrier()
             counter = arrived + request * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
@@ -137,7 +139,7 @@ def _decode_attention_kernel(
                 mixed = tl.zeros([GROUP, DIM], tl.float32)
                 for other in tl.range(tl.where(shared == 0, PARTS, 0), PARTS + used):
                     other_sum = tl.load(
-                        partial_sum + index * parts + other, mask=row < group, other=0.0, cache_modifier=".cg"
+                        partial_sum + index * stored + other, mask=row < group, other=0.0, cache_modifier=".cg"
                     )
                     values = tl.load(part + other * head_dim, mask=in_query, other=0.0, cache_modifier=".cg")
                     higher = tl.maximum(highest, other_sum)
@@ -150,13 +152,18 @@ def _decode_attention_kernel(
                 tl.store(counter, 0)
 
 
-def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int) -> DecodeShape:
-    """Enough programs to fill the card, however few requests there are; the number depends on nothing else."""
-    programs = requests * kv_heads
-    splits = max(1, min(64, next_power_of_2(4 * processors) // (2 * next_power_of_2(programs))))
+def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, element_size: int = 2) -> DecodeShape:
+    """Tiles that keep the memory busy, by how many programs there are if none of the requests is split."""
+    whole = requests * kv_heads
+    splits = max(1, min(64, 1024 // next_power_of_2(whole)))
+    programs = 3 * processors
+    if element_size == 4:
+        return DecodeShape(32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
     if head_dim > 128:
-        return DecodeShape(32, splits, 256, 4, 3)
-    return DecodeShape(128, splits, 128, 4, 2) if programs <= 2 * processors else DecodeShape(64, splits, 256, 2, 3)
+        return DecodeShape(32, splits, programs, 256, 4, 3)
+    if whole <= 2 * processors:
+        return DecodeShape(64, splits, programs, 128, 4, 3)
+    return DecodeShape(64, splits, programs, 256, 2, 2) if whole <= 8 * processors else DecodeShape(32, 1, 1, 256, 1, 3)
 
 
 def decode_attention(
@@ -217,7 +224,9 @@ def decode_attention(
         (softcap or 0.0) * LOG2_E,
         query.stride(0),
         block_table.stride(0),
+        requests,
         shape.splits,
+        shape.programs,
         kv_heads,
         group,
         head_dim,
