@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_prefill import LOG2_E, prefill_tile
+from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -93,16 +94,11 @@ def _prefix_attention_kernel(
         queries = tl.load(
             query + member[:, None] * query_stride + head[:, None] * head_dim + dim[None, :], mask=inside, other=0.0
         ).to(key_cache.dtype.element_ty)
-        maximum = tl.full([MEMBERS * GROUP], float("-inf"), tl.float32)
-        total = tl.zeros([MEMBERS * GROUP], tl.float32)
-        gathered = tl.zeros([MEMBERS * GROUP, DIM], tl.float32)
-        # All queries come after the last of these keys: the mask hides what lies behind it.
-        position = tl.full([MEMBERS * GROUP], 0, tl.int32) + end - 1
-        for start in tl.range(part * span, end, KEYS):
-            maximum, total, gathered = prefill_tile(
-                queries, maximum, total, gathered, start, end, position, key_cache, value_cache, table, kv_head, scale,
-                softcap, kv_heads, head_dim, block_size, 0, SOFTCAP, DIM, KEYS, True,
-            )  # fmt: skip
+        # All queries come after the last of these keys.
+        maximum, total, gathered = attend(
+            queries, part * span, end, row, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads, head_dim,
+            block_size, 0, SOFTCAP, False, MEMBERS * GROUP, DIM, KEYS,
+        )  # fmt: skip
         divisor = tl.where(total == 0.0, 1.0, total)
         index = (member * kv_heads * group + head) * parts + part
         tl.store(partial + index[:, None] * head_dim + dim[None, :], gathered / divisor[:, None], mask=inside)

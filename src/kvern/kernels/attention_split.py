@@ -203,11 +203,12 @@ def split_attention(
     _, _, block_size, kv_heads, _ = cache.shape
     group = heads // kv_heads
     tiles = tile_request.shape[0]
-    floats = {"dtype": torch.float32, "device": query.device}
     partial = partial_sum = out
     if shape.splits > 1:
-        partial = torch.empty(tiles, shape.splits, kv_heads, shape.rows, head_dim, **floats)
-        partial_sum = torch.empty(tiles, shape.splits, kv_heads, shape.rows, **floats)
+        partial = torch.empty(
+            tiles, shape.splits, kv_heads, shape.rows, head_dim, dtype=torch.float32, device=query.device
+        )
+        partial_sum = torch.empty(tiles, shape.splits, kv_heads, shape.rows, dtype=torch.float32, device=query.device)
     _split_attention_kernel[(kv_heads, shape.splits, tiles)](
         query,
         cache[0],
