@@ -49,7 +49,7 @@ class TritonKernels:
                 queries.device_starts,
                 self._arrived,
                 out,
-                decode_shape(requests, spec.kv_heads, spec.head_dim, self._processors),
+                decode_shape(requests, spec.kv_heads, spec.head_dim, self._processors, cache.element_size()),
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,

@@ -75,7 +75,7 @@ def _decode(
         inputs.integers([keys - 1] * requests, slot_type),
         inputs.zeros(requests * kv_heads),
         out,
-        decode_shape(planned, kv_heads, head_dim, inputs.processors),
+        decode_shape(planned, kv_heads, head_dim, inputs.processors, query.element_size()),
         scale=attention.scale,
         window=attention.window,
         softcap=attention.softcap,
