@@ -105,11 +105,11 @@ def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
 def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in _kinds(spec):
         keys, shared = 2 * inputs.block_size + 1, inputs.block_size
-        for planned in (1, 256):
+        for planned in (1, 64, 512):
             yield from ((kind, 2, keys, planned, slot_type) for slot_type in (torch.int32, torch.int64))
         together = min(2, prefix_members(kind.heads // kind.kv_heads))
         if kind.window is None:
-            yield kind, together, keys, 256, torch.int32, shared
+            yield from ((kind, together, keys, planned, torch.int32, shared) for planned in (1, 64, 512))
 
 
 def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

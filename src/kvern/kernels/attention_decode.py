@@ -31,7 +31,7 @@ class DecodeShape(NamedTuple):
 
 
 @triton.jit
-def _all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, PARTS: tl.constexpr):
+def _all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, SHARED: tl.constexpr):
     """How many keys all requests attend to."""
     keys = 0
     for first in tl.range(0, requests, 256):
@@ -39,7 +39,7 @@ def _all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, PARTS: tl.con
         length = tl.load(starts + request, mask=request < requests, other=-1).to(tl.int32) + 1
         if WINDOW > 0:
             length = tl.minimum(length, WINDOW)
-        if PARTS > 0:
+        if SHARED:
             length -= tl.load(shared_keys + request, mask=request < requests, other=0)
         keys += tl.sum(length, axis=0)
     return keys
@@ -47,7 +47,7 @@ def _all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, PARTS: tl.con
 
 @Launcher
 @triton.jit(
-    do_not_specialize=["requests", "splits", "programs"],
+    do_not_specialize=["requests", "splits", "programs", "prefix_parts"],
     do_not_specialize_on_alignment=["slots", "starts", "shared_keys"],
 )
 def _decode_attention_kernel(
@@ -69,13 +69,14 @@ def _decode_attention_kernel(
     requests,
     splits,
     programs,
+    prefix_parts,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -89,19 +90,21 @@ def _decode_attention_kernel(
     length = tl.load(starts + request).to(tl.int32) + 1
     table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
     shared = 0
+    before = 0
     base = 0
     if WINDOW > 0:
         base = tl.maximum(length - WINDOW, 0) // TILE * TILE
-    if PARTS > 0:
+    if SHARED:
         shared = tl.load(shared_keys + request)
         base = shared
-    parts = 1
+        before = prefix_parts
+    pieces = 1
     if splits > 1:
-        fair = tl.cdiv(_all_keys(starts, shared_keys, requests, WINDOW, PARTS) * kv_heads, programs)
-        parts = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
+        fair = tl.cdiv(_all_keys(starts, shared_keys, requests, WINDOW, SHARED) * kv_heads, programs)
+        pieces = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
     if OVERLAP:
         wait_for_previous()
-    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, parts), TILE) * TILE, SPAN)
+    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, pieces), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)
     if split < used:
         begin = base + split * span
@@ -125,11 +128,11 @@ def _decode_attention_kernel(
             tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
         else:
             # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
-            stored = PARTS + splits
-            part = partial + index[:, None] * stored * head_dim + dim[None, :]
+            parts = before + splits
+            part = partial + index[:, None] * parts * head_dim + dim[None, :]
             sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
-            tl.store(part + (PARTS + split) * head_dim, gathered, mask=in_query)
-            tl.store(partial_sum + index * stored + PARTS + split, sums, mask=row < group)
+            tl.store(part + (before + split) * head_dim, gathered, mask=in_query)
+            tl.store(partial_sum + index * parts + before + split, sums, mask=row < group)
             tl.debug_barrier()
             counter = arrived + request * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
@@ -137,9 +140,9 @@ def _decode_attention_kernel(
                 highest = tl.full([GROUP], float("-inf"), tl.float32)
                 weight_sum = tl.zeros([GROUP], tl.float32)
                 mixed = tl.zeros([GROUP, DIM], tl.float32)
-                for other in tl.range(tl.where(shared == 0, PARTS, 0), PARTS + used):
+                for other in tl.range(tl.where(shared == 0, before, 0), before + used):
                     other_sum = tl.load(
-                        partial_sum + index * stored + other, mask=row < group, other=0.0, cache_modifier=".cg"
+                        partial_sum + index * parts + other, mask=row < group, other=0.0, cache_modifier=".cg"
                     )
                     values = tl.load(part + other * head_dim, mask=in_query, other=0.0, cache_modifier=".cg")
                     higher = tl.maximum(highest, other_sum)
@@ -227,13 +230,14 @@ def decode_attention(
         requests,
         shape.splits,
         shape.programs,
+        before,
         kv_heads,
         group,
         head_dim,
         block_size,
         window or 0,
         softcap is not None,
-        before,
+        shared is not None,
         max(16, next_power_of_2(group)),
         max(16, next_power_of_2(head_dim)),
         shape.tile,

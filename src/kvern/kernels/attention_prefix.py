@@ -66,7 +66,6 @@ def _prefix_attention_kernel(
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
@@ -85,7 +84,7 @@ def _prefix_attention_kernel(
         wait_for_previous()
     if keys > 0:
         table = block_table + tl.load(slots + leader).to(tl.int64) * table_stride
-        span = tl.cdiv(tl.cdiv(keys, PARTS), KEYS) * KEYS
+        span = tl.cdiv(tl.cdiv(keys, tl.num_programs(2)), KEYS) * KEYS
         end = tl.minimum((part + 1) * span, keys)
         head = kv_head * group + row % GROUP
         dim = tl.arange(0, DIM)
@@ -148,7 +147,6 @@ def attend_to_prefix(
         head_dim,
         block_size,
         softcap is not None,
-        splits,
         next_power_of_2(group),
         members,
         max(16, next_power_of_2(head_dim)),
