@@ -8,6 +8,8 @@ import torch
 from kvern.kernels.attention_decode import DecodeShape, decode_attention
 from kvern.kernels.attention_prefill import PrefillShape, prefill_attention
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
+from kvern.kernels.attention_split import SplitShape, split_attention
+from kvern.kernels.launch import next_power_of_2
 from tests.kernels.test_norm import relative_error
 
 BLOCK_SIZE = 4
@@ -90,7 +92,7 @@ def test_decode(
         batch.starts,
         arrived,
         out,
-        DecodeShape(16, splits, 16, 4, 2),
+        DecodeShape(16, splits, 20, 16, 4, 2),
         scale=0.3,
         window=window,
         softcap=softcap,
@@ -129,6 +131,40 @@ def test_prefill(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 5.0), (3, 2.0)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_runs_whose_keys_are_shared_out(
+    device: torch.device, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, splits: int
+) -> None:
+    batch = make_batch(device, [0, 9, 60, 4], [11, 5, 1, 16], heads, kv_heads, dim, torch.float32)
+    together = 32 // next_power_of_2(heads // kv_heads)
+    counts = batch.counts.tolist()
+    tiles = [(index, first) for index, count in enumerate(counts) for first in range(0, count, together)]
+    requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
+    arrived = torch.zeros(len(tiles) * kv_heads, dtype=torch.int32, device=device)
+    out = torch.full((batch.query.shape[0], heads, dim), float("nan"), device=device)
+    split_attention(
+        batch.query,
+        batch.cache,
+        batch.table,
+        batch.slots,
+        batch.starts,
+        batch.tokens,
+        batch.counts,
+        requests,
+        firsts,
+        out,
+        arrived,
+        SplitShape(32, 16, splits, 16, 4, 2),
+        scale=0.3,
+        window=window,
+        softcap=softcap,
+    )
+    assert not arrived.any()
+    assert relative_error(out, reference(batch, 0.3, window, softcap)) < 1e-5
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_decode_reads_a_shared_prefix_once(
@@ -156,7 +192,7 @@ def test_decode_reads_a_shared_prefix_once(
         batch.starts,
         arrived,
         out,
-        DecodeShape(16, splits, 16, 4, 2),
+        DecodeShape(16, splits, 20, 16, 4, 2),
         scale=0.3,
         softcap=softcap,
         shared=shared,

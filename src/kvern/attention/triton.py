@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvern.attention.base import PlannedAttention
+from kvern.attention.split import SplitPrefill
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_decode import decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
@@ -40,6 +41,7 @@ class TritonKernels:
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         )
+        self._split = SplitPrefill(layers, self._processors, self._arrived)
 
     def decode(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)
@@ -64,6 +66,8 @@ class TritonKernels:
         return run
 
     def prefill(self, queries: Queries) -> PlannedAttention:
+        if not self._deterministic and self._split.pays(queries):
+            return self._split.prefill(queries)
         requests = len(queries.slots)
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic

@@ -10,6 +10,7 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, tiles_for
+from kvern.kernels.attention_split import split_attention, split_queries, split_shape
 from kvern.model_spec import AttentionSpec, ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -133,14 +134,38 @@ def _prefill(
     spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int, long: bool
 ) -> Call:
     """`before`: keys of each request that were computed earlier."""
+    shape = prefill_shape(attention.head_dim, long, inputs.dtype.itemsize)
+    return _runs(inputs, attention, requests, queries, before, shape.queries, partial(prefill_attention, shape=shape))
+
+
+def _split(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int) -> Call:
+    group = attention.heads // attention.kv_heads
+    tile = split_queries(group, queries)
+    tiles = requests * -(-queries // tile)
+    sizes = attention.kv_heads, attention.head_dim, queries, inputs.processors, inputs.dtype.itemsize
+    arrived = inputs.zeros(tiles * attention.kv_heads)
+    launch = partial(split_attention, arrived=arrived, shape=split_shape(tiles, group, *sizes))
+    return _runs(inputs, attention, requests, queries, before, tile, launch)
+
+
+def _runs(
+    inputs: Inputs,
+    attention: AttentionSpec,
+    requests: int,
+    queries: int,
+    before: int,
+    tile: int,
+    launch: Callable[..., None],
+) -> Call:
+    """Runs of queries in tiles of at most `tile`."""
     keys = before + queries
     cache, table = _paged(attention, inputs, requests, keys)
     query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
-    out, shape = torch.empty_like(query), prefill_shape(attention.head_dim, long, query.element_size())
-    firsts = range(0, queries, shape.queries)
+    out = torch.empty_like(query)
+    firsts = range(0, queries, tile)
     tiles = sorted(((first, request) for request in range(requests) for first in firsts), reverse=True)
     launch = partial(
-        prefill_attention,
+        launch,
         query,
         cache,
         table,
@@ -151,7 +176,6 @@ def _prefill(
         inputs.integers(request for _, request in tiles),
         inputs.integers(first for first, _ in tiles),
         out,
-        shape,
         scale=attention.scale,
         window=attention.window,
         softcap=attention.softcap,
@@ -172,6 +196,15 @@ def _prefill_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((kind, 2, 5, inputs.block_size + 3, long) for kind in _kinds(spec) for long in (False, True))
 
 
+def _split_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((kind, 2, queries, 3 * inputs.block_size) for kind in _kinds(spec) for queries in (1, 17))
+
+
+def _split_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    attention = spec.layers[0].attention
+    yield from ((attention, requests, queries, before) for requests, queries, before in ((1, 19, 26000), (64, 4, 1000)))
+
+
 def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     attention = spec.layers[0].attention
     yield from ((attention, requests, queries, 0, queries >= 1024) for requests, queries in ((2, 4096), (16, 512)))
@@ -180,4 +213,5 @@ def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 KERNELS = (
     Kernel("decode attention", "attention", _decode, _decode_launched, _decode_timed),
     Kernel("prefill attention", "attention", _prefill, _prefill_launched, _prefill_timed),
+    Kernel("split attention", "attention", _split, _split_launched, _split_timed),
 )

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """What `activate` knows; a gated MLP with another activation runs through PyTorch."""
@@ -23,6 +23,7 @@ def activate(x, KIND: tl.constexpr):
     return tl.maximum(x, 0.0)
 
 
+@Launcher
 @triton.jit
 def _gated_activation_kernel(
     gate_up: tl.tensor, out: tl.tensor, width, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
@@ -41,9 +42,9 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """`activation(gate) * up` in float32: [T, 2 * width], gate first -> [T, width]. Moves both once."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, next_power_of_2(width))
     overlap = overlaps(gate_up.device)
-    _gated_activation_kernel[(tokens, triton.cdiv(width, block))](
+    _gated_activation_kernel[(tokens, cdiv(width, block))](
         gate_up, out, width, activation, block, overlap, num_warps=4, launch_pdl=overlap
     )
     return out

@@ -9,26 +9,46 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_prefill import LOG2_E, capped
+from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
 class DecodeShape(NamedTuple):
     """How a decode launch is cut: keys of one tile, and at most how many programs share one request and KV head.
 
-    Each of them takes at least `span` keys: below, joining the parts costs more than it gains.
+    Requests are split so that there are about `programs` of them in all, as many as run at once. Each takes at least
+    `span` keys: below, joining the parts costs more than it gains.
     """
 
     tile: int
     splits: int
+    programs: int
     span: int
     warps: int
     stages: int
 
 
+@triton.jit
+def _all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, SHARED: tl.constexpr):
+    """How many keys all requests attend to."""
+    keys = 0
+    for first in tl.range(0, requests, 256):
+        request = first + tl.arange(0, 256)
+        length = tl.load(starts + request, mask=request < requests, other=-1).to(tl.int32) + 1
+        if WINDOW > 0:
+            length = tl.minimum(length, WINDOW)
+        if SHARED:
+            length -= tl.load(shared_keys + request, mask=request < requests, other=0)
+        keys += tl.sum(length, axis=0)
+    return keys
+
+
+@Launcher
 @triton.jit(
-    do_not_specialize=["splits", "prefix_parts"], do_not_specialize_on_alignment=["slots", "starts", "shared_keys"]
+    do_not_specialize=["requests", "splits", "programs", "prefix_parts"],
+    do_not_specialize_on_alignment=["slots", "starts", "shared_keys"],
 )
 def _decode_attention_kernel(
     query: tl.tensor,
@@ -46,7 +66,9 @@ def _decode_attention_kernel(
     softcap: tl.float32,
     query_stride: tl.int64,
     table_stride: tl.int64,
+    requests,
     splits,
+    programs,
     prefix_parts,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -65,21 +87,24 @@ def _decode_attention_kernel(
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     # The batch's description was written well before the kernel that this one overlaps with.
-    length = tl.load(starts + request) + 1
+    length = tl.load(starts + request).to(tl.int32) + 1
     table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
-    if OVERLAP:
-        wait_for_previous()
-    first = 0
     shared = 0
     before = 0
+    base = 0
     if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    base = first // TILE * TILE
+        base = tl.maximum(length - WINDOW, 0) // TILE * TILE
     if SHARED:
         shared = tl.load(shared_keys + request)
         base = shared
         before = prefix_parts
-    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, splits), TILE) * TILE, SPAN)
+    pieces = 1
+    if splits > 1:
+        fair = tl.cdiv(_all_keys(starts, shared_keys, requests, WINDOW, SHARED) * kv_heads, programs)
+        pieces = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
+    if OVERLAP:
+        wait_for_previous()
+    span = tl.maximum(tl.cdiv(tl.cdiv(length - base, pieces), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)
     if split < used:
         begin = base + split * span
@@ -91,34 +116,10 @@ def _decode_attention_kernel(
         queries = tl.load(
             query + request * query_stride + head[:, None] * head_dim + dim[None, :], mask=in_query, other=0.0
         ).to(key_cache.dtype.element_ty)
-        column = tl.arange(0, TILE)
-        maximum = tl.full([GROUP], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP], tl.float32)
-        gathered = tl.zeros([GROUP, DIM], tl.float32)
-        for start in tl.range(begin, end, TILE):
-            position = start + column
-            known = position < end
-            block = tl.load(table + position // block_size, mask=known, other=0).to(tl.int64)
-            place = ((block * block_size + position % block_size) * kv_heads + kv_head) * head_dim
-            key = tl.load(
-                key_cache + place[None, :] + dim[:, None], mask=known[None, :] & (dim < head_dim)[:, None], other=0.0
-            )
-            value = tl.load(
-                value_cache + place[:, None] + dim[None, :], mask=known[:, None] & (dim < head_dim)[None, :], other=0.0
-            )
-            scores = tl.dot(queries, key, input_precision="ieee") * scale
-            if SOFTCAP:
-                scores = capped(scores, softcap)
-            if WINDOW > 0:
-                known = known & (position >= first)
-            scores = tl.where(known[None, :], scores, float("-inf"))
-            higher = tl.maximum(maximum, tl.max(scores, axis=1))
-            higher = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(maximum - higher)
-            total = total * shrink + tl.sum(weights, axis=1)
-            gathered = gathered * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-            maximum = higher
+        maximum, total, gathered = attend(
+            queries, begin, end, length - 1 + row * 0, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
+            head_dim, block_size, WINDOW, SOFTCAP, False, GROUP, DIM, TILE,
+        )  # fmt: skip
         index = request * kv_heads * group + head
         target = out + index[:, None] * head_dim + dim[None, :]
         divisor = tl.where(total == 0.0, 1.0, total)
@@ -155,14 +156,19 @@ def _decode_attention_kernel(
 
 
 def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, element_size: int = 2) -> DecodeShape:
-    """Enough programs to fill the card, however few requests there are; the number depends on nothing else."""
-    programs = requests * kv_heads
-    splits = max(1, min(64, triton.next_power_of_2(4 * processors) // (2 * triton.next_power_of_2(programs))))
+    """Tiles that keep the memory busy, by how many programs there are if none of the requests is split."""
+    whole = requests * kv_heads
+    splits = max(1, min(64, 1024 // next_power_of_2(whole)))
+    programs = 3 * processors
     if element_size == 4:
-        return DecodeShape(32 if head_dim <= 128 else 16, splits, 256, 4, 2)
+        return DecodeShape(32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
     if head_dim > 128:
-        return DecodeShape(32, splits, 256, 4, 3)
-    return DecodeShape(128, splits, 128, 4, 2) if programs <= 2 * processors else DecodeShape(64, splits, 256, 2, 3)
+        return DecodeShape(32, splits, programs, 256, 4, 3)
+    if whole <= 2 * processors:
+        return DecodeShape(64, splits, programs, 128, 4, 3)
+    if whole <= 8 * processors:
+        return DecodeShape(128, splits, 2 * programs, 128, 4, 2)
+    return DecodeShape(32, 1, 1, 256, 1, 3)
 
 
 def decode_attention(
@@ -223,7 +229,9 @@ def decode_attention(
         (softcap or 0.0) * LOG2_E,
         query.stride(0),
         block_table.stride(0),
+        requests,
         shape.splits,
+        shape.programs,
         before,
         kv_heads,
         group,
@@ -232,8 +240,8 @@ def decode_attention(
         window or 0,
         softcap is not None,
         shared is not None,
-        max(16, triton.next_power_of_2(group)),
-        max(16, triton.next_power_of_2(head_dim)),
+        max(16, next_power_of_2(group)),
+        max(16, next_power_of_2(head_dim)),
         shape.tile,
         shape.span,
         overlap,

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.launch import Launcher, next_power_of_2
+
 LOG2_E = 1.4426950408889634
 
 
@@ -90,6 +92,7 @@ def prefill_tile(
     return higher, total, gathered
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "tokens", "counts", "tile_request", "tile_first"])
 def _prefill_attention_kernel(
     query: tl.tensor,
@@ -222,7 +225,7 @@ def prefill_attention(
         block_size,
         window or 0,
         softcap is not None,
-        max(16, triton.next_power_of_2(head_dim)),
+        max(16, next_power_of_2(head_dim)),
         shape.queries,
         shape.keys,
         num_warps=shape.warps,

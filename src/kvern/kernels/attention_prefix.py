@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_prefill import LOG2_E, prefill_tile
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_prefill import LOG2_E
+from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
 class SharedPrefix(NamedTuple):
@@ -32,7 +33,7 @@ PREFIX_ROWS = 64
 
 def prefix_members(group: int) -> int:
     """How many requests share a tile, each with a group of query heads."""
-    members: int = PREFIX_ROWS // triton.next_power_of_2(group)
+    members: int = PREFIX_ROWS // next_power_of_2(group)
     return max(1, members)
 
 
@@ -43,10 +44,11 @@ def tiles_for(requests: int, members: int) -> int:
 
 def prefix_parts(kv_heads: int, tiles: int) -> int:
     """How many programs share the keys of a tile's prefix: enough to fill the card."""
-    parts: int = 512 // triton.next_power_of_2(kv_heads * tiles)
+    parts: int = 512 // next_power_of_2(kv_heads * tiles)
     return max(1, min(16, parts))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["slots", "members", "tile_keys"])
 def _prefix_attention_kernel(
     query: tl.tensor,
@@ -95,16 +97,11 @@ def _prefix_attention_kernel(
         queries = tl.load(
             query + member[:, None] * query_stride + head[:, None] * head_dim + dim[None, :], mask=inside, other=0.0
         ).to(key_cache.dtype.element_ty)
-        maximum = tl.full([MEMBERS * GROUP], float("-inf"), tl.float32)
-        total = tl.zeros([MEMBERS * GROUP], tl.float32)
-        gathered = tl.zeros([MEMBERS * GROUP, DIM], tl.float32)
-        # All queries come after the last of these keys: the mask hides what lies behind it.
-        position = tl.full([MEMBERS * GROUP], 0, tl.int32) + end - 1
-        for start in tl.range(part * span, end, KEYS):
-            maximum, total, gathered = prefill_tile(
-                queries, maximum, total, gathered, start, end, position, key_cache, value_cache, table, kv_head, scale,
-                softcap, kv_heads, head_dim, block_size, 0, SOFTCAP, DIM, KEYS, True,
-            )  # fmt: skip
+        # All queries come after the last of these keys.
+        maximum, total, gathered = attend(
+            queries, part * span, end, row, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads, head_dim,
+            block_size, 0, SOFTCAP, False, MEMBERS * GROUP, DIM, KEYS,
+        )  # fmt: skip
         divisor = tl.where(total == 0.0, 1.0, total)
         index = (member * kv_heads * group + head) * parts + part
         tl.store(partial + index[:, None] * head_dim + dim[None, :], gathered / divisor[:, None], mask=inside)
@@ -154,9 +151,9 @@ def attend_to_prefix(
         head_dim,
         block_size,
         softcap is not None,
-        triton.next_power_of_2(group),
+        next_power_of_2(group),
         members,
-        max(16, triton.next_power_of_2(head_dim)),
+        max(16, next_power_of_2(head_dim)),
         (64 if head_dim <= 128 else 32) >> wide,
         overlap,
         num_warps=4,

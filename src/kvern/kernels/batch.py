@@ -4,9 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["token_stride", "table_stride"],
     do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_ids", "positions", "slot_mapping"],
@@ -58,7 +59,7 @@ def read_tokens(
     """
     token_ids, positions, slot_mapping = torch.empty(3, total, dtype=torch.int64, device=tokens.device)
     block = 1024
-    _read_tokens_kernel[(slots.shape[0], triton.cdiv(longest, block))](
+    _read_tokens_kernel[(slots.shape[0], cdiv(longest, block))](
         tokens,
         block_table,
         slots,
@@ -120,7 +121,7 @@ def read_decodes(
     token_ids, positions, slot_mapping, next_positions = torch.empty(
         4, requests, dtype=torch.int64, device=tokens.device
     )
-    _read_decodes_kernel[(triton.cdiv(requests, 64),)](
+    _read_decodes_kernel[(cdiv(requests, 64),)](
         tokens,
         block_table,
         slots,
@@ -141,6 +142,7 @@ def read_decodes(
     return token_ids, positions, slot_mapping, next_positions
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["requests", "scratch", "token_stride"],
     do_not_specialize_on_alignment=["slots", "positions", "sampled", "starts"],
@@ -180,7 +182,7 @@ def write_sampled(
     `starts [R] int32`, if given, are advanced by one, but for the last row of the batch, which pads.
     """
     requests = slots.shape[0]
-    _write_sampled_kernel[(triton.cdiv(requests, 64),)](
+    _write_sampled_kernel[(cdiv(requests, 64),)](
         tokens,
         slots,
         positions,
@@ -195,6 +197,7 @@ def write_sampled(
     )
 
 
+@Launcher
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["runs", "data"])
 def _write_runs_kernel(target: tl.tensor, runs: tl.tensor, data: tl.tensor, stride: tl.int64, BLOCK: tl.constexpr):
     run = runs + tl.program_id(0) * 4

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.launch import overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, overlaps, stages, wait_for_previous
 
 
 class MatvecShape(NamedTuple):
@@ -76,6 +76,7 @@ def _multiply_tile(x, gain, weights, column, inside, squares, NORM: tl.constexpr
     return weights.to(tl.float32) * values[None, :], values, squares
 
 
+@Launcher
 @triton.jit
 def _matvec_kernel(
     x: tl.tensor,
@@ -157,7 +158,7 @@ def matvec(
     if out is None:
         out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     overlap = overlaps(x.device)
-    _matvec_kernel[(triton.cdiv(outputs, shape.outputs),)](
+    _matvec_kernel[(cdiv(outputs, shape.outputs),)](
         x,
         weight,
         x if bias is None else bias,
@@ -243,6 +244,7 @@ def join_splits(
     return last, total
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows"])
 def _small_matmul_kernel(
     x: tl.tensor,
@@ -307,7 +309,7 @@ def small_matmul(
             raise ValueError("a product with splits needs counters")
         partial = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device)
         counters = arrived
-    _small_matmul_kernel[(triton.cdiv(outputs, shape.outputs), shape.splits, triton.cdiv(rows, shape.rows))](
+    _small_matmul_kernel[(cdiv(outputs, shape.outputs), shape.splits, cdiv(rows, shape.rows))](
         x,
         weight,
         x if bias is None else bias,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.launch import overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, overlaps, stages, wait_for_previous
 from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
 from kvern.kernels.moe_routing import Alignment, align, route
 
@@ -56,6 +56,7 @@ def rows_of_block(pairs: int, experts: int) -> int:
     return min(128, max(16, wanted))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["pairs"])
 def _grouped_gate_up_kernel(
     x: tl.tensor,
@@ -104,6 +105,7 @@ def _grouped_gate_up_kernel(
     tl.store(target, result, mask=live[:, None] & known[None, :])
 
 
+@Launcher
 @triton.jit(do_not_specialize=["pairs"])
 def _grouped_down_kernel(
     x: tl.tensor,
@@ -146,6 +148,7 @@ def _grouped_down_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=live[:, None] & known[None, :])
 
 
+@Launcher
 @triton.jit
 def _sum_kernel(
     parts: tl.tensor,

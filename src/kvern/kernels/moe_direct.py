@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, overlaps, wait_for_previous
 
 SHARED_BYTES = 16 << 20
 """Weights read twice that cost no more than sorting the pairs would."""
@@ -48,6 +48,7 @@ def load_tile(tile, rows, columns, EVEN: tl.constexpr):
     return tl.load(tile, mask=rows & columns, other=0.0)
 
 
+@Launcher
 @triton.jit
 def _direct_gate_up_kernel(
     x: tl.tensor,
@@ -86,6 +87,7 @@ def _direct_gate_up_kernel(
     tl.store(out + pair * width + output, result.to(out.dtype.element_ty), mask=known)
 
 
+@Launcher
 @triton.jit
 def _direct_down_kernel(
     x: tl.tensor,

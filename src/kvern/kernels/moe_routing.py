@@ -6,12 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, overlaps, wait_for_previous
 
 CHUNK = 4096
 """Token-expert pairs that one program sorts at a time."""
 
 
+@Launcher
 @triton.jit
 def _route_kernel(
     logits: tl.tensor,
@@ -108,6 +109,7 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
     return touched + (pairs - touched) // rows
 
 
+@Launcher
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
     topk_ids: tl.tensor,
@@ -126,6 +128,7 @@ def _count_kernel(
     tl.store(partial + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, mask=inside))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
 def _align_kernel(
     topk_ids: tl.tensor,

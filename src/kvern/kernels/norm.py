@@ -4,18 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
+@Launcher
 @triton.jit
 def _rms_norm_kernel(
     x: tl.tensor,
     update: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
-    width: tl.constexpr,
     row_stride: tl.int64,
     epsilon: tl.float32,
+    width: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -66,16 +67,16 @@ def _launch(
     add: bool,
 ) -> None:
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     overlap = overlaps(x.device)
     _rms_norm_kernel[(rows,)](
         x,
         update,
         weight,
         out,
-        width,
         x.stride(0),
         epsilon,
+        width,
         add,
         block,
         overlap,

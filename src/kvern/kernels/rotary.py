@@ -4,9 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotate_and_store_kernel(
     qkv: tl.tensor,
@@ -119,8 +120,8 @@ def rotate_and_store(
     heads = query_heads + 2 * kv_heads
     tokens = qkv.shape[0]
     overlap = overlaps(qkv.device)
-    group = 1 if tokens <= 32 else min(8, triton.next_power_of_2(heads))
-    _rotate_and_store_kernel[(tokens, triton.cdiv(heads, group))](
+    group = 1 if tokens <= 32 else min(8, next_power_of_2(heads))
+    _rotate_and_store_kernel[(tokens, cdiv(heads, group))](
         qkv,
         positions,
         slot_mapping,
@@ -136,8 +137,8 @@ def rotate_and_store(
         interleaved,
         norm_weight is not None,
         group,
-        triton.next_power_of_2(span // 2),
-        triton.next_power_of_2(head_dim - span) if head_dim > span else 0,
+        next_power_of_2(span // 2),
+        next_power_of_2(head_dim - span) if head_dim > span else 0,
         table is not None,
         overlap,
         num_warps=1 if group == 1 else 4,

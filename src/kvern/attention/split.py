@@ -1,0 +1,80 @@
+"""Runs of few queries over long contexts: tiles that would leave most of the card idle share their keys out."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvern.attention.base import PlannedAttention
+from kvern.device.device_batch import Queries
+from kvern.kernels.attention_prefill import prefill_shape
+from kvern.kernels.attention_split import split_attention, split_queries, split_shape
+from kvern.model_spec import AttentionSpec
+
+WAVES = 1
+"""Programs for each processor, below which the tiles of runs are too few for the card."""
+LEAST_KEYS = 512
+"""Of a run, on average: below, there is nothing to share out."""
+
+
+class SplitPrefill:
+    """Plans runs of queries for all layers, if their tiles are few; `arrived` [N] int32 are zeros between launches."""
+
+    def __init__(self, layers: Sequence[AttentionSpec], processors: int, arrived: torch.Tensor) -> None:
+        self._layers = list(layers)
+        self._processors = processors
+        self._arrived = arrived
+
+    def pays(self, queries: Queries) -> bool:
+        """Whether these runs are few or short enough, and their contexts long enough."""
+        if queries.known_tiles is not None:
+            return False
+        keys = sum(queries.starts) + sum(queries.counts)
+        if keys < LEAST_KEYS * len(queries.counts):
+            return False
+        return all(self._idle(queries, layer) for layer in dict.fromkeys(self._layers))
+
+    def _idle(self, queries: Queries, layer: AttentionSpec) -> bool:
+        together = split_queries(layer.heads // layer.kv_heads, max(queries.counts))
+        tiles = sum(-(-count // together) for count in queries.counts)
+        if tiles * layer.kv_heads > len(self._arrived):
+            return False
+        size = prefill_shape(layer.head_dim).queries
+        programs = layer.heads * sum(-(-count // size) for count in queries.counts)
+        return max(queries.counts) <= together or programs < WAVES * self._processors
+
+    def prefill(self, queries: Queries) -> PlannedAttention:
+        """Plan; `pays` must hold."""
+        most = max(queries.counts)
+        sizes = {split_queries(layer.heads // layer.kv_heads, most) for layer in self._layers}
+        tiles = {size: queries.tiles(size) for size in sizes}
+
+        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+            spec = self._layers[layer]
+            requests, firsts = tiles[split_queries(spec.heads // spec.kv_heads, most)]
+            split_attention(
+                query,
+                cache,
+                queries.block_table,
+                queries.device_slots,
+                queries.device_starts,
+                queries.query_start_loc,
+                queries.device_counts,
+                requests,
+                firsts,
+                out,
+                self._arrived,
+                split_shape(
+                    len(requests),
+                    spec.heads // spec.kv_heads,
+                    spec.kv_heads,
+                    spec.head_dim,
+                    most,
+                    self._processors,
+                    cache.element_size(),
+                ),
+                scale=spec.scale,
+                window=spec.window,
+                softcap=spec.softcap,
+            )
+
+        return run

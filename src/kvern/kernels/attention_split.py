@@ -1,0 +1,245 @@
+"""Attention of short runs of queries over long contexts: programs share a run's keys, and join what each one found.
+
+The query heads that read the same keys stand beside each other as rows of one tile, so that keys are read once for all
+of them. Layout of keys and of values: [blocks, block_size, kv_heads, head_dim]. All scores are kept as powers of two.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_prefill import LOG2_E
+from kvern.kernels.launch import Launcher, next_power_of_2
+
+
+class SplitShape(NamedTuple):
+    """How a launch is cut: rows and keys of a tile, and at most how many programs share the keys of one.
+
+    Each of them takes at least `span` keys: below, joining the parts costs more than it gains.
+    """
+
+    rows: int
+    keys: int
+    splits: int
+    span: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _join_parts(
+    partial,
+    partial_sum,
+    place,
+    real,
+    used,
+    stride,
+    head_dim: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """The mean of parts [ROWS, DIM], weighted by powers of two of their sums, in their order."""
+    dim = tl.arange(0, DIM)
+    inside = real[:, None] & (dim < head_dim)[None, :]
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM], tl.float32)
+    for part in tl.range(used):
+        at = place + part * stride
+        sums = tl.load(partial_sum + at, mask=real, other=0.0, cache_modifier=".cg")
+        values = tl.load(partial + at[:, None] * head_dim + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(highest, sums)
+        higher = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(highest - higher)
+        weight = tl.exp2(sums - higher)
+        mixed = mixed * shrink[:, None] + values * weight[:, None]
+        total = total * shrink + weight
+        highest = higher
+    return mixed / total[:, None]
+
+
+@Launcher
+@triton.jit(
+    do_not_specialize=["splits", "span"],
+    do_not_specialize_on_alignment=["slots", "starts", "tokens", "counts", "tile_request", "tile_first"],
+)
+def _split_attention_kernel(
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    block_table: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    tokens: tl.tensor,
+    counts: tl.tensor,
+    tile_request: tl.tensor,
+    tile_first: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    partial_sum: tl.tensor,
+    arrived: tl.tensor,
+    scale: tl.float32,
+    softcap: tl.float32,
+    query_stride: tl.int64,
+    table_stride: tl.int64,
+    splits,
+    span,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    tile = tl.program_id(2)
+    request = tl.load(tile_request + tile)
+    first = tl.load(tile_first + tile)
+    count = tl.load(counts + request)
+    start = tl.load(starts + request)
+    token = tl.load(tokens + request).to(tl.int64)
+    low = start + first
+    end = tl.minimum(start + count, low + ROWS // GROUP)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(low - WINDOW + 1, 0) // KEYS * KEYS
+    span = tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), KEYS) * KEYS, span)
+    used = tl.cdiv(end - begin, span)
+    if split >= used:
+        return
+    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    head = kv_head * group + row % GROUP
+    query_row = first + row // GROUP
+    real = (row % GROUP < group) & (query_row < count)
+    inside = real[:, None] & (dim < head_dim)[None, :]
+    queries = tl.load(
+        query + ((token + query_row) * query_stride + head * head_dim)[:, None] + dim[None, :], mask=inside, other=0.0
+    ).to(key_cache.dtype.element_ty)
+    position = start + query_row
+    from_key = begin + split * span
+    to_key = tl.minimum(from_key + span, end)
+    maximum, total, gathered = attend(
+        queries, from_key, to_key, position, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads, head_dim,
+        block_size, WINDOW, SOFTCAP, True, ROWS, DIM, KEYS,
+    )  # fmt: skip
+    target = out + (((token + query_row) * kv_heads * group + head) * head_dim)[:, None] + dim[None, :]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    gathered /= divisor[:, None]
+    if used == 1:
+        tl.store(target, gathered.to(out.dtype.element_ty), mask=inside)
+    else:
+        # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
+        place = (tile * splits * kv_heads + kv_head).to(tl.int64) * ROWS + row
+        part = place + split * kv_heads * ROWS
+        tl.store(partial + part[:, None] * head_dim + dim[None, :], gathered, mask=inside)
+        tl.store(partial_sum + part, tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor)), mask=real)
+        tl.debug_barrier()
+        counter = arrived + tile * kv_heads + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            tl.debug_barrier()
+            mixed = _join_parts(partial, partial_sum, place, real, used, kv_heads * ROWS, head_dim, ROWS, DIM)
+            tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
+            tl.store(counter, 0)
+
+
+def split_rows(group: int, most: int) -> int:
+    """Rows of a tile for runs of at most `most` queries: those that the matrix units take at a time."""
+    return 16 if most * next_power_of_2(group) <= 16 else 64
+
+
+def split_queries(group: int, most: int) -> int:
+    """Queries of a tile, each with a group of query heads."""
+    return max(1, split_rows(group, most) // next_power_of_2(group))
+
+
+def split_shape(
+    tiles: int, group: int, kv_heads: int, head_dim: int, most: int, processors: int, element_size: int = 2
+) -> SplitShape:
+    """Enough programs to fill the card, however few tiles of runs of at most `most` queries there are."""
+    splits = max(1, min(64, 2 * processors // (tiles * kv_heads)))
+    rows = max(split_rows(group, most), next_power_of_2(group))
+    if element_size == 4:
+        return SplitShape(rows, 32 if head_dim <= 128 else 16, splits, 256, 4, 2)
+    if head_dim > 128:
+        return SplitShape(rows, 32, splits, 256, 4 if rows == 16 else 8, 2)
+    return SplitShape(rows, 64, splits, 256, 4, 3)
+
+
+def split_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: torch.Tensor,
+    tile_request: torch.Tensor,
+    tile_first: torch.Tensor,
+    out: torch.Tensor,
+    arrived: torch.Tensor,
+    shape: SplitShape,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """What `prefill_attention` computes, for tiles of `shape.rows` / (query heads of a KV head) queries.
+
+    arrived   at least tiles * kv_heads int32 zeros, which are zeros again afterwards
+
+    Moves the keys and values that a tile sees once for all its rows.
+    """
+    _, heads, head_dim = query.shape
+    _, _, block_size, kv_heads, _ = cache.shape
+    group = heads // kv_heads
+    tiles = tile_request.shape[0]
+    partial = partial_sum = out
+    if shape.splits > 1:
+        partial = torch.empty(
+            tiles, shape.splits, kv_heads, shape.rows, head_dim, dtype=torch.float32, device=query.device
+        )
+        partial_sum = torch.empty(tiles, shape.splits, kv_heads, shape.rows, dtype=torch.float32, device=query.device)
+    _split_attention_kernel[(kv_heads, shape.splits, tiles)](
+        query,
+        cache[0],
+        cache[1],
+        block_table,
+        slots,
+        starts,
+        tokens,
+        counts,
+        tile_request,
+        tile_first,
+        out,
+        partial,
+        partial_sum,
+        arrived,
+        scale * LOG2_E,
+        (softcap or 0.0) * LOG2_E,
+        query.stride(0),
+        block_table.stride(0),
+        shape.splits,
+        shape.span,
+        kv_heads,
+        group,
+        head_dim,
+        block_size,
+        window or 0,
+        softcap is not None,
+        next_power_of_2(group),
+        shape.rows,
+        max(16, next_power_of_2(head_dim)),
+        shape.keys,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )

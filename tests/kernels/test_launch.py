@@ -1,0 +1,79 @@
+"""What was compiled is launched again only for arguments that Triton would compile to the same."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvern.kernels.launch import Launcher
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on the first GPU."""
+
+    def get_device(self) -> int:
+        return 0
+
+
+class Compiled:
+    function = packed_metadata = None
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.launches.append(arguments)
+
+
+class Kernel:
+    """Compiles each time that it is asked."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Compiled:
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    return Kernel()
+
+
+def test_the_same_kind_of_arguments_compiles_once(kernel: Kernel) -> None:
+    launcher = Launcher(kernel)
+    launcher._variable = 2
+    one, other = (torch.zeros(8).as_subclass(OnDevice) for _ in range(2))
+    launcher[3, 2](one, 48, 128, num_warps=4)
+    launcher[5,](other, 32, 128, num_warps=4)
+    assert len(kernel.compiled) == 1
+    assert kernel.compiled[0].launches == [(5, 1, 1, 7, None, None, None, None, None, other, 32, 128)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: ((x[1:], 48, 128), {"num_warps": 4}),
+        lambda x: ((x.half(), 48, 128), {"num_warps": 4}),
+        lambda x: ((x, 1, 128), {"num_warps": 4}),
+        lambda x: ((x, 47, 128), {"num_warps": 4}),
+        lambda x: ((x, 1 << 36, 128), {"num_warps": 4}),
+        lambda x: ((x, 48, 64), {"num_warps": 4}),
+        lambda x: ((x, 48, 128), {"num_warps": 8}),
+        lambda x: ((x, 48, 128), {"num_stages": 4}),
+    ],
+    ids=["unaligned", "dtype", "one", "odd", "large", "constant", "warps", "option"],
+)
+def test_another_kind_of_arguments_compiles_anew(kernel: Kernel, change: Any) -> None:
+    launcher = Launcher(kernel)
+    launcher._variable = 2
+    x = torch.zeros(8).as_subclass(OnDevice)
+    launcher[1,](x, 48, 128, num_warps=4)
+    arguments, options = change(x)
+    launcher[1,](*arguments, **options)
+    assert len(kernel.compiled) == 2
