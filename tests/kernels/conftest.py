@@ -42,7 +42,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Interpreted programs of the filters take milliseconds each: two of them share a row, not 16."""
     if device.type == "cpu":
         monkeypatch.setattr(filters, "SHARES", 2)
-        monkeypatch.setattr(filters, "BLOCK", 2048)
+        monkeypatch.setattr(filters, "WEIGHED", 2048)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -96,12 +96,14 @@ def weigh_digits(
         token = tokens_of(start, BLOCK)
         values = read_scores(logits, scores, changed, row, token, vocabulary)
         key = ordered(values)
-        mass = tl.where((key >= low) & (token < last), tl.exp2((values - largest) * scale), 0.0)
+        kept = (key >= low) & (token < last)
         if TYPICAL:
             key = ordered(tl.abs((values - largest) - center)) ^ 0xFFFFFFFF
-        digit = digits_of(key, digits, shift)
-        each = tl.where(digit[None, :, :] == tl.arange(0, 16)[:, None, None], mass[None, :, :], 0.0)
-        masses += tl.sum(each, axis=1)
+        digit = tl.where(kept, digits_of(key, digits, shift), 16)
+        if tl.min(tl.min(digit, axis=0), axis=0) < 16:  # few are left after some digits
+            mass = tl.exp2((values - largest) * scale)
+            each = tl.where(digit[None, :, :] == tl.arange(0, 16)[:, None, None], mass[None, :, :], 0.0)
+            masses += tl.sum(each, axis=1)
     return tl.sum(masses, axis=1)
 
 

@@ -31,9 +31,10 @@ from kvern.kernels.launch import overlaps, wait_for_previous
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 LOG2_E = tl.constexpr(1.4426950408889634)
-SHARES, WARPS = 16, 4
+SHARES = 16
 """Programs that share a row."""
-BLOCK = 1024
+COUNTED, WEIGHED = 2048, 1024
+"""Entries of the vocabulary that a program looks at at a time: weighing takes more registers."""
 SHORT = ["slots", "temperatures", "changes", "top_ks", "top_ps", "min_ps", "typical_ps", "lows", "mass_lows", "wants"]
 """Tensors with a number for each row or slot: where they begin depends on how many there are."""
 
@@ -332,24 +333,24 @@ def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows
     device, overlap = logits.device, overlaps(logits.device)
     # a 16-bit number has 16 zeros behind it as a float32 (float16: 13)
     zeros = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)
-    shares = min(SHARES, triton.next_power_of_2(triton.cdiv(vocabulary, BLOCK)))
+    shares = min(SHARES, triton.next_power_of_2(triton.cdiv(vocabulary, COUNTED)))
     lows, mass_lows = torch.empty(2, 3, count, dtype=torch.uint32, device=device)
     wants = torch.empty(2, count, dtype=torch.float32, device=device)
     largests = torch.empty(count, shares, dtype=torch.float32, device=device)
     found = torch.empty(2, count, shares, 16, dtype=torch.float32, device=device)
     kept = torch.empty(count, 4, dtype=torch.float32, device=device)
     which = logits, scores, slots, rows.temperature, rows.changes
-    form = zeros, shares, BLOCK, overlap
-    launch: dict[str, Any] = {"num_warps": WARPS, "launch_pdl": overlap}
+    counting, weighing = (zeros, shares, COUNTED, overlap), (zeros, shares, WEIGHED, overlap)
+    launch: dict[str, Any] = {"num_warps": 8, "launch_pdl": overlap}
     grid = count, shares
     shifts = list(enumerate(range(28, -1, -4)))
     for step, shift in shifts:
         read, written = found[(step + 1) % 2], found[step % 2]
         _count_digits_kernel[grid](
-            *which, rows.top_k, lows, wants, read, written, vocabulary, count, step, shift, *form, **launch
+            *which, rows.top_k, lows, wants, read, written, vocabulary, count, step, shift, *counting, **launch
         )
     filters = rows.top_k, rows.top_p, rows.min_p, rows.typical_p
-    _largest_kernel[grid](*which, *filters, lows, wants, found[1], largests, vocabulary, count, *form, **launch)
+    _largest_kernel[grid](*which, *filters, lows, wants, found[1], largests, vocabulary, count, *counting, **launch)
     for step, shift in shifts:
         read, written = found[(step + 1) % 2], found[step % 2]
         _weigh_digits_kernel[grid](
@@ -365,8 +366,9 @@ def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows
             count,
             step,
             shift,
-            *form,
-            **launch,
+            *weighing,
+            num_warps=4,
+            launch_pdl=overlap,
         )
     _bounds_kernel[(count,)](
         *which,
