@@ -119,14 +119,37 @@ def _prefill(
     spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int, long: bool
 ) -> Call:
     """`before`: keys of each request that were computed earlier."""
+    shape = prefill_shape(attention.head_dim, long)
+    return _runs(inputs, attention, requests, queries, before, shape.queries, partial(prefill_attention, shape=shape))
+
+
+def _hopper(
+    spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int
+) -> Call:
+    from kvern.kernels.attention_hopper import QUERIES, hopper_prefill
+
+    launch = partial(hopper_prefill, processors=inputs.processors)
+    return _runs(inputs, attention, requests, queries, before, QUERIES, launch)
+
+
+def _runs(
+    inputs: Inputs,
+    attention: AttentionSpec,
+    requests: int,
+    queries: int,
+    before: int,
+    tile: int,
+    launch: Callable[..., None],
+) -> Call:
+    """Runs of queries in tiles of at most `tile`."""
     keys = before + queries
     cache, table = _paged(attention, inputs, requests, keys)
     query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
-    out, shape = torch.empty_like(query), prefill_shape(attention.head_dim, long)
-    firsts = range(0, queries, shape.queries)
+    out = torch.empty_like(query)
+    firsts = range(0, queries, tile)
     tiles = sorted(((first, request) for request in range(requests) for first in firsts), reverse=True)
     launch = partial(
-        prefill_attention,
+        launch,
         query,
         cache,
         table,
@@ -137,7 +160,6 @@ def _prefill(
         inputs.integers(request for _, request in tiles),
         inputs.integers(first for first, _ in tiles),
         out,
-        shape,
         scale=attention.scale,
         window=attention.window,
         softcap=attention.softcap,
@@ -163,7 +185,22 @@ def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((attention, requests, queries, 0, queries >= 1024) for requests, queries in ((2, 4096), (16, 512)))
 
 
+def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.hopper:
+        from kvern.kernels.attention_hopper import hopper_fits
+
+        fitting = (kind for kind in _kinds(spec) if hopper_fits(kind.head_dim, inputs.block_size, inputs.dtype))
+        yield from ((kind, 2, 5, inputs.block_size + 3) for kind in fitting)
+
+
+def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    attention = spec.layers[0].attention
+    if any(kind == attention for kind, *_ in _hopper_launched(spec, inputs)):
+        yield from ((attention, requests, queries, 0) for requests, queries in ((2, 4096), (16, 512), (1, 32768)))
+
+
 KERNELS = (
     Kernel("decode attention", "attention", _decode, _decode_launched, _decode_timed),
     Kernel("prefill attention", "attention", _prefill, _prefill_launched, _prefill_timed),
+    Kernel("prefill attention on Hopper", "hopper", _hopper, _hopper_launched, _hopper_timed),
 )

@@ -59,7 +59,8 @@ class KernelParts:
                 block_size = config.block_size if config.kv_cache == "paged" else longest
                 cache_dtype = getattr(torch, plan.cache_dtype)
                 requests = plan.max_batch_requests + 1
-                shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest)
+                hopper = "hopper" in plan.kernels
+                shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest, hopper)
                 self._choice = choose(plan.attention_backend, config, shapes, measurements)
                 self._startup.report(self._choice.table)
         measurements.save()
