@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvern.kernels.attention_hopper_consumer import consume, items_of, key_tiles, tile_of
-from kvern.kernels.attention_hopper_consumer import consume, items_of, key_tiles, tile_of
 from kvern.kernels.attention_prefill import LOG2_E
 
 QUERIES = 128
