@@ -104,7 +104,10 @@ def _produce(
             _fetch(cache, before, cache_rows, column, v.index(stage_v), v_full.index(stage_v), BOX)
 
 
-@gluon.jit(do_not_specialize=["tiles", "table_stride", "cache_rows"])
+@gluon.jit(
+    do_not_specialize=["tiles", "table_stride", "cache_rows"],
+    do_not_specialize_on_alignment=["slots", "starts", "tokens", "counts", "tile_request", "tile_first"],
+)
 def _hopper_prefill_kernel(
     query, cache, block_table, slots, starts, tokens, counts, tile_request, tile_first, out, tiles, scale, softcap,
     table_stride, cache_rows,
