@@ -62,11 +62,11 @@ def _fetch(cache, places, behind, column, buffer, full, BOX: gl.constexpr):
 @gluon.jit
 def _produce(
     query, cache, block_table, slots, starts, tokens, counts, tile_request, tile_first, tiles, table_stride, cache_rows,
-    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q, q_full, q_empty, ring, ring_full, ring_empty,
     heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr, WINDOW: gl.constexpr,
-    KEYS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    KEYS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Fetches what the consumers multiply, in their order, as soon as they have released its place."""
+    """Fetches queries and keys, or values, in the consumers' order, as soon as these have released their places."""
     turn = 0
     for index in range(items_of(tiles, heads)):
         tile, head = tile_of(index, tiles, heads)
@@ -74,34 +74,25 @@ def _produce(
         first = gl.load(tile_first + tile)
         count = gl.load(counts + request)
         start = gl.load(starts + request)
-        token = gl.load(tokens + request)
         table = block_table + gl.load(slots + request).to(gl.int64) * table_stride
         column = head // group * head_dim
         begin, steps = key_tiles(start, count, first, WINDOW, 2 * q.shape[1], KEYS)
-        places = _places(table, begin, start + count, 2 * cache_rows, KEYS, BOX, block_size)
-        buffer = index % BUFFERS
-        mbarrier.wait(q_empty.index(buffer), (index // BUFFERS & 1) ^ 1)
-        mbarrier.expect(q_full.index(buffer), 2 * q.shape[1] * head_dim * 2)
-        for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(
-                query, [token + first + half * q.shape[1], head * head_dim], q_full.index(buffer),
-                q.index(buffer * 2 + half),
-            )  # fmt: skip
-        stage = turn % STAGES
-        mbarrier.wait(k_empty.index(stage), (turn // STAGES & 1) ^ 1)
-        _fetch(cache, places, 0, column, k.index(stage), k_full.index(stage), BOX)
-        for step in range(1, steps + 1):
-            stage_v = turn % STAGES
-            phase_v = (turn // STAGES & 1) ^ 1
+        if not VALUES:
+            token = gl.load(tokens + request)
+            buffer = index % BUFFERS
+            mbarrier.wait(q_empty.index(buffer), (index // BUFFERS & 1) ^ 1)
+            mbarrier.expect(q_full.index(buffer), 2 * q.shape[1] * head_dim * 2)
+            for half in gl.static_range(2):
+                tma.async_copy_global_to_shared(
+                    query, [token + first + half * q.shape[1], head * head_dim], q_full.index(buffer),
+                    q.index(buffer * 2 + half),
+                )  # fmt: skip
+        for step in range(steps):
+            places = _places(table, begin + step * KEYS, start + count, 2 * cache_rows, KEYS, BOX, block_size)
+            stage = turn % STAGES
+            mbarrier.wait(ring_empty.index(stage), (turn // STAGES & 1) ^ 1)
+            _fetch(cache, places, VALUES * cache_rows, column, ring.index(stage), ring_full.index(stage), BOX)
             turn += 1
-            before = places
-            if step < steps:
-                stage = turn % STAGES
-                places = _places(table, begin + step * KEYS, start + count, 2 * cache_rows, KEYS, BOX, block_size)
-                mbarrier.wait(k_empty.index(stage), (turn // STAGES & 1) ^ 1)
-                _fetch(cache, places, 0, column, k.index(stage), k_full.index(stage), BOX)
-            mbarrier.wait(v_empty.index(stage_v), phase_v)
-            _fetch(cache, before, cache_rows, column, v.index(stage_v), v_full.index(stage_v), BOX)
 
 
 @gluon.jit(
@@ -157,14 +148,21 @@ def _hopper_prefill_kernel(
                 _produce,
                 (
                     query, cache, block_table, slots, starts, tokens, counts, tile_request, tile_first, tiles,
-                    table_stride, cache_rows,
-                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    heads, group, head_dim, block_size, WINDOW, KEYS, BOX, STAGES, BUFFERS,
+                    table_stride, cache_rows, q, q_full, q_empty, k, k_full, k_empty,
+                    heads, group, head_dim, block_size, WINDOW, KEYS, BOX, STAGES, BUFFERS, False,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    query, cache, block_table, slots, starts, tokens, counts, tile_request, tile_first, tiles,
+                    table_stride, cache_rows, q, q_full, q_empty, v, v_full, v_empty,
+                    heads, group, head_dim, block_size, WINDOW, KEYS, BOX, STAGES, BUFFERS, True,
                 ),
             ),
         ],
-        [4, 1],
-        [CONSUMER, PRODUCER],
+        [4, 1, 1],
+        [CONSUMER, PRODUCER, PRODUCER],
     )  # fmt: skip
 
 

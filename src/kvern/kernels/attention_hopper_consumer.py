@@ -49,7 +49,7 @@ def key_tiles(start, count, first, WINDOW: gl.constexpr, ROWS: gl.constexpr, KEY
 @gluon.jit
 def _softmax(
     scores, maximum, total, position, low, scale, softcap, KIND: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, OPERAND: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASKED: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Weights as the operand of a product, the new maximum and total, and by what to multiply what was gathered."""
     ROWS: gl.constexpr = scores.shape[0]
@@ -59,21 +59,15 @@ def _softmax(
         turn = gl.exp2(scores * (scale * 2.0 * 1.4426950408889634 / softcap))
         scores = softcap - 2.0 * softcap / (turn + 1.0)
         scale = 1.0
-    hidden = position + KEYS > low + 1
-    if WINDOW > 0:
-        hidden = hidden | (position <= low + ROWS - 1 - WINDOW)
-    if hidden:  # some keys from some queries
-        # A minimum with infinity of the sign of row - key, which takes that for NaN too: behind the last key may be
-        # anything. Selections would be made after all comparisons, for which there are too few predicates.
+    if MASKED:
         row = low + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         key = position + gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
-        limit = (row[:, None] - key[None, :]) & -0x80000000 | 0x7F800000
-        scores = gl.minimum(scores, limit.to(gl.float32, bitcast=True))
+        visible = key[None, :] <= row[:, None]
         if WINDOW > 0:
-            limit = (key[None, :] - (row - WINDOW + 1)[:, None]) & -0x80000000 | 0x7F800000
-            scores = gl.minimum(scores, limit.to(gl.float32, bitcast=True))
+            visible = visible & (key[None, :] > row[:, None] - WINDOW)
+        scores = gl.where(visible, scores, float("-inf"))
     higher = gl.maximum(maximum, gl.max(scores, axis=1) * scale)
-    if WINDOW > 0:
+    if MASKED and WINDOW > 0:
         higher = gl.maximum(higher, -1e30)  # of a row that sees nothing yet
     weights = gl.exp2(scores * scale - higher[:, None])
     shrink = gl.exp2(maximum - higher)
@@ -96,10 +90,20 @@ def _in_order(total):
 
 
 @gluon.jit
+def _opaque(number):
+    """`number`, of which the compiler knows nothing.
+
+    Addresses that two loops have in common are else computed before the first alone, where it may be skipped (ptxas
+    12.8: registers that are shared by a warp).
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _step(
     weights, maximum, total, gathered, turn, position, low, scale, softcap, query,
     k, v, k_full, k_empty, v_full, v_empty,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: its product with the queries, and that of the weights before with their values."""
     ROWS: gl.constexpr = query.shape[0]
@@ -118,7 +122,7 @@ def _step(
     scores = warpgroup_mma_wait(1, (scores,))
     mbarrier.arrive(k_empty.index(stage_k))
     following, maximum, total, shrink = _softmax(
-        scores, maximum, total, position, low, scale, softcap, KIND, WINDOW, SOFTCAP, OPERAND,
+        scores, maximum, total, position, low, scale, softcap, KIND, WINDOW, SOFTCAP, MASKED, OPERAND,
     )  # fmt: skip
     total = _in_order(total)
     gathered, weights, following = warpgroup_mma_wait(0, (gathered, weights, following))
@@ -177,7 +181,7 @@ def consume(
     scores = warpgroup_mma_wait(0, (scores,))
     mbarrier.arrive(k_empty.index(0))
     weights, maximum, total, _unused = _softmax(
-        scores, lowest, none, begin, low, scale, softcap, KIND, WINDOW, SOFTCAP, OPERAND
+        scores, lowest, none, begin, low, scale, softcap, KIND, WINDOW, SOFTCAP, True, OPERAND
     )
     for index in range(items):
         # Of the next item, so that nobody waits for memory between two.
@@ -190,11 +194,28 @@ def consume(
         request = gl.load(tile_request + tile)
         next_first = gl.load(tile_first + tile)
         gathered = gl.zeros([ROWS, DIM], gl.float32, GATHERED)
-        query = q.index(index % BUFFERS * 2 + HALF)
-        for step in range(1, steps):
+        # All queries of this half see the tiles of keys from `seen` to `causal` whole.
+        causal = gl.minimum(gl.maximum((low + 1 - begin) // KEYS, 1), steps)
+        seen = 1
+        if WINDOW > 0:
+            seen = gl.minimum(gl.maximum((low + ROWS - WINDOW - begin + KEYS - 1) // KEYS, 1), causal)
+            query = q.index(_opaque(index % BUFFERS * 2 + HALF))
+            for step in range(1, seen):
+                weights, maximum, total, gathered, turn = _step(
+                    weights, maximum, total, gathered, turn, begin + step * KEYS, low, scale, softcap, query,
+                    k, v, k_full, k_empty, v_full, v_empty, WINDOW, SOFTCAP, STAGES, True, SCORES,
+                )  # fmt: skip
+        query = q.index(_opaque(index % BUFFERS * 2 + HALF))
+        for step in range(seen, causal):
             weights, maximum, total, gathered, turn = _step(
                 weights, maximum, total, gathered, turn, begin + step * KEYS, low, scale, softcap, query,
-                k, v, k_full, k_empty, v_full, v_empty, WINDOW, SOFTCAP, STAGES, SCORES,
+                k, v, k_full, k_empty, v_full, v_empty, WINDOW, SOFTCAP, STAGES, False, SCORES,
+            )  # fmt: skip
+        query = q.index(_opaque(index % BUFFERS * 2 + HALF))
+        for step in range(causal, steps):
+            weights, maximum, total, gathered, turn = _step(
+                weights, maximum, total, gathered, turn, begin + step * KEYS, low, scale, softcap, query,
+                k, v, k_full, k_empty, v_full, v_empty, WINDOW, SOFTCAP, STAGES, True, SCORES,
             )  # fmt: skip
         # The last product with values, and the first with keys of the next item, if there is one.
         mbarrier.arrive(q_empty.index(index % BUFFERS))
@@ -228,5 +249,5 @@ def consume(
         scores = warpgroup_mma_wait(0, (scores,))
         mbarrier.arrive(k_empty.index(stage_k), pred=more)
         weights, maximum, total, _unused = _softmax(
-            scores, lowest, none, begin, low, scale, softcap, KIND, WINDOW, SOFTCAP, OPERAND
+            scores, lowest, none, begin, low, scale, softcap, KIND, WINDOW, SOFTCAP, True, OPERAND
         )
