@@ -15,11 +15,26 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 128), (7, 1, 128), (4, 2, 256)])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (130, None), (17, None), (None, 5.0), (200, 2.0)])
-@pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.bfloat16), (24, torch.float16), (256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "softcap", "block_size", "dtype"),
+    [
+        (8, 2, 128, None, None, 16, torch.bfloat16),
+        (7, 1, 128, 130, None, 24, torch.float16),
+        (4, 4, 128, 17, 5.0, 1024, torch.bfloat16),
+        (4, 4, 64, None, 5.0, 8, torch.bfloat16),
+        (8, 2, 64, 200, None, 64, torch.float16),
+        (4, 2, 256, None, None, 16, torch.float16),
+        (4, 2, 256, 130, 2.0, 128, torch.bfloat16),
+    ],
+)  # each is compiled, for seconds
 def test_hopper_prefill(
-    heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, block_size: int, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> None:
     """Runs of any length behind any context, of blocks that lie anywhere, with NaN behind the last key."""
     from kvern.kernels.attention_hopper import QUERIES, hopper_prefill

@@ -48,7 +48,7 @@ def _places(table, position, known, nowhere, KEYS: gl.constexpr, BOX: gl.constex
     for box in gl.static_range(KEYS // BOX):
         at = position + box * BOX
         block = gl.load(table + at // block_size, mask=at < known, other=0)
-        places += (gl.where(at < known, block * block_size + at % block_size, nowhere),)
+        places += (gl.where(at < known, block * block_size + at % block_size, nowhere),)  # type: ignore[assignment]
     return places
 
 
