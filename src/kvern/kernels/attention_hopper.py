@@ -39,6 +39,7 @@ class HopperShape(NamedTuple):
 
 SHAPES = {64: HopperShape(128, 2, 2), 128: HopperShape(128, 2, 2), 256: HopperShape(64, 2, 1)}
 """By head_dim: what the 227 KiB of shared memory hold."""
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
@@ -196,11 +197,10 @@ def hopper_prefill(
     _, blocks, block_size, kv_heads, _ = cache.shape
     shape, rows, tiles = SHAPES[head_dim], blocks * block_size, tile_request.shape[0]
     box = math.gcd(block_size, shape.keys)
-    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     width = [heads * head_dim, kv_heads * head_dim]
     _hopper_prefill_kernel[(min(processors, tiles * heads),)](
-        TensorDescriptor(query, [count, width[0]], [query.stride(0), 1], [QUERIES // 2, head_dim], swizzled),
-        TensorDescriptor(cache, [2 * rows, width[1]], [width[1], 1], [box, head_dim], swizzled),
+        TensorDescriptor(query, [count, width[0]], [query.stride(0), 1], [QUERIES // 2, head_dim], SWIZZLED),
+        TensorDescriptor(cache, [2 * rows, width[1]], [width[1], 1], [box, head_dim], SWIZZLED),
         block_table,
         slots,
         starts,
