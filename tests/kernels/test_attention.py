@@ -28,20 +28,27 @@ class Batch(NamedTuple):
 
 
 def make_batch(
-    device: torch.device, starts: list[int], counts: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    device: torch.device,
+    starts: list[int],
+    counts: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    block_size: int = BLOCK_SIZE,
 ) -> Batch:
     generator = torch.Generator().manual_seed(sum(starts))
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
-    blocks = [-(-end // BLOCK_SIZE) for end in ends]
+    blocks = [-(-end // block_size) for end in ends]
     free = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
-    cache = torch.full((2, len(free), BLOCK_SIZE, kv_heads, dim), float("nan"))
+    cache = torch.full((2, len(free), block_size, kv_heads, dim), float("nan"))
     slots = torch.randperm(len(starts) + 2, generator=generator)[: len(starts)]
     table = torch.full((len(starts) + 2, max(blocks) + 2), 0, dtype=torch.int32)
     for slot, end, count in zip(slots.tolist(), ends, blocks, strict=True):
         ids = [free.pop() for _ in range(count)]
         table[slot, :count] = torch.tensor(ids, dtype=torch.int32)
         for position in range(end):
-            place = cache[:, ids[position // BLOCK_SIZE], position % BLOCK_SIZE]
+            place = cache[:, ids[position // block_size], position % block_size]
             place.copy_(torch.randn(2, kv_heads, dim, generator=generator))
     query = torch.randn(sum(counts), heads + 2, dim, generator=generator)[:, :heads]
     tokens = [sum(counts[:index]) for index in range(len(counts))]

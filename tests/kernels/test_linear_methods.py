@@ -9,11 +9,9 @@ from kvern import LLM, SamplingParams
 from kvern.layers.block import SequentialLayer
 from kvern.layers.fused import FusedLayer
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, PROMPTS, answers, logprobs, on_device
+from tests.kernels.test_device_engine import OPTIONS, PROMPTS, answers, logprobs
 from tests.peft_adapters import make_adapter
 from tests.scaled_rows import quantize
-
-__all__ = ["on_device"]
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=1)
 

@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from kvern.device.measurements import Measurements
 from kvern.device.timing import time_launches
 from kvern.errors import ConfigError
 from kvern.model_spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from kvern.attention.hopper import HopperPrefill
 
 logger = logging.getLogger("kvern")
 
@@ -49,6 +53,8 @@ class Shapes:
     device: torch.device
     max_requests: int
     longest: int
+    hopper: bool = False
+    """The kernels for Hopper work here."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,10 @@ class AttentionChoice:
 
 def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> AttentionChoice:
     """Who attends: the library `asked` for, or by "auto" the fastest. Raises ConfigError if it cannot be used."""
-    triton = TritonKernels(shapes.layers, shapes.device, shapes.max_requests, config.deterministic, shapes.cache_dtype)
+    hopper = None if config.deterministic else _hopper(shapes)
+    triton = TritonKernels(
+        shapes.layers, shapes.device, shapes.max_requests, config.deterministic, shapes.cache_dtype, hopper
+    )
     if asked in PACKAGES:
         return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
     only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
@@ -72,7 +81,7 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     installed = {name: _version(name) for name in PACKAGES if _installed(name)}
     if not installed:
         return only
-    key = f"{shapes.layers[0]} {shapes.dtype} {shapes.block_size} {config.cuda_graphs} {installed}"
+    key = f"{shapes.layers[0]} {shapes.dtype} {shapes.block_size} {config.cuda_graphs} {hopper is not None} {installed}"
     known = measurements.section("attention").get(key)
     candidates: dict[str, AttentionKernels] = {"triton": triton}
     for name in installed:
@@ -88,6 +97,16 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     if set(candidates) == {"triton", *installed}:
         measurements.remember("attention", {key: chosen})
     return AttentionChoice(chosen, candidates, triton, _table(seconds, chosen))
+
+
+def _hopper(shapes: Shapes) -> "HopperPrefill | None":
+    """The kernel for Hopper, if it works here and knows all layers."""
+    if not shapes.hopper or shapes.cache_dtype != shapes.dtype:
+        return None
+    from kvern.attention.hopper import HopperPrefill, hopper_fits
+
+    fits = all(hopper_fits(layer.head_dim, shapes.block_size, shapes.dtype) for layer in shapes.layers)
+    return HopperPrefill(shapes.layers, shapes.device) if fits else None
 
 
 def _phases() -> list[str]:

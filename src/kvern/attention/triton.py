@@ -1,6 +1,7 @@
 """Attention through kvern's own Triton kernels: reads the blocks in place, on any GPU that Triton knows."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,12 +13,21 @@ from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import prefix_members
 from kvern.model_spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from kvern.attention.hopper import HopperPrefill
+
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""
 
+HOPPER_TOKENS = 64
+"""Of a run, on average: its tiles are of 128 queries, and the most that Triton's have is half of that."""
+
 
 class TritonKernels:
-    """AttentionKernels that are always there; with `deterministic` a token's result does not depend on the batch."""
+    """AttentionKernels that are always there; with `deterministic` a token's result does not depend on the batch.
+
+    `hopper` attends to runs of queries, if it is given: on its GPUs it is faster.
+    """
 
     name = "triton"
     captures = True
@@ -29,11 +39,13 @@ class TritonKernels:
         max_requests: int,
         deterministic: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        hopper: "HopperPrefill | None" = None,
     ) -> None:
         """`dtype`: of the cache."""
         self._layers = list(layers)
         self._element_size = dtype.itemsize
         self._deterministic = deterministic
+        self._hopper = hopper
         self.max_requests = max_requests
         most_heads = max(layer.kv_heads for layer in layers)
         self.prefix_members = min(prefix_members(layer.heads // layer.kv_heads) for layer in layers)
@@ -69,6 +81,8 @@ class TritonKernels:
         if not self._deterministic and self._split.pays(queries):
             return self._split.prefill(queries)
         requests = len(queries.slots)
+        if self._hopper is not None and sum(queries.counts) >= HOPPER_TOKENS * requests:
+            return self._hopper.prefill(queries)
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic
         shapes = {layer.head_dim: prefill_shape(layer.head_dim, long, self._element_size) for layer in self._layers}

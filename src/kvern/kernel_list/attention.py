@@ -148,6 +148,15 @@ def _split(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: 
     return _runs(inputs, attention, requests, queries, before, tile, launch)
 
 
+def _hopper(
+    spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int
+) -> Call:
+    from kvern.kernels.attention_hopper import QUERIES, hopper_prefill
+
+    launch = partial(hopper_prefill, processors=inputs.processors)
+    return _runs(inputs, attention, requests, queries, before, QUERIES, launch)
+
+
 def _runs(
     inputs: Inputs,
     attention: AttentionSpec,
@@ -210,8 +219,23 @@ def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((attention, requests, queries, 0, queries >= 1024) for requests, queries in ((2, 4096), (16, 512)))
 
 
+def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.hopper:
+        from kvern.kernels.attention_hopper import hopper_fits
+
+        fitting = (kind for kind in _kinds(spec) if hopper_fits(kind.head_dim, inputs.block_size, inputs.dtype))
+        yield from ((kind, 2, 5, inputs.block_size + 3) for kind in fitting)
+
+
+def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    attention = spec.layers[0].attention
+    if any(kind == attention for kind, *_ in _hopper_launched(spec, inputs)):
+        yield from ((attention, requests, queries, 0) for requests, queries in ((2, 4096), (16, 512), (1, 32768)))
+
+
 KERNELS = (
     Kernel("decode attention", "attention", _decode, _decode_launched, _decode_timed),
     Kernel("prefill attention", "attention", _prefill, _prefill_launched, _prefill_timed),
     Kernel("split attention", "attention", _split, _split_launched, _split_timed),
+    Kernel("prefill attention on Hopper", "hopper", _hopper, _hopper_launched, _hopper_timed),
 )

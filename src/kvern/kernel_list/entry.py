@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+import triton
 
 from kvern.adapters.targets import linear_layers
 from kvern.layers.build import Build
@@ -48,6 +49,15 @@ class Inputs:
         inputs = copy.copy(self)
         inputs.device, inputs._fill = torch.device("cpu"), "empty"
         return inputs
+
+    @property
+    def hopper(self) -> bool:
+        """What is launched is compiled for a GPU of compute capability 9.0."""
+        try:
+            target = triton.runtime.driver.active.get_current_target()
+        except RuntimeError:  # there is no driver
+            return False
+        return bool(target.backend == "cuda" and target.arch == 90)
 
     def numbers(self, *shape: int, dtype: torch.dtype | None = None, deviation: float = 1.0) -> torch.Tensor:
         """A tensor of the model's dtype, or another."""

@@ -12,6 +12,7 @@ from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.measurements import Measurements
 from kvern.device.timing import time_calls
+from kvern.kernel_list import Inputs
 from kvern.kernels import masks
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
@@ -60,7 +61,8 @@ class KernelParts:
                 block_size = config.block_size if config.kv_cache == "paged" else longest
                 cache_dtype = getattr(torch, plan.cache_dtype)
                 requests = plan.max_batch_requests + 1
-                shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest)
+                hopper = "hopper" in plan.kernels and device.type == "cuda" and Inputs(device, self._dtype).hopper
+                shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest, hopper)
                 self._choice = choose(plan.attention_backend, config, shapes, measurements)
                 self._startup.report(self._choice.table)
         measurements.save()

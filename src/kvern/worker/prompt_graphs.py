@@ -89,7 +89,8 @@ class PromptGraphs:
         """`most`: tokens of a step; `pool` and `stream`: of graphs."""
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
         self._pool, self._stream = pool, stream
-        sizes = {prefill_shape(layer.attention.head_dim).queries for layer in decoder.spec.layers}
+        size = attention.caches[0].element_size()
+        sizes = {prefill_shape(layer.attention.head_dim, False, size).queries for layer in decoder.spec.layers}
         self._tile = sizes.pop() if len(sizes) == 1 else 0
         longest = rows.tokens.shape[1] - 1
         steps = prompt_steps(rows.scratch) if self._tile else []

@@ -1,0 +1,65 @@
+"""The attention kernel for Hopper beside float64. Gluon has no interpreter: it runs on such a GPU alone."""
+
+import pytest
+import torch
+
+from tests.kernels.test_attention import make_batch, reference
+from tests.kernels.test_norm import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no GPU of compute capability 9.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "softcap", "block_size", "dtype"),
+    [
+        (8, 2, 128, None, None, 16, torch.bfloat16),
+        (7, 1, 128, 130, None, 24, torch.float16),
+        (4, 4, 128, 17, 5.0, 1024, torch.bfloat16),
+        (4, 4, 64, None, 5.0, 8, torch.bfloat16),
+        (8, 2, 64, 200, None, 64, torch.float16),
+        (4, 2, 256, None, None, 16, torch.float16),
+        (4, 2, 256, 130, 2.0, 128, torch.bfloat16),
+    ],
+)  # each is compiled, for seconds
+def test_hopper_prefill(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """Runs of any length behind any context, of blocks that lie anywhere, with NaN behind the last key."""
+    from kvern.kernels.attention_hopper import QUERIES, hopper_prefill
+
+    device = torch.device("cuda")
+    counts = [300, 33, 1, 128, 200]
+    batch = make_batch(device, [0, 131, 770, 128, 1001], counts, heads, kv_heads, dim, dtype, block_size)
+    tiles = [(request, first) for request, count in enumerate(counts) for first in range(0, count, QUERIES)]
+    requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
+    out = torch.full((len(batch.query) + 1, heads, dim), float("nan"), dtype=dtype, device=device)
+    hopper_prefill(
+        batch.query,
+        batch.cache,
+        batch.table,
+        batch.slots,
+        batch.starts,
+        batch.tokens,
+        batch.counts,
+        requests,
+        firsts,
+        out,
+        processors=5,  # so that each takes several tiles
+        scale=0.1,
+        window=window,
+        softcap=softcap,
+    )
+    assert out[-1].isnan().all()
+    assert relative_error(out[:-1], reference(batch, 0.1, window, softcap)) < 5e-3
