@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvern.kernel_list import KERNELS, Inputs, Kernel
-from tests.kernels.models import TINY_MODELS, spec_of
+from tests.kernels.models import LARGE_MODELS, TINY_MODELS, spec_of
 
 
 @pytest.mark.parametrize("model", TINY_MODELS)
@@ -20,9 +20,10 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-4)
 
 
-def test_every_kernel_is_launched_by_some_model(device: torch.device) -> None:
-    inputs = Inputs(device, torch.float32, adapter_rank=16)
-    specs = [spec_of(model) for model in TINY_MODELS]
+def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inputs, "hopper", True)
+    inputs = Inputs(device, torch.bfloat16, adapter_rank=16)
+    specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
     idle = [kernel.name for kernel in KERNELS if not any(list(kernel.launched(spec, inputs)) for spec in specs)]
     assert not idle
 

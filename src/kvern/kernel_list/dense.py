@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
-from kvern.kernels.linear import NOTHING, Around, MatvecShape, matvec, small_matmul
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
@@ -212,7 +212,7 @@ def _product(spec: ModelSpec, inputs: Inputs, rows: int, shape: Shape) -> Call:
     outputs, width = 256, spec.hidden_size
     if isinstance(shape, MatvecShape):
         return _matvec(spec, inputs, outputs, width, shape=shape)
-    assert shape is not None
+    assert isinstance(shape, MatmulShape)
     x, weight = inputs.numbers(rows, width), inputs.numbers(outputs, width, deviation=width**-0.5)
     launch = partial(small_matmul, x, weight, None, shape, inputs.zeros(outputs))
     return Call(f"{rows} x {outputs} x {width}", launch, lambda: x.double() @ weight.double().T)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import triton
 
 from kvern.model_spec import ModelSpec
 
@@ -35,6 +36,15 @@ class Inputs:
         """Of the device; without one to ask, those of an H100."""
         on_gpu = self.device.type == "cuda"
         return torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 132
+
+    @property
+    def hopper(self) -> bool:
+        """What is launched is compiled for a GPU of compute capability 9.0."""
+        try:
+            target = triton.runtime.driver.active.get_current_target()
+        except RuntimeError:  # there is no driver
+            return False
+        return bool(target.backend == "cuda" and target.arch == 90)
 
     def numbers(self, *shape: int, dtype: torch.dtype | None = None, deviation: float = 1.0) -> torch.Tensor:
         """A tensor of the model's dtype, or another."""

@@ -5,7 +5,8 @@ activation or the residual's addition after it, so that a layer of one token is 
 
     x -> [x / rms(x) * gain] -> x @ weight.T + bias -> [activation(gate) * up] -> [residual +]
 
-`small_matmul` multiplies up to 128 rows on the matrix units.
+`small_matmul` multiplies up to 128 rows on the matrix units. For Hopper GPUs there are `stream_hopper` and
+`product_hopper` beside it.
 """
 
 from typing import NamedTuple
@@ -43,6 +44,21 @@ class MatmulShape(NamedTuple):
     warps: int
     stages: int
     splits: int = 1
+
+
+class StreamShape(NamedTuple):
+    """How `stream_product` is cut: rows, outputs and inputs of one tile; `stages` tiles are on their way at once."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+
+
+class ProductShape(NamedTuple):
+    """How `product` is cut: so many blocks of 128 rows side by side over the same weights."""
+
+    group: int
 
 
 class Around(NamedTuple):
