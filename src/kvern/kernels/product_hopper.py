@@ -86,7 +86,9 @@ def _fetch(
     rows,
     outputs,
     x_stride,
+    inputs,
     TOP_K: gl.constexpr,
+    EVEN: gl.constexpr,
     GATED: gl.constexpr,
 ):
     gdc_launch_dependents()
@@ -135,8 +137,14 @@ def _fetch(
                 _fetch_weights(weight_tiles, bar, tile_weights, expert, column, step, wanted, outputs, GATED)
                 first, second = values.index(2 * stage), values.index(2 * stage + 1)
                 if GATHER:
-                    async_copy.async_copy_global_to_shared(first, source + step * K, mask=live)
-                    async_copy.async_copy_global_to_shared(second, other_source + step * K, mask=other_live)
+                    mask, other_mask = live, other_live
+                    if not EVEN:
+                        mask, other_mask = (
+                            mask & (inside < inputs - step * K),
+                            other_mask & (inside < inputs - step * K),
+                        )
+                    async_copy.async_copy_global_to_shared(first, source + step * K, mask=mask)
+                    async_copy.async_copy_global_to_shared(second, other_source + step * K, mask=other_mask)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
                 else:
                     tma.async_copy_global_to_shared(x_tiles, [2 * block * HALF, step * K], bar, first)
@@ -255,7 +263,9 @@ def _product_kernel(
     rows,
     outputs,
     x_stride,
+    inputs,
     TOP_K: gl.constexpr,
+    EVEN: gl.constexpr,
     KIND: gl.constexpr,
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -340,7 +350,9 @@ def _product_kernel(
                     rows,
                     outputs,
                     x_stride,
+                    inputs,
                     TOP_K,
+                    EVEN,
                     KIND > 0,
                 ),
             ),
@@ -382,7 +394,7 @@ def experts_products(
 ) -> torch.Tensor:
     """Each row of x through its experts: `[blocks * 128, hidden]` in the order of `blocks.pairs`, not yet weighted.
 
-    x        [T, hidden], rows may have gaps
+    x        [T, hidden]
     gate_up  [experts, 2 * width, hidden]
     down     [experts, hidden, width]
     blocks   of 128 rows, a multiple of `group`
@@ -392,6 +404,7 @@ def experts_products(
     _, hidden, width = down.shape
     gated = torch.empty(blocks.pairs.shape[0], width, dtype=x.dtype, device=x.device)
     count = blocks.experts.shape[0]
+    x = x.contiguous()  # so that rows begin where copies of 16 bytes may
     _launch(x, gate_up.view(-1, hidden), None, gated, activation, pairs, count, group, blocks, top_k)
     parts = torch.empty(blocks.pairs.shape[0], hidden, dtype=x.dtype, device=x.device)
     _launch(gated, down.view(-1, width), None, parts, None, pairs, count, group, blocks)
@@ -443,8 +456,10 @@ def _launch(
         triton.cdiv(x.shape[1], INPUTS),
         rows,
         outputs,
-        x.stride(0),
+        x.stride(0) if gathered else 0,
+        x.shape[1] if gathered else 0,
         max(1, gathered),
+        not gathered or x.shape[1] % INPUTS == 0,
         KINDS.index(activation),
         ROWS,
         OUTPUTS,
