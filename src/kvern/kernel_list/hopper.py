@@ -67,7 +67,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
         for mlp in gated_mlps(spec)[:1]:
             for rows, shapes in OWN.items():
-                yield rows, 2 * mlp.width, spec.hidden_size, shapes[0], mlp.activation
+                yield rows, 2 * mlp.width, spec.hidden_size, shapes[-1], mlp.activation
                 yield rows, spec.hidden_size, mlp.width, shapes[0], None
 
 

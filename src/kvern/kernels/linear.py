@@ -47,12 +47,13 @@ class MatmulShape(NamedTuple):
 
 
 class StreamShape(NamedTuple):
-    """How `stream_product` is cut: rows, outputs and inputs of one tile; `stages` tiles are on their way at once."""
+    """How `stream_product` is cut: as `MatmulShape`. One with splits cannot activate."""
 
     rows: int
     outputs: int
     inputs: int
     stages: int
+    splits: int
 
 
 class ProductShape(NamedTuple):

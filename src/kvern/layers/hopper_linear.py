@@ -16,27 +16,35 @@ from kvern.layers.linear_method import LinearShape, Product
 from kvern.layers.tuned_linear import CANDIDATES, Shape, TunedMethod
 
 OWN: Mapping[int, tuple[Shape, ...]] = {
-    8: (StreamShape(8, 128, 64, 6), StreamShape(8, 64, 128, 6)),
-    16: (StreamShape(16, 128, 64, 6),),
-    32: (StreamShape(32, 128, 64, 5),),
-    64: (StreamShape(64, 128, 64, 4),),
-    128: (StreamShape(128, 128, 64, 6),),
+    8: (StreamShape(8, 64, 128, 6, 1), StreamShape(8, 64, 128, 6, 2), StreamShape(8, 128, 64, 9, 1)),
+    16: (StreamShape(16, 64, 128, 6, 1), StreamShape(16, 64, 128, 6, 2), StreamShape(16, 128, 64, 8, 1)),
+    32: (StreamShape(32, 64, 128, 6, 2), StreamShape(32, 128, 64, 7, 1)),
+    64: (StreamShape(64, 64, 128, 6, 2), StreamShape(64, 128, 64, 7, 1)),
+    128: (StreamShape(128, 128, 64, 6, 1),),
     256: (ProductShape(2),),
     2048: (ProductShape(8),),
 }
 """What is timed beside `CANDIDATES` for up to this many rows, the last for more too."""
 
 
+MOST_OUTPUTS = 1 << 16
+"""A matrix with more is a head, which few rows reach: that many are not timed with it."""
+
+
 def hopper_candidates(shape: LinearShape) -> Mapping[int, tuple[Shape, ...]]:
     """What is timed for a matrix, by the most rows; nothing for one that these kernels do not know."""
     if not hopper_multiplies(shape.dtype, shape.inputs, shape.outputs):
         return {}
-    return {1: CANDIDATES[1]} | {most: (*CANDIDATES.get(most, (None,)), *own) for most, own in OWN.items()}
+    return {1: CANDIDATES[1]} | {
+        most: (*CANDIDATES.get(most, (None,)), *own)
+        for most, own in OWN.items()
+        if most <= 256 or shape.outputs <= MOST_OUTPUTS
+    }
 
 
 def can_gate(shape: Shape) -> bool:
-    """The matrix units' 64 rows are all gate's or all up's."""
-    return not isinstance(shape, StreamShape) or shape.outputs >= 128
+    """The matrix units' 64 rows are all gate's or all up's, and a program has the whole sums."""
+    return not isinstance(shape, StreamShape) or (shape.outputs == 128 and shape.splits == 1)
 
 
 class HopperMethod(TunedMethod):
