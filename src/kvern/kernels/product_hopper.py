@@ -8,8 +8,6 @@ of shared memory, and two groups multiply 64 rows each; one whose rows are empty
 weights are on their way while a tile is written, and those of a matrix while the kernel before still runs.
 """
 
-import functools
-
 import torch
 import triton
 import triton.experimental.gluon.language as gl
@@ -22,10 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvern.kernels.activation import activate
+from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, processors, tiles_of
 from kvern.kernels.linear import ProductShape
 from kvern.kernels.moe_routing import Alignment
 
@@ -34,8 +31,6 @@ ROWS, OUTPUTS, INPUTS = 128, 256, 64
 STAGES = 4
 """Of 48 KiB; with what is being written, 32 KiB, they fill the shared memory."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-KINDS = (None, "silu", "gelu", "gelu_tanh", "relu")
-"""Of activations."""
 
 
 @gluon.jit
@@ -43,22 +38,6 @@ def _place(tile, group, columns):
     """The block of rows and the column of a tile: `group` blocks run side by side over the same weights."""
     inside = tile % (group * columns)
     return tile // (group * columns) * group + inside % group, inside // group
-
-
-@gluon.jit
-def _fetch_weights(weight_tiles, ready, weights, expert, column, step, wanted, outputs, GATED: gl.constexpr):
-    """`outputs` of the result: the weights of an expert, or a matrix, have twice as many rows if gated."""
-    WIDE: gl.constexpr = weights.shape[0]
-    HALF: gl.constexpr = WIDE // 2
-    begin = step * weights.shape[1]
-    if GATED:
-        gate = expert * (2 * outputs) + column * HALF
-        tma.async_copy_global_to_shared(weight_tiles, [gate, begin], ready, weights.slice(0, HALF), pred=wanted)
-        up = weights.slice(HALF, HALF)
-        tma.async_copy_global_to_shared(weight_tiles, [gate + outputs, begin], ready, up, pred=wanted)
-    else:
-        first = expert * outputs + column * WIDE
-        tma.async_copy_global_to_shared(weight_tiles, [first, begin], ready, weights, pred=wanted)
 
 
 @gluon.jit
@@ -79,12 +58,7 @@ def _fetch(
     weights,
     ready,
     empty,
-    tiles,
-    columns,
-    group,
-    steps,
-    rows,
-    outputs,
+    sizes,
     x_stride,
     inputs,
     TOP_K: gl.constexpr,
@@ -92,6 +66,7 @@ def _fetch(
     GATED: gl.constexpr,
 ):
     gdc_launch_dependents()
+    tiles, columns, group, steps, rows, outputs = sizes
     STAGES: gl.constexpr = empty.shape[0]
     HALF: gl.constexpr = values.shape[1]
     K: gl.constexpr = values.shape[2]
@@ -104,7 +79,7 @@ def _fetch(
         for early in gl.static_range(STAGES):
             bar = ready.index(early)
             _expect(bar, (2 * block + 1) * HALF < rows, early < steps, ROW_BYTES, WEIGHT_BYTES)
-            _fetch_weights(weight_tiles, bar, weights.index(early), 0, column, early, early < steps, outputs, GATED)
+            fetch_weights(weight_tiles, bar, weights.index(early), 0, column, early * K, early < steps, outputs, GATED)
     gdc_wait()
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     fetched = 0
@@ -134,7 +109,7 @@ def _fetch(
                 else:
                     _expect(bar, both, wanted, ROW_BYTES, WEIGHT_BYTES)
                 tile_weights = weights.index(stage)
-                _fetch_weights(weight_tiles, bar, tile_weights, expert, column, step, wanted, outputs, GATED)
+                fetch_weights(weight_tiles, bar, tile_weights, expert, column, step * K, wanted, outputs, GATED)
                 first, second = values.index(2 * stage), values.index(2 * stage + 1)
                 if GATHER:
                     mask, other_mask = live, other_live
@@ -151,18 +126,6 @@ def _fetch(
                     next_half = (2 * block + 1) * HALF
                     tma.async_copy_global_to_shared(x_tiles, [next_half, step * K], bar, second, pred=both)
                 fetched += 1
-
-
-@gluon.jit
-def activate_by(x, KIND: gl.constexpr):
-    """By the number in `KINDS`: texts do not pass into the groups of warps."""
-    if KIND == 1:
-        return activate(x, "silu")
-    if KIND == 2:
-        return activate(x, "gelu")
-    if KIND == 3:
-        return activate(x, "gelu_tanh")
-    return activate(x, "relu")
 
 
 @gluon.jit
@@ -185,16 +148,12 @@ def _multiply(
     staged,
     ready,
     empty,
-    tiles,
-    columns,
-    group,
-    steps,
-    rows,
-    outputs,
+    sizes,
     PART: gl.constexpr,
     KIND: gl.constexpr,
 ):
     gdc_wait()
+    tiles, columns, group, steps, rows, outputs = sizes
     STAGES: gl.constexpr = empty.shape[0]
     HALF: gl.constexpr = values.shape[1]
     WIDE: gl.constexpr = weights.shape[1]
@@ -285,6 +244,7 @@ def _product_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=129 if GATHER else 1)  # each thread's copies, and the weights
         mbarrier.init(empty.index(stage), count=2)
+    sizes = (tiles, columns, group, steps, rows, outputs)
     gl.warp_specialize(
         [
             (
@@ -299,12 +259,7 @@ def _product_kernel(
                     staged.index(0),
                     ready,
                     empty,
-                    tiles,
-                    columns,
-                    group,
-                    steps,
-                    rows,
-                    outputs,
+                    sizes,
                     0,
                     KIND,
                 ),
@@ -321,12 +276,7 @@ def _product_kernel(
                     staged.index(1),
                     ready,
                     empty,
-                    tiles,
-                    columns,
-                    group,
-                    steps,
-                    rows,
-                    outputs,
+                    sizes,
                     1,
                     KIND,
                 ),
@@ -343,12 +293,7 @@ def _product_kernel(
                     weights,
                     ready,
                     empty,
-                    tiles,
-                    columns,
-                    group,
-                    steps,
-                    rows,
-                    outputs,
+                    sizes,
                     x_stride,
                     inputs,
                     TOP_K,
@@ -360,11 +305,6 @@ def _product_kernel(
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
-    """Whether the kernels for Hopper know such a matrix: TMA takes rows of a multiple of 16 bytes."""
-    return dtype.itemsize == 2 and inputs % 8 == 0 and outputs % 8 == 0
 
 
 def product(
@@ -409,20 +349,6 @@ def experts_products(
     parts = torch.empty(blocks.pairs.shape[0], hidden, dtype=x.dtype, device=x.device)
     _launch(gated, down.view(-1, width), None, parts, None, pairs, count, group, blocks)
     return parts
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Of the device; of an H100 if a kernel is only compiled."""
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
-
-
-def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """How TMA moves tiles of a matrix; what lies outside is zero, and is not written."""
-    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 def _launch(

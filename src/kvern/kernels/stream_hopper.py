@@ -14,21 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, tiles_of
 from kvern.kernels.linear import StreamShape
-from kvern.kernels.product_hopper import KINDS, activate_by, tiles_of
-
-
-@gluon.jit
-def _fetch_weights(weight_tiles, ready, weights, tile, begin, wanted, outputs, GATED: gl.constexpr):
-    WIDE: gl.constexpr = weights.shape[0]
-    HALF: gl.constexpr = WIDE // 2
-    if GATED:
-        gate = tile * HALF
-        tma.async_copy_global_to_shared(weight_tiles, [gate, begin], ready, weights.slice(0, HALF), pred=wanted)
-        up = weights.slice(HALF, HALF)
-        tma.async_copy_global_to_shared(weight_tiles, [gate + outputs, begin], ready, up, pred=wanted)
-    else:
-        tma.async_copy_global_to_shared(weight_tiles, [tile * WIDE, begin], ready, weights, pred=wanted)
 
 
 @gluon.jit
@@ -42,7 +29,7 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
         bar = ready.index(early)
         place = begin + early * K
         mbarrier.expect(bar, BYTES, pred=early < steps)
-        _fetch_weights(weight_tiles, bar, weights.index(early), tile, place, early < steps, outputs, GATED)
+        fetch_weights(weight_tiles, bar, weights.index(early), 0, tile, place, early < steps, outputs, GATED)
     gdc_wait()
     for early in gl.static_range(STAGES):
         place = begin + early * K
@@ -54,7 +41,7 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
         bar = ready.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        _fetch_weights(weight_tiles, bar, weights.index(stage), tile, begin + step * K, True, outputs, GATED)
+        fetch_weights(weight_tiles, bar, weights.index(stage), 0, tile, begin + step * K, True, outputs, GATED)
         tma.async_copy_global_to_shared(x_tiles, [0, begin + step * K], bar, values.index(stage))
 
 

@@ -9,8 +9,9 @@ from functools import partial
 from torch import Tensor
 
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
+from kvern.kernels.hopper import hopper_multiplies
 from kvern.kernels.linear import ProductShape, StreamShape
-from kvern.kernels.product_hopper import hopper_multiplies, product
+from kvern.kernels.product_hopper import product
 from kvern.kernels.stream_hopper import stream_product
 from kvern.layers.linear_method import LinearShape, Product
 from kvern.layers.tuned_linear import CANDIDATES, Shape, TunedMethod

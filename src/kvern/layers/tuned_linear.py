@@ -144,7 +144,7 @@ class TunedLinear(Unquantized):
 
             own = hopper_candidates(shape)
             if own:
-                return HopperMethod(shape, default, single, self._arrived, {**CANDIDATES, **own}, "unquantized")
+                return HopperMethod(shape, default, single, self._arrived, own, "unquantized on Hopper")
         candidates, name = CANDIDATES, "unquantized"
         if self._backend == "triton":
             candidates = {most: tuple(filter(None, shapes)) for most, shapes in CANDIDATES.items()}
