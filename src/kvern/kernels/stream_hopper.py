@@ -17,6 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, tiles_of
 from kvern.kernels.linear import StreamShape
 
+REGISTERS = {8: 64, 16: 64, 32: 80, 64: 104, 128: 128}
+"""Of a thread, by the rows of a tile, so that programs share a processor: one begins while the other ends.
+
+Those that multiply get what the warp that fetches does not need.
+"""
+
 
 @gluon.jit
 def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, outputs, GATED: gl.constexpr):
@@ -194,6 +200,7 @@ def stream_product(
         shape.stages,
         shape.splits,
         num_warps=4,
+        maxnreg=REGISTERS[shape.rows],
         launch_pdl=True,
     )
     return out
