@@ -40,10 +40,10 @@ def test_nothing_is_offered_where_a_row_may_not_depend_on_their_number() -> None
 
 def test_what_is_chosen_for_most_rows_is_used_for_more() -> None:
     made = method(64, 32)
-    for rows, shape in ((32, StreamShape(32, 128, 64, 7, 1)), (2048, ProductShape(8))):
+    for rows, shape in ((32, StreamShape(32, 128, 64, 7, 1)), (8192, ProductShape(8))):
         made.choose(rows, tuple(shape))
-    ways = {rows: made._way(torch.empty(rows, 1)) for rows in (16, 17, 32, 33, 257, 9000)}
-    assert ways == {16: None, 17: OWN[32][1], 32: OWN[32][1], 33: None, 257: OWN[2048][0], 9000: OWN[2048][0]}
+    ways = {rows: made._way(torch.empty(rows, 1)) for rows in (16, 17, 32, 33, 1025, 9000)}
+    assert ways == {16: None, 17: OWN[32][1], 32: OWN[32][1], 33: None, 1025: OWN[8192][0], 9000: OWN[8192][0]}
 
 
 def test_gate_and_up_are_timed_with_their_activation() -> None:
@@ -51,4 +51,6 @@ def test_gate_and_up_are_timed_with_their_activation() -> None:
     assert made.gated("relu2") is None
     assert made.gated("silu") is not None
     assert "silu" in made.name
+    assert set(made.candidates()[256]) == {None, (2,)}
+    assert set(method(64, 32).candidates()[256]) == {None}
     assert set(made.candidates()[32]) & {tuple(shape) for shape in OWN[32] if shape} == {(32, 128, 64, 7, 1)}

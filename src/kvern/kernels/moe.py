@@ -24,7 +24,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """What `fused_experts` knows; experts with another activation run through PyTorch."""
 
 DETERMINISTIC_ROWS = 64
-HOPPER_ROWS, HOPPER_GROUP = 128, 4
+HOPPER_ROWS, HOPPER_GROUP = 128, 2
 """Of a block, and blocks side by side, in the kernel for Hopper GPUs."""
 
 
@@ -48,8 +48,6 @@ TILES = {
     128: Tile(256, 64, 8, 8, 4),
 }
 """By the rows of a block."""
-TURNED_TILES = {16: Tile(128, 128, 1, 4, 3), 32: Tile(128, 128, 1, 4, 4)}
-"""Of the product with gate and up, where outputs are the tile's rows."""
 FLOAT32_TILE = Tile(32, 32, 1, 4, 2)
 """Float32 runs on the ordinary cores, in blocks of 16 rows."""
 
@@ -82,7 +80,6 @@ def _grouped_gate_up_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
-    TURNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -97,36 +94,20 @@ def _grouped_gate_up_kernel(
     output = tl.program_id(0) // GROUP * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < width
     column = tl.arange(0, INPUTS)
-    place = (pair // top_k).to(tl.int64) * x_stride
-    expert_weights = weight + expert * (2 * width * hidden)
+    x_tile = x + (pair // top_k).to(tl.int64)[:, None] * x_stride + column[None, :]
+    gate_tile = weight + expert * (2 * width * hidden) + (output[None, :] * hidden + column[:, None])
+    up_tile = gate_tile + width * hidden
+    gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    up = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in tl.range(0, hidden, INPUTS):
+        inside = start + column < hidden
+        values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
+        gate_weights = load_tile(gate_tile + start, known[None, :], inside[:, None], EVEN)
+        up_weights = load_tile(up_tile + start, known[None, :], inside[:, None], EVEN)
+        gate = tl.dot(values, gate_weights, gate, input_precision="ieee")
+        up = tl.dot(values, up_weights, up, input_precision="ieee")
     target = out + pair.to(tl.int64)[:, None] * width + output[None, :]
-    if TURNED:
-        # Outputs are the tile's rows, as the matrix units take 64 of those at a time, but any 8 columns.
-        x_tile = x + place[None, :] + column[:, None]
-        gate_tile = expert_weights + output[:, None] * hidden + column[None, :]
-        gate = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        for start in tl.range(0, hidden, INPUTS):
-            inside = start + column < hidden
-            values = load_tile(x_tile + start, live[None, :], inside[:, None], EVEN)
-            gate_weights = load_tile(gate_tile + start, known[:, None], inside[None, :], EVEN)
-            up_weights = load_tile(gate_tile + width * hidden + start, known[:, None], inside[None, :], EVEN)
-            gate = tl.dot(gate_weights, values, gate, input_precision="ieee")
-            up = tl.dot(up_weights, values, up, input_precision="ieee")
-        result = tl.trans((activate(gate, KIND) * up).to(out.dtype.element_ty))
-    else:
-        x_tile = x + place[:, None] + column[None, :]
-        gate_tile = expert_weights + output[None, :] * hidden + column[:, None]
-        gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
-        up = tl.zeros([ROWS, OUTPUTS], tl.float32)
-        for start in tl.range(0, hidden, INPUTS):
-            inside = start + column < hidden
-            values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
-            gate_weights = load_tile(gate_tile + start, known[None, :], inside[:, None], EVEN)
-            up_weights = load_tile(gate_tile + width * hidden + start, known[None, :], inside[:, None], EVEN)
-            gate = tl.dot(values, gate_weights, gate, input_precision="ieee")
-            up = tl.dot(values, up_weights, up, input_precision="ieee")
-        result = (activate(gate, KIND) * up).to(out.dtype.element_ty)
+    result = (activate(gate, KIND) * up).to(out.dtype.element_ty)
     tl.store(target, result, mask=live[:, None] & known[None, :])
 
 
@@ -253,8 +234,7 @@ def fused_experts(
         return _sum(parts, top_k, add, blocks.places, weights)
     blocks = align(topk_ids, experts, rows, tile.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    turned = TURNED_TILES.get(rows) if x.element_size() == 2 else None
-    _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, turned or tile, turned is not None)
+    _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, tile)
     parts = _grouped_down(gated, down, weights, blocks, rows, tile)
     return parts if top_k == 1 and add is None else _sum(parts, top_k, add)
 
@@ -268,7 +248,6 @@ def _grouped_gate_up(
     activation: str,
     rows: int,
     tile: Tile,
-    turned: bool,
 ) -> None:
     (pairs, width), hidden = out.shape, x.shape[1]
     overlap = overlaps(x.device)
@@ -289,7 +268,6 @@ def _grouped_gate_up(
         outputs,
         inputs_of_step(hidden, tile.inputs),
         tile.group,
-        turned,
         overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -365,6 +365,8 @@ def _launch(
 ) -> None:
     """`gathered`: rows of x are those of the sorted pairs, so many for a row; 0: they lie as they are multiplied."""
     outputs = out.shape[1]
+    if experts is None:
+        group = triton.cdiv(blocks, triton.cdiv(blocks, group))  # so that few are empty
     wide = OUTPUTS if activation is None else OUTPUTS // 2
     columns = triton.cdiv(outputs, wide)
     tiles = triton.cdiv(blocks, group) * group * columns

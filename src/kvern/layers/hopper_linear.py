@@ -23,10 +23,13 @@ OWN: Mapping[int, tuple[Shape, ...]] = {
     64: (StreamShape(64, 64, 128, 6, 2), StreamShape(64, 128, 64, 7, 1)),
     128: (StreamShape(128, 128, 64, 6, 1),),
     256: (ProductShape(2),),
-    2048: (ProductShape(8),),
+    1024: (ProductShape(8),),
+    8192: (ProductShape(8),),
 }
 """What is timed beside `CANDIDATES` for up to this many rows, the last for more too."""
 
+GATED_ALONE = (128, 256, 1024)
+"""Rows for which only the activation makes these kernels faster than cuBLAS."""
 
 MOST_OUTPUTS = 1 << 16
 """A matrix with more is a head, which few rows reach: that many are not timed with it."""
@@ -62,7 +65,8 @@ class HopperMethod(TunedMethod):
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         if self._activation is None:
-            return super().candidates()
+            known = super().candidates()
+            return {most: {None: ways[None]} if most in GATED_ALONE else ways for most, ways in known.items()}
         return {
             most: {
                 None if shape is None else tuple(shape): partial(self._gated_by, shape)
