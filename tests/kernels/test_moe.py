@@ -139,6 +139,7 @@ def test_align(
         expected_experts += [expert] * count
     assert blocks.pairs.tolist()[: len(expected_pairs)] == expected_pairs
     assert blocks.experts.tolist() == expected_experts + [-1] * (len(blocks.experts) - len(expected_experts))
+    assert blocks.pairs[blocks.places.long()].tolist() == list(range(pairs))
 
 
 @pytest.mark.parametrize("pairs", [1, 5, 64, 1000])

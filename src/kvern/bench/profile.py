@@ -18,7 +18,7 @@ PARTS = (
     ("attention", r"attention|flash|fmha|BatchDecode|BatchPrefill"),
     ("experts", r"grouped_|direct_|_route|_align|_count_kernel|_sum_kernel"),
     ("sampling", r"_sample_|argmax|softmax|topk|sort"),
-    ("linear", r"matvec|matmul|gemm|gemv|cutlass|nvjet|splitK|mkldnn|aten::(mm|addmm|linear|mv)"),
+    ("linear", r"matvec|matmul|_product_|_stream_|gemm|gemv|cutlass|nvjet|splitK|mkldnn|aten::(mm|addmm|linear|mv)"),
     ("norm", r"norm"),
     ("rotation and cache write", r"rotate"),
     ("activation", r"activation|silu|gelu"),

@@ -239,7 +239,7 @@ def _product(
 ) -> Call:
     if isinstance(shape, MatvecShape):
         return _matvec(spec, inputs, outputs, width, biased=biased, shape=shape)
-    assert shape is not None
+    assert isinstance(shape, MatmulShape)
     x, weight = inputs.numbers(rows, width), inputs.numbers(outputs, width, deviation=width**-0.5)
     bias = inputs.numbers(outputs) if biased else None
     launch = partial(small_matmul, x, weight, bias, shape, inputs.zeros(outputs))
@@ -257,7 +257,7 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched = set()
     for (width, outputs, biased), (rows, cuts) in itertools.product(layers, candidates_of(inputs.dtype).items()):
         for cut in cuts:
-            if cut is None:
+            if not isinstance(cut, MatvecShape | MatmulShape):
                 continue
             form = cut, rows, width % 16, width % cut.inputs == 0, outputs % 16 == 0, biased
             if form not in launched:

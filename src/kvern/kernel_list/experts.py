@@ -34,7 +34,10 @@ def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
     return Call(f"{tokens} x {moe.experts}", launch, reference, logits.numel() * logits.element_size())
 
 
-def _experts(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, deterministic: bool = False) -> Call:
+def make_experts(
+    spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, deterministic: bool = False, hopper: bool = False
+) -> Call:
+    """What each token makes of its experts."""
     hidden, width = spec.hidden_size, moe.width
     x = inputs.numbers(tokens, hidden)
     gate_up = inputs.numbers(moe.experts, 2 * width, hidden, deviation=hidden**-0.5)
@@ -63,6 +66,7 @@ def _experts(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, determi
         moe.activation,
         add=add,
         deterministic=deterministic,
+        hopper=hopper,
     )
     moved, operations = touched * 3 * width * hidden * x.element_size(), 2 * tokens * moe.top_k * 3 * width * hidden
     return Call(f"{tokens} tokens", launch, reference, moved, operations)
@@ -97,5 +101,5 @@ def _experts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 KERNELS = (
     Kernel("route", "moe", _route, _launched),
-    Kernel("experts", "moe", _experts, _experts_launched, _experts_timed),
+    Kernel("experts", "moe", make_experts, _experts_launched, _experts_timed),
 )

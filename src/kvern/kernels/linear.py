@@ -5,7 +5,8 @@ activation or the residual's addition after it, so that a layer of one token is 
 
     x -> [x / rms(x) * gain] -> x @ weight.T + bias -> [activation(gate) * up] -> [residual +]
 
-`small_matmul` multiplies up to 128 rows on the matrix units.
+`small_matmul` multiplies up to 128 rows on the matrix units. For Hopper GPUs there are `stream_hopper` and
+`product_hopper` beside it.
 """
 
 from typing import NamedTuple
@@ -48,6 +49,22 @@ class MatmulShape(NamedTuple):
     def stages_on(self, device: torch.device, element_size: int) -> int:
         """How many there are for numbers of so many bytes."""
         return stages(device, self.stages, (self.rows + self.outputs) * self.inputs * element_size)
+
+
+class StreamShape(NamedTuple):
+    """How `stream_product` is cut: as `MatmulShape`. One with splits cannot activate."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    splits: int
+
+
+class ProductShape(NamedTuple):
+    """How `product` is cut: so many blocks of 128 rows side by side over the same weights."""
+
+    group: int
 
 
 class Around(NamedTuple):

@@ -24,6 +24,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """What `fused_experts` knows; experts with another activation run through PyTorch."""
 
 DETERMINISTIC_ROWS = 64
+HOPPER_ROWS, HOPPER_GROUP = 128, 2
+"""Of a block, and blocks side by side, in the kernel for Hopper GPUs."""
 
 
 class Tile(NamedTuple):
@@ -48,6 +50,11 @@ TILES = {
 """By the rows of a block."""
 FLOAT32_TILE = Tile(32, 32, 1, 4, 2)
 """Float32 runs on the ordinary cores, in blocks of 16 rows."""
+
+
+def hopper_experts(dtype: torch.dtype, hidden: int, width: int) -> bool:
+    """Whether the kernel for Hopper GPUs knows such experts: TMA takes rows of a multiple of 16 bytes, copies of 32."""
+    return dtype.itemsize == 2 and hidden % 16 == 0 and width % 8 == 0
 
 
 def rows_of_block(pairs: int, experts: int) -> int:
@@ -154,10 +161,13 @@ def _sum_kernel(
     parts: tl.tensor,
     add: tl.tensor,
     out: tl.tensor,
+    places: tl.tensor,
+    weights: tl.tensor,
     add_stride: tl.int64,
     hidden: tl.constexpr,
     top_k: tl.constexpr,
     ADD: tl.constexpr,
+    SORTED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -168,7 +178,13 @@ def _sum_kernel(
     inside = column < hidden
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(top_k):
-        total += tl.load(parts + (token * top_k + choice) * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        pair = token * top_k + choice
+        if SORTED:
+            place = tl.load(places + pair).to(tl.int64)
+            part = tl.load(parts + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
+            total += part * tl.load(weights + pair)
+        else:
+            total += tl.load(parts + pair * hidden + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         total += tl.load(add + token * add_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
@@ -184,6 +200,7 @@ def fused_experts(
     *,
     add: torch.Tensor | None = None,
     deterministic: bool = False,
+    hopper: bool = False,
 ) -> torch.Tensor:
     """Sum x through the experts chosen, times their weights.
 
@@ -194,6 +211,7 @@ def fused_experts(
     topk_ids       [T, top_k] int32 or int64
     add            [T, hidden] that is added to the sum, or None; rows may have gaps
     deterministic  a token's result depends on no other token, and on no number of tokens
+    hopper         the kernel for Hopper GPUs takes many rows
     returns        [T, hidden] in the dtype of x; sums in float32
 
     Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits, if it gets no more rows
@@ -211,6 +229,12 @@ def fused_experts(
     tile = TILES[rows]
     if x.element_size() == 4:
         rows, tile = 16, FLOAT32_TILE
+    if hopper and not deterministic and rows == HOPPER_ROWS:
+        from kvern.kernels.product_hopper import experts_products
+
+        blocks = align(topk_ids, experts, rows, HOPPER_GROUP)
+        parts = experts_products(x, gate_up, down, blocks, topk_ids.numel(), top_k, activation, HOPPER_GROUP)
+        return _sum(parts, top_k, add, blocks.places, weights)
     blocks = align(topk_ids, experts, rows, tile.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, tile)
@@ -287,8 +311,16 @@ def _grouped_down(
     return out
 
 
-def _sum(parts: torch.Tensor, top_k: int, add: torch.Tensor | None) -> torch.Tensor:
-    pairs, hidden = parts.shape
+def _sum(
+    parts: torch.Tensor,
+    top_k: int,
+    add: torch.Tensor | None,
+    places: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`places` of the pairs among the parts, which are then still to be multiplied by `weights`."""
+    hidden = parts.shape[1]
+    pairs = parts.shape[0] if places is None else places.shape[0]
     out = torch.empty(pairs // top_k, hidden, dtype=parts.dtype, device=parts.device)
     block = min(1024, triton.next_power_of_2(hidden))
     overlap = overlaps(parts.device)
@@ -296,10 +328,13 @@ def _sum(parts: torch.Tensor, top_k: int, add: torch.Tensor | None) -> torch.Ten
         parts,
         out if add is None else add,
         out,
+        parts if places is None else places,
+        parts if weights is None else weights,
         0 if add is None else add.stride(0),
         hidden,
         top_k,
         add is not None,
+        places is not None,
         block,
         overlap,
         num_warps=4,

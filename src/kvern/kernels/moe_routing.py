@@ -97,10 +97,12 @@ class Alignment(NamedTuple):
 
     pairs    [blocks * rows] int32: pair t * top_k + k of row r; the number of pairs where a row is empty
     experts  [blocks] int32: the expert of a block, -1 for the blocks at the end that hold nothing
+    places   [pairs] int32: the row of a pair
     """
 
     pairs: torch.Tensor
     experts: torch.Tensor
+    places: torch.Tensor
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
@@ -135,6 +137,7 @@ def _align_kernel(
     partial: tl.tensor,
     sorted_pairs: tl.tensor,
     block_experts: tl.tensor,
+    places: tl.tensor,
     pairs,
     blocks,
     chunks,
@@ -169,7 +172,9 @@ def _align_kernel(
     used = (total + ROWS - 1) // ROWS
     mine = choice == expert
     rank = before + tl.cumsum(mine.to(tl.int32), axis=0) - 1
-    tl.store(sorted_pairs + first * ROWS + rank, pair, mask=mine)
+    place = first * ROWS + rank
+    tl.store(sorted_pairs + place, pair, mask=mine)
+    tl.store(places + pair, place, mask=mine)
     if chunk == 0:
         empty = total + tl.arange(0, ROWS)
         tl.store(sorted_pairs + first * ROWS + empty, tl.zeros([ROWS], tl.int32) + pairs, mask=empty < used * ROWS)
@@ -196,6 +201,7 @@ def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) ->
     result = Alignment(
         torch.empty(blocks * rows, dtype=torch.int32, device=device),
         torch.empty(blocks, dtype=torch.int32, device=device),
+        torch.empty(pairs, dtype=torch.int32, device=device),
     )
     bins = max(32, triton.next_power_of_2(experts))
     chunk = min(CHUNK, max(32, triton.next_power_of_2(pairs)))
@@ -209,6 +215,7 @@ def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) ->
         partial,
         result.pairs,
         result.experts,
+        result.places,
         pairs,
         blocks,
         chunks,

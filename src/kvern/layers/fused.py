@@ -95,14 +95,20 @@ class TableAttention(Attention):
 
 
 class FusedGatedMLP(GatedMLP):
-    """A gated MLP whose activation is one kernel."""
+    """A gated MLP whose activation is one kernel, or the end of the product before it."""
 
     def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
         self.kind = spec.activation
+        self._gated = self.gate_up_proj.method.gated(spec.activation)
+        self._bias = self.gate_up_proj.bias
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
-        out: Tensor = self.down_proj(gated_activation(self.gate_up_proj(x, rows), self.kind), rows)
+        if self._gated is not None and rows is None:  # adapters add to what is activated
+            activated = self._gated(x, self._bias)
+        else:
+            activated = gated_activation(self.gate_up_proj(x, rows), self.kind)
+        out: Tensor = self.down_proj(activated, rows)
         return out
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvern.kernels.moe import fused_experts, route
+from kvern.kernels.moe import fused_experts, hopper_experts, route
 from kvern.layers.build import Build
 from kvern.layers.experts import StackedExperts
 from kvern.layers.router import SigmoidRouter, SoftmaxRouter
@@ -16,6 +16,7 @@ class FusedExperts(StackedExperts):
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
         self.deterministic = build.deterministic
+        self.hopper = "hopper_linear" in build.kernels and hopper_experts(build.dtype, hidden_size, spec.width)
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         return fused_experts(
@@ -27,6 +28,7 @@ class FusedExperts(StackedExperts):
             self.spec.activation,
             add=add,
             deterministic=self.deterministic,
+            hopper=self.hopper,
         )
 
 

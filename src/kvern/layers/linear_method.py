@@ -153,6 +153,13 @@ class LinearMethod(Module, ABC):
         """The product of a single row in one launch with what is around it; None: the parts of a layer run alone."""
         return None
 
+    def gated(self, activation: str) -> Product | None:
+        """The product of gate and up, the matrix's halves, with activation(gate) * up as its `outputs / 2` results.
+
+        None: the activation is a launch of its own. Asked for before anything is timed.
+        """
+        return None
+
     def embed(self, ids: Tensor) -> Tensor:
         """The rows `ids [T]` int64 of the matrix: `[T, inputs]`. A format that stores embeddings reads those alone."""
         return F.embedding(ids, self.dequantize())

@@ -3,6 +3,7 @@
 Products of few rows read all weights and compute little; there the fastest way depends on the shape.
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
+from kvern.kernels.linear import (
+    NOTHING,
+    Around,
+    MatmulShape,
+    MatvecShape,
+    ProductShape,
+    StreamShape,
+    matvec,
+    small_matmul,
+)
 from kvern.layers.few_rows import matvec_shape
 from kvern.layers.linear_method import LinearMethod, LinearShape, Product, RowProduct
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
@@ -19,8 +29,8 @@ from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
-Shape = MatvecShape | MatmulShape | None
-"""Of a Triton kernel; None: cuBLAS."""
+Shape = MatvecShape | MatmulShape | StreamShape | ProductShape | None
+"""Of a kernel; None: cuBLAS."""
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (None, MatvecShape(4, 512, 4, stages=3), MatvecShape(2, 1024, 4, unroll=2), MatvecShape(4, 512, 4, unroll=4)),
@@ -68,8 +78,6 @@ DETERMINISTIC = MatmulShape(64, 128, 64, 4, 4)
 MOST_TILES = 1 << 14
 """Of a product whose inputs are split: outputs are cut into tiles of at least 64."""
 
-MOST_ROWS = max(CANDIDATES)
-
 
 def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     """What is timed for numbers of this dtype, by the most rows."""
@@ -93,12 +101,15 @@ class TunedMethod(UnquantizedMethod):
     ) -> None:
         super().__init__(shape)
         self.name = name
-        self._default, self.arrived, self._candidates = default, arrived, candidates
-        self._by_rows = [single, single] + [default] * (MOST_ROWS - 1)
+        self.arrived, self._candidates = arrived, candidates
+        self._most = sorted(candidates)
+        self._ways = [single if most == 1 else default for most in self._most] + [default]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.shape[0]
-        return self._multiply_by(self._by_rows[rows] if rows <= MOST_ROWS else self._default, x, bias)
+        return self._multiply_by(self._way(x), x, bias)
+
+    def _way(self, x: Tensor) -> Shape:
+        return self._ways[bisect_left(self._most, x.shape[0])]
 
     def row_product(self) -> RowProduct:
         return self._multiply_row
@@ -115,14 +126,14 @@ class TunedMethod(UnquantizedMethod):
 
     def choose(self, rows: int, candidate: Hashable) -> None:
         shape = next(shape for shape in self._candidates[rows] if _plain(shape) == candidate)
-        first = max((most for most in self._candidates if most < rows), default=0) + 1
-        self._by_rows[first : rows + 1] = [shape] * (rows + 1 - first)
+        self._ways[self._most.index(rows)] = shape
 
     def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
         if shape is None:
             return F.linear(x, self.weight, bias)
         if isinstance(shape, MatvecShape):
             return matvec(x, self.weight, bias, shape)
+        assert isinstance(shape, MatmulShape)
         return small_matmul(x, self.weight, bias, shape, self.arrived)
 
 
@@ -139,11 +150,18 @@ class TunedLinear(Unquantized):
         default = DETERMINISTIC if build.deterministic or self._backend == "triton" else None
         if build.deterministic or self._backend == "cublas":
             return TunedMethod(shape, default, default, self._arrived, {}, "unquantized")
+        single = matvec_shape(shape.outputs, shape.inputs)
+        if "hopper_linear" in build.kernels and self._backend == "auto":
+            from kvern.layers.hopper_linear import HopperMethod, hopper_candidates
+
+            own = hopper_candidates(shape)
+            if own:
+                return HopperMethod(shape, default, single, self._arrived, own, "unquantized on Hopper")
         candidates, name = candidates_of(shape.dtype), "unquantized"
         if self._backend == "triton":
             candidates = {most: tuple(filter(None, shapes)) for most, shapes in candidates.items()}
             name = "unquantized by triton"
-        return TunedMethod(shape, default, matvec_shape(shape.outputs, shape.inputs), self._arrived, candidates, name)
+        return TunedMethod(shape, default, single, self._arrived, candidates, name)
 
     def embedding(self, shape: LinearShape, build: "Build") -> LinearMethod:
         return self.linear(shape, build)

@@ -49,4 +49,5 @@ def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
     for name, error in broken.items():
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)
-    return frozenset(kernel.group for kernel in KERNELS) - frozenset(broken)
+    known = (kernel.group for kernel in KERNELS)
+    return frozenset(group for group in known if inputs.hopper or not group.startswith("hopper")) - frozenset(broken)

@@ -1,0 +1,91 @@
+"""Products by the kernels for Hopper GPUs."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvern.kernel_list.dense import ACTIVATION, gated_mlps
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernel_list.experts import make_experts, moes
+from kvern.kernels.linear import ProductShape, StreamShape
+from kvern.kernels.moe import ACTIVATIONS, hopper_experts
+from kvern.model_spec import ModelSpec
+
+Sizes = Iterator[tuple[Any, ...]]
+
+
+def _product(
+    spec: ModelSpec,
+    inputs: Inputs,
+    rows: int,
+    outputs: int,
+    width: int,
+    shape: StreamShape | ProductShape,
+    activation: str | None,
+) -> Call:
+    from kvern.kernels.product_hopper import product
+    from kvern.kernels.stream_hopper import stream_product
+
+    x, weight = inputs.numbers(rows, width), inputs.numbers(outputs, width, deviation=width**-0.5)
+    if isinstance(shape, StreamShape):
+        launch = partial(stream_product, x, weight, None, shape, inputs.zeros(outputs), activation)
+    else:
+        launch = partial(product, x, weight, None, shape, activation)
+
+    def reference() -> torch.Tensor:
+        out = x.double() @ weight.double().T
+        if activation is None:
+            return out
+        gate, up = out.chunk(2, -1)
+        return ACTIVATION[activation](gate) * up
+
+    moved = (weight.numel() + x.numel() + rows * outputs) * x.element_size()
+    return Call(f"{rows} x {outputs} x {width}", launch, reference, moved, 2 * rows * weight.numel())
+
+
+def _fits(spec: ModelSpec, inputs: Inputs) -> bool:
+    return inputs.hopper and inputs.dtype.itemsize == 2 and spec.hidden_size % 8 == 0
+
+
+def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if _fits(spec, inputs):
+        from kvern.layers.hopper_linear import OWN, can_gate
+
+        activations = (None, *dict.fromkeys(mlp.activation for mlp in gated_mlps(spec)))
+        for rows, shapes in OWN.items():
+            if rows <= 256:  # with more, shapes compile nothing else
+                for shape in shapes:
+                    known = activations if can_gate(shape) else (None,)
+                    yield from ((rows, 512, spec.hidden_size, shape, activation) for activation in known)
+
+
+def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if _fits(spec, inputs):
+        from kvern.layers.hopper_linear import OWN
+
+        for mlp in gated_mlps(spec)[:1]:
+            for rows, shapes in OWN.items():
+                yield rows, 2 * mlp.width, spec.hidden_size, shapes[-1], mlp.activation
+                yield rows, spec.hidden_size, mlp.width, shapes[0], None
+
+
+def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe in moes(spec):
+        if (
+            inputs.hopper
+            and moe.activation in ACTIVATIONS
+            and hopper_experts(inputs.dtype, spec.hidden_size, moe.width)
+        ):
+            yield moe, 33 * moe.experts // moe.top_k + 1, False, True
+
+
+def _experts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((moe, 8192, False, True) for moe, *_ in _experts_launched(spec, inputs))
+
+
+KERNELS = (
+    Kernel("product on Hopper", "hopper_linear", _product, _product_launched, _product_timed),
+    Kernel("experts on Hopper", "hopper_linear", make_experts, _experts_launched, _experts_timed),
+)

@@ -1,0 +1,63 @@
+"""What products on Hopper GPUs (compute capability 9.0) share: tiles that TMA moves, and activations."""
+
+import functools
+
+import torch
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kvern.kernels.activation import activate
+
+KINDS = (None, "silu", "gelu", "gelu_tanh", "relu")
+"""Of activations."""
+
+
+def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
+    """Whether the kernels for Hopper know such a matrix: TMA takes rows of a multiple of 16 bytes."""
+    return dtype.itemsize == 2 and inputs % 8 == 0 and outputs % 8 == 0
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of the device; of an H100 if a kernel is only compiled."""
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
+
+
+def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """How TMA moves tiles of a matrix; what lies outside is zero, and is not written."""
+    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
+@gluon.jit
+def fetch_weights(weight_tiles, ready, weights, expert, column, begin, wanted, outputs, GATED: gl.constexpr):
+    """Begin to copy a tile, from the input `begin` on; of a gated one, gate's half and up's.
+
+    `outputs` are those of the result: a matrix, or each expert's, has twice as many rows if gated.
+    """
+    WIDE: gl.constexpr = weights.shape[0]
+    HALF: gl.constexpr = WIDE // 2
+    if GATED:
+        gate = expert * (2 * outputs) + column * HALF
+        tma.async_copy_global_to_shared(weight_tiles, [gate, begin], ready, weights.slice(0, HALF), pred=wanted)
+        up = weights.slice(HALF, HALF)
+        tma.async_copy_global_to_shared(weight_tiles, [gate + outputs, begin], ready, up, pred=wanted)
+    else:
+        first = expert * outputs + column * WIDE
+        tma.async_copy_global_to_shared(weight_tiles, [first, begin], ready, weights, pred=wanted)
+
+
+@gluon.jit
+def activate_by(x, KIND: gl.constexpr):
+    """By the number in `KINDS`: texts do not pass into the groups of warps."""
+    if KIND == 1:
+        return activate(x, "silu")
+    if KIND == 2:
+        return activate(x, "gelu")
+    if KIND == 3:
+        return activate(x, "gelu_tanh")
+    return activate(x, "relu")

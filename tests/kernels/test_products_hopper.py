@@ -1,0 +1,95 @@
+"""The products for Hopper beside float64. Gluon has no interpreter: they run on such a GPU alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvern.kernels.linear import ProductShape, StreamShape
+from tests.kernels.test_moe import experts_reference
+from tests.kernels.test_norm import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no GPU of compute capability 9.0",
+    ),
+]
+STREAMS = (
+    StreamShape(8, 64, 128, 6, 1),
+    StreamShape(16, 64, 128, 6, 2),
+    StreamShape(32, 128, 64, 7, 1),
+    StreamShape(128, 128, 64, 6, 1),
+)
+
+
+def _inputs(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x whose rows lie apart, weights and a bias."""
+    generator = torch.Generator("cuda").manual_seed(rows + outputs + inputs)
+    x = torch.randn(rows, inputs + 24, generator=generator, device="cuda").to(dtype)[:, :inputs]
+    weight = (torch.randn(outputs, inputs, generator=generator, device="cuda") / inputs**0.5).to(dtype)
+    return x, weight, torch.randn(outputs, generator=generator, device="cuda").to(dtype)
+
+
+def _expected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    out = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    if activation is None:
+        return out
+    gate, up = out.chunk(2, -1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+@pytest.mark.parametrize("shape", STREAMS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1000, 200), (20_000, 328), (512, 5000)])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+def test_stream_product(shape: StreamShape, outputs: int, inputs: int, activation: str | None) -> None:
+    """Twice over the same counters; a row by itself is the same."""
+    from kvern.kernels.stream_hopper import stream_product
+
+    if activation is not None and (shape.outputs < 128 or shape.splits > 1 or outputs % 16):
+        return
+    arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
+    dtype = torch.float16 if inputs == 328 else torch.bfloat16
+    x, weight, bias = _inputs(shape.rows - 3, outputs, inputs, dtype)
+    for added in (None, bias):
+        out = stream_product(x, weight, added, shape, arrived, activation)
+        assert relative_error(out, _expected(x, weight, added, activation)) < 5e-3
+    assert torch.equal(stream_product(x[-1:], weight, bias, shape, arrived, activation)[0], out[-1])
+    assert not arrived.any()
+
+
+@pytest.mark.parametrize("rows", [1, 64, 130, 700])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1000, 200), (20_000, 328)])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+def test_product(rows: int, outputs: int, inputs: int, activation: str | None) -> None:
+    from kvern.kernels.product_hopper import product
+
+    if activation is not None and outputs % 16:
+        return
+    dtype = torch.float16 if inputs == 328 else torch.bfloat16
+    x, weight, bias = _inputs(rows, outputs, inputs, dtype)
+    for group, added in ((1, None), (2, bias), (8, None)):
+        out = product(x, weight, added, ProductShape(group), activation)
+        assert relative_error(out, _expected(x, weight, added, activation)) < 5e-3
+
+
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "width"), [(8, 2, 64, 48), (5, 1, 208, 328), (3, 3, 512, 768)])
+def test_experts(experts: int, top_k: int, hidden: int, width: int) -> None:
+    """Some experts get no token, and one gets most."""
+    from kvern.kernels.moe import fused_experts
+
+    tokens = 33 * experts // top_k + 41
+    x, gate_up, _ = _inputs(tokens, experts * 2 * width, hidden, torch.bfloat16)
+    _, down, _ = _inputs(1, experts * hidden, width, torch.bfloat16)
+    gate_up, down = gate_up.view(experts, 2 * width, hidden), down.view(experts, hidden, width)
+    scores = torch.rand(tokens, experts, device="cuda")
+    scores[:, 0] += 1.0
+    if experts > top_k:
+        scores[:, -1] = -1.0
+    weights, chosen = scores.topk(top_k)
+    expected = experts_reference(x, gate_up, down, weights, chosen, "silu")
+    for _ in range(3):
+        out = fused_experts(x, gate_up, down, weights, chosen, "silu", hopper=True)
+        assert relative_error(out, expected) < 1e-2
