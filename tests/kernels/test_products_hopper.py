@@ -61,9 +61,10 @@ def test_stream_product(shape: StreamShape, outputs: int, inputs: int, activatio
 
 
 @pytest.mark.parametrize("rows", [1, 64, 130, 700])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1000, 200), (20_000, 328)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1000, 200), (20_000, 136), (20_000, 328)])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
 def test_product(rows: int, outputs: int, inputs: int, activation: str | None) -> None:
+    """Of few inputs too, where a program's first tile has fewer steps than there are stages."""
     from kvern.kernels.product_hopper import product
 
     if activation is not None and outputs % 16:

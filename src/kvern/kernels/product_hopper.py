@@ -103,7 +103,7 @@ def _fetch(
                 stage = fetched % STAGES
                 bar = ready.index(stage)
                 mbarrier.wait(empty.index(stage), ((fetched // STAGES) & 1) ^ 1)
-                wanted = fetched >= (0 if EXPERTS else STAGES)
+                wanted = True if EXPERTS else fetched >= gl.minimum(steps, STAGES)  # the others are on their way
                 if GATHER:
                     mbarrier.expect(bar, WEIGHT_BYTES)
                 else:

@@ -76,7 +76,7 @@ DETERMINISTIC = MatmulShape(64, 128, 64, 4, 4)
 """The one way to multiply if a row's result must not depend on the number of rows."""
 
 MOST_TILES = 1 << 14
-"""Of a product whose inputs are split: outputs are cut into tiles of at least 64."""
+"""Of a product whose inputs are split: outputs are cut into tiles of at least 64, of float32 32."""
 
 
 def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
