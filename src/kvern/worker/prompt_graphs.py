@@ -146,10 +146,9 @@ class PromptGraphs:
         tiles += [(0, RUNS + 1, 0)] * (self._tiles(step) - len(tiles))
         sampled = sampled_tokens(scheduled)
         indices = [index if index < decodes else index + missing for index in sampled.indices]
-        unused = [0] * (step.samples - len(sampled.slots))
-        sampling = np.array(
-            indices + unused + sampled.positions + unused + sampled.slots + [scratch] * len(unused), dtype=np.int64
-        )
+        unused = step.samples - len(sampled.slots)
+        positions = sampled.positions + [1] * unused  # behind one key, so that attention writes these rows, too
+        sampling = np.array(indices + [0] * unused + positions + sampled.slots + [scratch] * unused, dtype=np.int64)
         numbers = slots + starts + counts + firsts + [run for _, run, _ in tiles] + [first for _, _, first in tiles]
         return np.concatenate((sampling.view(np.int32), np.array(numbers, dtype=np.int32))), len(sampled.slots)
 
