@@ -166,10 +166,13 @@ class DeviceRunner:
             return False
         try:
             graphs.capture_next()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # the driver's own is no torch.OutOfMemoryError
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                raise
             count = 1 + len(graphs.missing)
             logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
             graphs.missing.clear()
+            torch.cuda.empty_cache()
         return bool(decodes.missing or (prompts is not None and prompts.missing))
 
     def abandon(self) -> None:
@@ -242,7 +245,7 @@ class DeviceRunner:
         graph, count = replayed
         outputs = graph.outputs
         if not count:
-            return PendingStep(scheduled, None)
+            return PendingStep(scheduled, None, on_gpu=True)
         if not needs:
             return PendingStep(scheduled, outputs.sampled[:count])
         decoded = DecodedStates(
