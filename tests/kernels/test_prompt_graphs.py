@@ -1,5 +1,6 @@
 """Steps with prompts, padded to the size of a graph, compute what they compute eagerly."""
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,32 @@ def test_a_replayed_step_is_the_eager_one(
             graphs.capture_next()
     assert answers(llm.generate(PROMPTS, sampling)) == expected
     assert len(graphs.used) >= 2, "too few steps were replayed for this to say anything"
+
+
+class Missing:
+    """Graphs whose capture fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.missing = deque([(64, False, False, False), (32, False, False, False)])
+        self._error = error
+
+    def capture_next(self) -> None:
+        self.missing.popleft()
+        raise self._error
+
+
+def idle(error: Exception) -> bool:
+    runner = object.__new__(DeviceRunner)
+    runner._graphs, runner._prompt_graphs = Missing(error), None  # type: ignore[assignment]
+    return runner.idle()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: out of memory")])
+def test_without_memory_for_a_graph_the_engine_goes_on_without(error: Exception, caplog: Any) -> None:
+    assert not idle(error)
+    assert "no GPU memory for 2 CUDA graphs" in caplog.text
+
+
+def test_other_errors_of_a_capture_are_not_hidden() -> None:
+    with pytest.raises(RuntimeError, match="illegal"):
+        idle(RuntimeError("CUDA error: illegal instruction"))
