@@ -4,6 +4,7 @@ differences --> rows on the device --> tokens, positions, slot mapping read on t
                                          |
              a step of decodes alone: one CUDA graph, from embedding to sampled token and its log-probabilities; behind
              it sampling again, where more is asked for (grammars, beams, embeddings, custom code, rare filters)
+             small steps with prompts: graphs as well, up to the tokens sampled with a temperature alone
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
 sampled tokens <-- copied to the host behind the step, which an event marks as done
