@@ -31,9 +31,17 @@ def test_where_python_may_not_write_it_is_kept_in_the_cache_folder(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/nowhere"}], ids=str
+    "environment",
+    [
+        {},
+        {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/nowhere"},
+        {"PYTHONDONTWRITEBYTECODE": "1", "KVERN_CACHE_DIR": "/dev/null"},
+    ],
+    ids=str,
 )
-def test_where_python_keeps_it_or_was_told_where_nothing_changes(environment: dict[str, str], tmp_path: Path) -> None:
+def test_where_python_keeps_it_or_was_told_where_or_nobody_can_nothing_changes(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     prefix, kept = started(tmp_path, **environment)
     assert prefix == environment.get("PYTHONPYCACHEPREFIX", "None")
     assert kept == []

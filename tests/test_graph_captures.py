@@ -8,7 +8,7 @@ import pytest
 from kvern.engine.process import serve
 from kvern.engine.wire import FinishRequests, Shutdown, encode
 from kvern.events import EngineStatistics
-from kvern.worker.graph_captures import Captured, captures, padded_size
+from kvern.worker.graph_captures import Captured, captures, padded_size, smallest
 
 
 def test_few_sizes_serve_all_and_pad_little() -> None:
@@ -33,6 +33,16 @@ def test_every_step_has_its_graph_and_the_likeliest_come_first(prefixes: bool, a
             assert plain == (sizes if adapters or not adapted else set())
             assert behind_prefixes == ({size for size in plain if size >= 4} if prefixes else set())
     assert order[: len(sizes)] == [Captured(size, False, False, False) for size in sorted(sizes, reverse=True)]
+
+
+def test_a_step_whose_graph_is_missing_takes_the_next_larger_of_its_kind() -> None:
+    there = [Captured(64, False, False, False), Captured(32, False, False, False), Captured(4, False, True, False)]
+    assert smallest(there, 3, False, False) == there[1]
+    assert smallest(there, 30, False, False) == there[1]
+    assert smallest(there, 33, False, False) == there[0]
+    assert smallest(there, 65, False, False) is None
+    assert smallest(there, 3, True, False) is None
+    assert smallest(there, 3, False, True) is None
 
 
 class Core:

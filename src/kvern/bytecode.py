@@ -22,15 +22,21 @@ def cache_home() -> Path:
 def bytecode_environment() -> dict[str, str]:
     """What tells a Python that is started to keep compiled modules in the cache folder; nothing where it need not.
 
-    A PYTHONPYCACHEPREFIX is left as it is.
+    A PYTHONPYCACHEPREFIX is left as it is, and nothing is kept if the cache folder cannot be written to.
     """
     torch = None if sys.pycache_prefix else importlib.util.find_spec("torch")
     if torch is None or torch.origin is None or torch.cached is None or Path(torch.cached).exists():
         return {}
     if not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK):
         return {}
-    folder = Path(os.environ.get("KVERN_CACHE_DIR") or cache_home()).expanduser()
-    return {"PYTHONPYCACHEPREFIX": str(folder.resolve() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    try:
+        folder = Path(os.environ.get("KVERN_CACHE_DIR") or cache_home()).expanduser().resolve() / "bytecode"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # nobody may write there, or there is no home
+        return {}
+    if not os.access(folder, os.W_OK):
+        return {}
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def keep_bytecode() -> None:
@@ -48,4 +54,5 @@ def _compile_torch(prefix: Path) -> None:
     sources = Path(torch.origin).parent
     if not prefix.joinpath(*sources.parts[1:]).exists():
         command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED, str(sources)]
-        subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 (no shell, our own words)
+        nowhere = subprocess.DEVNULL  # whoever reads what this process prints need not wait for that one
+        subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)  # noqa: S603 (no shell, our own words)

@@ -187,6 +187,7 @@ class EngineConfig:
 
 def read_seconds(name: str, text: str) -> float:
     """A time such as 15ms or 0.015s, in seconds; 0 and none are 0. Raises ConfigError."""
+    text = str(text)  # Python code and files of options also give numbers, which have no unit
     number = 0.0 if text in ("none", "0") else -1.0
     for unit, factor in (("ms", 0.001), ("s", 1.0)):
         if number < 0 and text.endswith(unit):

@@ -33,18 +33,18 @@ def time_steps(executor: Executor, layout: Layout) -> tuple[float, StepCosts] | 
     if min(layout.max_batch_requests, layout.blocks) < 2:
         return None
     timing = _Timing(executor, layout)
+    if timing.longest < 2:
+        return None
     requests = timing.requests
     plain = timing.seconds(0, None)
     rows: list[int] = []
     seconds: list[float] = []
     for size in SIZES:
         count = min(size - requests, timing.longest)
-        if count < 2 or (rows and (count + requests <= rows[-1] or seconds[-1] > min(LONGEST * plain, LONG))):
+        if rows and (count + requests <= rows[-1] or seconds[-1] > min(LONGEST * plain, LONG)):
             break
         rows.append(count + requests)
         seconds.append(timing.seconds(0, (0, count)))
-    if not rows:
-        return None
     largest, context = rows[-1] - requests, timing.context
     per_key = max(timing.seconds(context, None) - plain, 0.0) / (requests * context)
     per_pair = max(timing.seconds(0, (context, largest)) - seconds[-1], 0.0) / (largest * context)

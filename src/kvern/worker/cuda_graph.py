@@ -5,6 +5,7 @@ requests decode, a step is one launch and the host sends nothing. Where sampling
 on behind the graph, from the logits that it leaves, and the graph's own token is overwritten.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from kvern.layers.attention import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import NewRequest
-from kvern.worker.graph_captures import Captured, captures, padded_size
+from kvern.worker.graph_captures import Captured, captures, smallest
 from kvern.worker.shared_prefix import PrefixGroups, find_shared_prefixes
 
 
@@ -108,8 +109,11 @@ def capture(
         graph.capture_begin(pool, capture_error_mode="relaxed")
         try:
             outputs = step()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what went wrong is said already
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph, outputs._replace(hidden=unowned(outputs.hidden), logits=unowned(outputs.logits))
 
 
@@ -147,7 +151,7 @@ class DecodeGraphs:
 
     def can_run(self, requests: int, adapted: bool, options: bool = False) -> bool:
         """Whether there is a graph for a step of one token for each of so many requests; see `run`."""
-        return Captured(padded_size(requests), options, False, adapted) in self._graphs
+        return smallest(self._graphs, requests, options, adapted) is not None
 
     def run(
         self,
@@ -184,15 +188,15 @@ class DecodeGraphs:
     def _replay(
         self, slots: list[int], starts: list[int], options: bool, adapted: bool, exact: torch.Tensor | None
     ) -> DecodeGraph:
-        size = padded_size(len(slots))
         groups = self._shared_prefixes(slots, starts)
-        plain = Captured(size, options, False, adapted)
+        plain = smallest(self._graphs, len(slots), options, adapted)
+        assert plain is not None, "`can_run` was not asked"
         graph = self._graphs[plain]
         if groups is not None:
             graph = self._graphs.get(plain._replace(prefix=True), graph)
         if groups is not graph.groups:
             self._write(groups, graph)
-        padding = size - len(slots)
+        padding = plain.size - len(slots)
         padded_slots = slots + [self._rows.scratch] * padding
         padded_starts = starts + [0] * padding
         if padded_slots != graph.slots or padded_starts != graph.starts:

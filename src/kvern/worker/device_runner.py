@@ -4,6 +4,7 @@ differences --> rows on the device --> tokens, positions, slot mapping read on t
                                          |
              a step of decodes alone: one CUDA graph, from embedding to sampled token and its log-probabilities; behind
              it sampling again, where more is asked for (grammars, beams, embeddings, custom code, rare filters)
+             small steps with prompts: graphs as well, up to the tokens sampled with a temperature alone
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
 sampled tokens <-- copied to the host behind the step, which an event marks as done
@@ -166,10 +167,13 @@ class DeviceRunner:
             return False
         try:
             graphs.capture_next()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # the driver's own is no torch.OutOfMemoryError
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                raise
             count = 1 + len(graphs.missing)
             logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
             graphs.missing.clear()
+            torch.cuda.empty_cache()
         return bool(decodes.missing or (prompts is not None and prompts.missing))
 
     def abandon(self) -> None:
@@ -242,7 +246,7 @@ class DeviceRunner:
         graph, count = replayed
         outputs = graph.outputs
         if not count:
-            return PendingStep(scheduled, None)
+            return PendingStep(scheduled, None, on_gpu=True)
         if not needs:
             return PendingStep(scheduled, outputs.sampled[:count])
         decoded = DecodedStates(

@@ -2,10 +2,11 @@
 
 at start      the first of `captures`, those that most steps need, as many as a moment allows
 idle moments  the others, one at a time; an engine that has none (`LLM`) captures all at start
-in a step     none: a step whose graph is missing runs eagerly, or by one that reads common prefixes several times
+in a step     none: a step whose graph is missing runs by a larger one, or one that reads common prefixes several
+              times, or eagerly
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from kvern.worker.shared_prefix import LEAST_REQUESTS
@@ -30,6 +31,14 @@ def padded_size(requests: int) -> int:
         return 1 << (requests - 1).bit_length()
     step = max(8, 1 << ((requests - 1).bit_length() - 3))
     return -(-requests // step) * step
+
+
+def smallest(captured: Collection[Captured], requests: int, options: bool, adapted: bool) -> Captured | None:
+    """Of those that run so many requests without looking for common prefixes; None: there is none."""
+    exact = Captured(padded_size(requests), options, False, adapted)
+    if exact in captured:
+        return exact
+    return min((other for other in captured if other[1:] == exact[1:] and other.size > requests), default=None)
 
 
 def captures(requests: int, prefixes: bool, adapters: bool) -> Iterator[Captured]:

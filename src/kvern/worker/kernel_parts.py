@@ -27,6 +27,7 @@ from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.graph_captures import captures
 from kvern.worker.memory import GRAPH_BYTES, DeviceMemory, bytes_of_token, cache_bytes, report_others
 from kvern.worker.plan import Layout, Plan, Room
+from kvern.worker.prompt_graphs import prompt_steps
 from kvern.worker.startup import Startup
 
 
@@ -139,4 +140,12 @@ class KernelParts:
             return 0
         adapts = contents.adapters is not None and contents.adapters.bank.captures
         graphs = sum(1 for _ in captures(slots, attention.prefix_members > 0, adapts))
+        if attention.reads_device_starts and not attention.deterministic:
+            mixed = prompt_steps(slots, self._plan.max_batch_tokens, longest)
+            graphs += len(mixed)
+            if mixed:  # all graphs share the memory of the largest: a prompt beside decodes, as many tokens in all
+                largest = max(mixed, key=sum)
+                others = min(largest.decodes, slots - 1)
+                prompt = ScheduledTokens(others, 0, min(sum(largest) - others, longest - 1), 1)
+                runner.execute(SchedulerOutput(2, scheduled=[*decodes[:others], prompt])).result()
         return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES

@@ -73,6 +73,8 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
     done = _mark(spec, inputs, forms, target)
     if target.backend != "cuda" or done.exists() or "fork" not in multiprocessing.get_all_start_methods():
         return
+    if multiprocessing.current_process().daemon:  # it may have no processes
+        return
     host = inputs.without_device()
     longest_first = reversed(forms)  # attention, which stands at the list's end
     launches = [partial(_launch, kernel, spec, host, given) for kernel, given in longest_first]
@@ -84,10 +86,13 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
     for process in processes:
         process.start()
     end = time.monotonic() + PATIENCE_SECONDS
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-        process.kill()
-        process.join()
+    try:
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+    finally:  # also at Ctrl-C
+        for process in processes:
+            process.kill()
+            process.join()
     if not any(process.exitcode for process in processes):
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
@@ -111,6 +116,7 @@ def _launch(kernel: Kernel, spec: ModelSpec, inputs: Inputs, given: tuple[Any, .
 def _compile(target: GPUTarget, launches: Sequence[Callable[[], None]], following: Any) -> None:
     """What a process does: compile one launch after another; exits with 1 if one cannot be compiled."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(TargetDriver(target))
     JITFunction.run = _compile_only(JITFunction.run)

@@ -56,10 +56,14 @@ class PromptStep(NamedTuple):
         return decodes <= self.decodes and tokens <= self.tokens
 
 
-def prompt_steps(requests: int) -> list[PromptStep]:
-    """All graphs of an engine that runs so many requests at once, the likeliest first."""
-    most = next((size for size in DECODES if size >= requests), DECODES[-1])
-    return [PromptStep(decodes, tokens) for decodes in DECODES if decodes <= most for tokens in reversed(TOKENS)]
+def prompt_steps(requests: int, most: int, longest: int) -> list[PromptStep]:
+    """All graphs of an engine that runs so many requests at once, the likeliest first.
+
+    `most`: tokens of a step; `longest`: of a sequence.
+    """
+    largest = next((size for size in DECODES if size >= requests), DECODES[-1])
+    steps = [PromptStep(decodes, tokens) for decodes in DECODES if decodes <= largest for tokens in reversed(TOKENS)]
+    return [step for step in steps if sum(step) <= most and step.tokens <= longest]
 
 
 @dataclass
@@ -92,9 +96,7 @@ class PromptGraphs:
         size = attention.caches[0].element_size()
         sizes = {prefill_shape(layer.attention.head_dim, False, size).queries for layer in decoder.spec.layers}
         self._tile = sizes.pop() if len(sizes) == 1 else 0
-        longest = rows.tokens.shape[1] - 1
-        steps = prompt_steps(rows.scratch) if self._tile else []
-        self.missing = deque(step for step in steps if sum(step) <= most and step.tokens <= longest)
+        self.missing = deque(prompt_steps(rows.scratch, most, rows.tokens.shape[1] - 1) if self._tile else [])
         self._graphs: dict[PromptStep, PromptGraph] = {}
 
     def capture_next(self) -> None:
@@ -146,9 +148,11 @@ class PromptGraphs:
         tiles += [(0, RUNS + 1, 0)] * (self._tiles(step) - len(tiles))
         sampled = sampled_tokens(scheduled)
         indices = [index if index < decodes else index + missing for index in sampled.indices]
-        unused = step.samples - len(sampled.slots)
-        positions = sampled.positions + [1] * unused  # behind one key, so that attention writes these rows, too
-        sampling = np.array(indices + [0] * unused + positions + sampled.slots + [scratch] * unused, dtype=np.int64)
+        unused = step.samples - len(sampled.slots)  # they attend to the padding row's first key
+        sampling = np.array(
+            indices + [0] * unused + sampled.positions + [1] * unused + sampled.slots + [scratch] * unused,
+            dtype=np.int64,
+        )
         numbers = slots + starts + counts + firsts + [run for _, run, _ in tiles] + [first for _, _, first in tiles]
         return np.concatenate((sampling.view(np.int32), np.array(numbers, dtype=np.int32))), len(sampled.slots)
 
