@@ -58,11 +58,13 @@ def penalties(
     breaking: tuple[frozenset[int], Sequence[tuple[int, ...]]] = NOTHING,
     positions: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What `constrain` takes from logits of 0, [N, vocabulary]; with positions these are on the device alone."""
+    """What repetitions take from logits of 0, [N, vocabulary]; with positions these are on the device alone."""
     rows = make_rows(*((params, tokens, 1) for params, tokens in requests), breakers=packed(*breaking))
     logits = torch.zeros(len(requests), VOCABULARY)
     exact = None if positions is None else torch.tensor(positions)
-    constrain(logits, rows, range(len(requests)), [len(tokens) for _, tokens in requests], exact)
+    repeating = [row for row, (params, _) in enumerate(requests) if params.penalizes_repetitions]
+    lengths = [len(tokens) for _, tokens in requests]
+    dry.penalize_repetitions(logits, rows, repeating, range(len(requests)), lengths, exact)
     return -logits.double()
 
 

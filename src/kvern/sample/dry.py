@@ -43,7 +43,8 @@ def penalize_repetitions(
 ) -> None:
     """Change the rows `members` of `logits` [N, vocabulary] in place.
 
-    slots, positions, exact   of all N, as `constrain` takes them
+    slots, positions   of all N: rows of the batch, and positions to be sampled
+    exact              [N] int64: the positions, where those on the host are bounds that are never below them
     """
     groups: dict[Breakers | None, list[tuple[int, int]]] = {}
     for row in members:
