@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ class ServeCommand:
 
         from kvern.engine.child import EngineProcess
 
+        for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers: nothing runs yet
+            signal.signal(number, lambda *_: sys.exit(0))
         process = EngineProcess()  # it imports PyTorch while this one imports the server
         import uvloop
 
