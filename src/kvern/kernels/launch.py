@@ -16,7 +16,17 @@ import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "overlaps", "stages", "wait_for_previous"]
+__all__ = [
+    "Launcher",
+    "capability",
+    "cdiv",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "next_power_of_2",
+    "overlaps",
+    "stages",
+    "wait_for_previous",
+]
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB that one program may use, by compute capability: of cards that are compiled for without one to ask."""
