@@ -17,9 +17,9 @@ def started(tmp_path: Path, **environment: str) -> tuple[str, list[str]]:
     (package / "__init__.py").write_text("")
     path = os.pathsep.join([str(package.parent), *sys.path])
     given = {"PYTHONPATH": path, "KVERN_CACHE_DIR": str(tmp_path / "cache"), "PATH": os.environ["PATH"]} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+    command = [sys.executable, "-W", "error", "-c", SCRIPT]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stderr == "", "a process is left without a word"
     kept = (tmp_path / "cache").rglob("torch/*.pyc")
     return done.stdout.strip(), [file.name for file in kept]
 

@@ -6,7 +6,6 @@ packages are where this user may not write, or PYTHONDONTWRITEBYTECODE is set: i
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -48,11 +47,15 @@ def keep_bytecode() -> None:
 
 
 def _compile_torch(prefix: Path) -> None:
-    """Have all cores compile PyTorch's modules, if none is there: who imports it meanwhile finds most of them."""
+    """Have all cores compile PyTorch's modules, if nobody began to: who imports it meanwhile finds most of them."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.origin is not None
     sources = Path(torch.origin).parent
-    if not prefix.joinpath(*sources.parts[1:]).exists():
-        command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED, str(sources)]
-        nowhere = subprocess.DEVNULL  # whoever reads what this process prints need not wait for that one
-        subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)  # noqa: S603 (no shell, our own words)
+    try:
+        prefix.joinpath(*sources.parts[1:]).mkdir(parents=True)
+    except FileExistsError:
+        return
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED, str(sources)]
+    # Nobody waits for that process, nor for what it might print.
+    nowhere = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in range(3)]
+    os.posix_spawn(sys.executable, command, os.environ, file_actions=nowhere)
