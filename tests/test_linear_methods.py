@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from kvern.adapters.bank import AdapterBank
@@ -80,10 +81,26 @@ def test_each_layer_has_the_format_of_its_path(tmp_path: Path) -> None:
     )
 
 
-def test_the_parts_of_one_product_are_stored_in_one_way(tmp_path: Path) -> None:
-    made = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, "k_proj")
-    with pytest.raises(UnsupportedModel, match=r"0\.self_attn\.k_proj ScaledRows, .*v_proj Unquantized"):
-        load_model(made.quantized)
+@pytest.mark.parametrize("family", ["llama_bias", "llama3"])
+def test_the_parts_of_one_product_may_be_stored_in_different_ways(family: str, tmp_path: Path) -> None:
+    model = make_checkpoint(family, tmp_path / "model")
+    made = quantize(model, tmp_path, r"k_proj|layers\.1\.mlp\.up_proj")
+    decoder = load_model(made.quantized)
+    kinds = [type(method).__name__ for method in decoder.layers[1].self_attn.qkv_proj.method.methods()]
+    assert kinds == ["UnquantizedMethod", "ScaledRowsMethod", "UnquantizedMethod"]
+    found, expected = logits(decoder, PROMPT), logits(load_model(made.rounded), PROMPT)
+    assert (found - expected).abs().max() < 1e-4
+    assert (found - logits(load_model(model), PROMPT)).abs().max() > 0.01
+    again = [logits(load_model(made.quantized, load_format="dummy"), PROMPT) for _ in range(2)]
+    assert torch.equal(*again) and again[0].std() > 0
+
+
+def test_a_checkpoint_may_add_and_leave_out_dimensions_of_one_entry(tmp_path: Path) -> None:
+    folder = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, "down_proj").quantized
+    expected = logits(load_model(folder), PROMPT)
+    name = "model.layers.2.mlp.down_proj.scale"
+    change_tensors(folder, **{name: load_file(folder / "model.safetensors")[name][:, None]})
+    assert torch.equal(logits(load_model(folder), PROMPT), expected)
 
 
 def test_a_missing_tensor_of_a_format_is_named(tmp_path: Path) -> None:

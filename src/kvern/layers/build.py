@@ -1,6 +1,6 @@
 """How a described model becomes modules: the precision, the device, and how each linear layer holds its weight."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,7 @@ from kvern.layers.experts import Experts
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.parted import PartedMethod
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
 
@@ -38,14 +39,20 @@ class Build:
         """What a Llama-style checkpoint calls a part that is built here."""
         return f"{self.path}.{part}" if self.path else part
 
-    def linear_format(self, parts: Iterable[str]) -> LinearFormat:
-        """How one matrix made of these parts is stored. Raises UnsupportedModel if they differ."""
-        return self.linear.of(map(self.name, parts))
+    def linear_format(self, part: str) -> LinearFormat:
+        """How a part that is built here is stored."""
+        return self.linear.of(self.name(part))
 
     def linear_method(self, parts: Mapping[str, int], inputs: int, dtype: torch.dtype | None = None) -> LinearMethod:
         """The weight of parts with these numbers of outputs; `dtype`, if not the model's, of what it multiplies."""
         shape = LinearShape(sum(parts.values()), inputs, dtype or self.dtype, self.device)
-        return self.linear_format(parts).linear(shape, self)
+        formats = {part: self.linear_format(part) for part in parts}
+        first = next(iter(formats.values()))
+        if len(parts) == 1 or (first.joins and all(item is first for item in formats.values())):
+            return first.linear(shape, self)
+        return PartedMethod(
+            shape, [formats[part].linear(shape._replace(outputs=size), self) for part, size in parts.items()]
+        )
 
     def column(self, inputs: int, parts: Mapping[str, int], *, bias: bool = False, fused: str | None = None) -> Linear:
         """A linear layer whose outputs are computed independently; `parts` maps checkpoint names to output sizes.
@@ -60,7 +67,7 @@ class Build:
 
     def experts(self, hidden_size: int, spec: MoeSpec) -> Experts:
         """The experts of a mixture."""
-        return self.linear_format(["experts"]).experts(hidden_size, spec, self)
+        return self.linear_format("experts").experts(hidden_size, spec, self)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """An uninitialised parameter; reading a checkpoint fills it."""

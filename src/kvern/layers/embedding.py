@@ -17,7 +17,7 @@ class Embedding(Weighted):
 
     def _make_method(self, build: Build) -> LinearMethod:
         shape = LinearShape(self.outputs["embed_tokens"], self.inputs, self.dtype, self.device)
-        return build.linear_format(self.outputs).embedding(shape, build)
+        return build.linear_format("embed_tokens").embedding(shape, build)
 
     def forward(self, ids: Tensor) -> Tensor:
         embedded = self.method.embed(ids)

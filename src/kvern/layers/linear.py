@@ -1,6 +1,6 @@
 """A linear layer made of one or more checkpoint tensors, stacked along its outputs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvern.layers.linear_method import LinearMethod, Part, fill_random
+from kvern.layers.linear_method import LinearMethod, Part, TensorLayout, fill_random
 from kvern.layers.loadable import Loadable, copy_rows
 
 if TYPE_CHECKING:
@@ -49,22 +49,29 @@ class Weighted(Loadable):
     def parts(self) -> dict[str, tuple[int, ...]]:
         return self._shapes(self.outputs)
 
+    def optional_parts(self) -> set[str]:
+        outputs = self.outputs | ({self.fused: sum(self.outputs.values())} if self.fused else {})
+        return {f"{name}.{kind}" for name, kind, layout in self._layouts(outputs) if not layout.needed}
+
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
         return self._shapes({self.fused: sum(self.outputs.values())}) if self.fused else {}
 
     def _shapes(self, outputs: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        layouts = {} if self._shares else self.method.layouts()
         shapes = {
-            f"{name}.{kind}": layout.shape(size, self.inputs)
-            for name, size in outputs.items()
-            for kind, layout in layouts.items()
+            f"{name}.{kind}": layout.shape(outputs[name], self.inputs) for name, kind, layout in self._layouts(outputs)
         }
         if self.bias is not None:
             shapes |= {f"{name}.bias": (size,) for name, size in outputs.items()}
         return shapes
 
+    def _layouts(self, names: Iterable[str]) -> Iterator[tuple[str, str, TensorLayout]]:
+        """The tensors that a checkpoint holds of parts: the part, the ending of the tensor's name, its layout."""
+        for name in () if self._shares else names:
+            for kind, layout in self.method.part_layouts(self._first.get(name, 0)).items():
+                yield name, kind, layout
+
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        name, _, kind = part.rpartition(".")
+        name, _, kind = part.partition(".")
         first = self._first.get(name, 0)
         if kind == "bias" and self.bias is not None:
             copy_rows(self.bias, tensor, first + first_row)

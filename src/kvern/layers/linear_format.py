@@ -7,7 +7,7 @@ A format is one file with a `LinearFormat` and a function, registered under the 
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,15 @@ from kvern.plugins import Plugins
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
-OWN_FORMATS: tuple[str, ...] = ()
+OWN_FORMATS: tuple[str, ...] = ("kvern.layers.quantized",)
 """kvern's modules that register formats; they are imported when a configuration asks for one."""
 
 
 class LinearFormat(ABC):
     """Makes the methods of the layers whose weights are stored in one way."""
+
+    joins = True
+    """Parts that multiply the same rows, as queries, keys and values, are one matrix."""
 
     @abstractmethod
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
@@ -52,15 +55,8 @@ class LinearMethods:
     default: LinearFormat
     rules: tuple[tuple[re.Pattern[str], LinearFormat], ...] = ()
 
-    def of(self, paths: Iterable[str]) -> LinearFormat:
-        """The format of a matrix that the checkpoint's tensors of these paths make up. Raises UnsupportedModel."""
-        formats = {path: self._of(path) for path in paths}
-        if len(set(map(id, formats.values()))) > 1:
-            names = ", ".join(f"{path} {type(item).__name__}" for path, item in formats.items())
-            raise UnsupportedModel(f"one product needs weights stored in one way: {names}")
-        return next(iter(formats.values()))
-
-    def _of(self, path: str) -> LinearFormat:
+    def of(self, path: str) -> LinearFormat:
+        """The format of the checkpoint's tensors of this path. Raises UnsupportedModel."""
         return next((item for pattern, item in self.rules if pattern.search(path)), self.default)
 
 

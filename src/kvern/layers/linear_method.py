@@ -6,7 +6,7 @@ A layer owns a `LinearMethod` and knows nothing else of its weight. What a check
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -42,20 +42,28 @@ class RowProduct(Protocol):
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor: an entry for each `per` outputs or inputs; for "others" it has `per` entries."""
+    """A dimension of a stored tensor: an entry for each `per` outputs or inputs; for "others" it has `per` entries.
+
+    `per` is `ANY` where a checkpoint decides.
+    """
 
     of: Literal["outputs", "inputs", "others"]
     per: int = 1
 
 
+ANY = -1
 OUTPUTS, INPUTS = Axis("outputs"), Axis("inputs")
 
 
 class TensorLayout(NamedTuple):
-    """A tensor that a checkpoint holds for a matrix, and the parameter it is read into."""
+    """A tensor that a checkpoint holds for a matrix, if it is not `needed` perhaps, and the parameter it is read into.
+
+    A checkpoint may leave out or add dimensions of one entry.
+    """
 
     dtype: torch.dtype
     axes: tuple[Axis, ...]
+    needed: bool = True
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Of the tensor of a matrix, or of a part of one."""
@@ -105,8 +113,9 @@ def fill_random(parameter: Tensor, generator: torch.Generator) -> None:
 class LinearMethod(Module, ABC):
     """One weight matrix `[outputs, inputs]`: what is stored of it, and the products with it.
 
-    A format says with `layouts` what it stores, and with `multiply` and `dequantize` what that means; whatever else is
-    here has an answer that is right for all formats, and that a format may better.
+    A format says with `layouts` what it reads, with `storage` what it keeps, if that is something else, and with
+    `multiply` and `dequantize` what that means; whatever else is here has an answer that is right for all formats, and
+    that a format may better.
     """
 
     name: str
@@ -115,13 +124,25 @@ class LinearMethod(Module, ABC):
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
         self.shape = shape
-        for kind, layout in self.layouts().items():
+        for kind, layout in self.storage().items():
             data = torch.empty(layout.shape(shape.outputs, shape.inputs), dtype=layout.dtype, device=shape.device)
             setattr(self, kind, nn.Parameter(data, requires_grad=False))
 
     @abstractmethod
     def layouts(self) -> Mapping[str, TensorLayout]:
-        """What a checkpoint holds, by the ending of its tensors' names; a parameter of each name is made for it."""
+        """What a checkpoint holds, by the ending of its tensors' names."""
+
+    def storage(self) -> Mapping[str, TensorLayout]:
+        """The parameters that are made, by name."""
+        return self.layouts()
+
+    def part_layouts(self, first: int) -> Mapping[str, TensorLayout]:
+        """What a checkpoint holds of the part that begins at the matrix's output `first`."""
+        return self.layouts()
+
+    def methods(self) -> Iterable["LinearMethod"]:
+        """Those whose products are timed: this one, or what it is made of."""
+        return (self,)
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The contract between modules that own weights and the reader of checkpoints."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class Loadable(Module, ABC):
     def fused_parts(self) -> Mapping[str, tuple[int, ...]]:
         """An alternative set of tensors that holds the same weights; empty if there is none."""
         return {}
+
+    def optional_parts(self) -> Collection[str]:
+        """Those of either that a checkpoint need not have."""
+        return ()
 
     @abstractmethod
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:

@@ -6,9 +6,10 @@ from functools import partial
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvern.layers.linear import Weighted
+from kvern.layers.linear_method import LinearMethod
 
 logger = logging.getLogger("kvern")
 
@@ -27,26 +28,23 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
     """
     timed: dict[str, object] = {}
     broken: dict[str, Exception] = {}
-    for key, layers in _alike(model).items():
-        method = layers[0].method
+    for key, alike in _alike(model).items():
+        method = alike[0][0]
         shape = method.shape
-        offers = [layer.method.candidates() for layer in islice(layers, TIMED_LAYERS)]
-        for rows, candidates in offers[0].items():
+        offers = [(method.candidates(), bias) for method, bias in islice(alike, TIMED_LAYERS)]
+        for rows, candidates in offers[0][0].items():
             choice = _plain(known.get(f"{key}, {rows} rows", ()))
             if choice not in candidates:
                 x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device)
                 calls: dict[Hashable, list[Callable[[], object]]] = {
-                    candidate: [
-                        partial(offer[rows][candidate], x, layer.bias)
-                        for offer, layer in zip(offers, layers, strict=False)
-                    ]
+                    candidate: [partial(offer[rows][candidate], x, bias) for offer, bias in offers]
                     for candidate in candidates
                 }
                 choice, errors = _fastest(calls, time)
                 broken = {f"{method.name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
                 timed[f"{key}, {rows} rows"] = choice
-            for layer in layers:
-                layer.method.choose(rows, choice)
+            for method, _ in alike:
+                method.choose(rows, choice)
     for name, error in broken.items():
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("a way to multiply does not work here and is left out (%s): %s", name, reason)
@@ -76,12 +74,14 @@ def _plain(stored: object) -> Hashable:
     return stored if isinstance(stored, Hashable) else ()
 
 
-def _alike(model: nn.Module) -> dict[str, list[Weighted]]:
-    """Layers whose weights are stored alike and have one shape."""
-    kinds: dict[str, list[Weighted]] = {}
+def _alike(model: nn.Module) -> dict[str, list[tuple[LinearMethod, Tensor | None]]]:
+    """Weights that are stored alike and have one shape, each with its bias."""
+    kinds: dict[str, list[tuple[LinearMethod, Tensor | None]]] = {}
     for layer in model.modules():
-        if isinstance(layer, Weighted):
-            shape = layer.method.shape
-            key = f"{layer.method.name}, {shape.outputs} x {shape.inputs}, {shape.dtype}"
-            kinds.setdefault(key, []).append(layer)
+        if not isinstance(layer, Weighted):
+            continue
+        for method in layer.method.methods():
+            shape = method.shape
+            key = f"{method.name}, {shape.outputs} x {shape.inputs}, {shape.dtype}"
+            kinds.setdefault(key, []).append((method, None if method is not layer.method else layer.bias))
     return kinds

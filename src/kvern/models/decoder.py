@@ -19,10 +19,14 @@ from kvern.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where one checkpoint tensor goes: its shape there, and `load(tensor, first_row)`, see `Loadable.load`."""
+    """Where one checkpoint tensor goes: its shape there, and `load(tensor, first_row)`, see `Loadable.load`.
+
+    `needed`: a checkpoint has to have it.
+    """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor, int], None]
+    needed: bool = True
 
 
 class Decoder(nn.Module):
@@ -99,7 +103,11 @@ class Decoder(nn.Module):
             prefix = f"{module.path}." if module.path else ""
             fused = module.fused_parts()
             parts = fused if any(prefix + name in stored for name in fused) else module.parts()
-            targets |= {prefix + name: TensorTarget(shape, partial(module.load, name)) for name, shape in parts.items()}
+            optional = module.optional_parts()
+            targets |= {
+                prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional)
+                for name, shape in parts.items()
+            }
         return targets
 
     def loadables(self) -> Iterator[Loadable]:

@@ -1,5 +1,6 @@
 """Fills a `Decoder` from a folder: configuration, checks on names and shapes, then each tensor streamed into place."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.files import read_object
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat, linear_methods
+from kvern.layers.linear_method import ANY
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
@@ -160,7 +162,11 @@ def _load(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> None:
 def _copy(spec: ModelSpec, assignment: _Assignment, data: Any) -> None:
     transform = assignment.rename.transform if assignment.rename else None
     for first_row, rows in assignment.tensor.runs(data, whole=transform is not None):
-        assignment.target.load(transform(rows, spec) if transform else rows, first_row)
+        rows = transform(rows, spec) if transform else rows
+        wanted = assignment.target.shape
+        if rows.dim() != len(wanted):  # a dimension of one entry is there or not
+            rows = rows.reshape(wanted if rows.numel() == math.prod(wanted) else (-1, *wanted[1:]))
+        assignment.target.load(rows, first_row)
 
 
 def llama_name(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None]:
@@ -178,6 +184,7 @@ def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[
     spec = decoder.spec
     names = {tensor.name: llama_name(tensor.name, spec.renames) for tensor in stored}
     targets = decoder.tensor_targets({name for name, _ in names.values()})
+    optional = {name for name, target in targets.items() if not target.needed}
     harmless = re.compile(
         "|".join((*HARMLESS, *spec.ignored, *((r"^lm_head\.(?!bias$)",) if spec.tie_word_embeddings else ())))
     )
@@ -193,7 +200,7 @@ def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[
             shape = _shape(tensor, rename, spec)
         except (RuntimeError, LookupError, ValueError):  # no shape that can be reordered
             shape = None
-        if shape != target.shape:
+        if shape is None or not _fits(shape, target.shape):
             misshapen.append(
                 f"{tensor.name} has {list(shape or tensor.shape)}, the configuration asks for {list(target.shape)}"
             )
@@ -201,12 +208,23 @@ def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[
     _report(
         folder,
         {
-            "missing": [f"{name} {list(target.shape)}" for name, target in missing.items()],
+            "missing": [f"{name} {list(target.shape)}" for name, target in missing.items() if name not in optional],
             "misshapen": misshapen,
             "unexpected": extra,
         },
     )
     return result
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """They are the same but for dimensions of one entry, and for those that the checkpoint decides."""
+    if shape == wanted:
+        return True
+    if any(length == ANY for length in wanted):
+        return len(shape) == len(wanted) and all(
+            length in (ANY, found) for found, length in zip(shape, wanted, strict=True)
+        )
+    return [length for length in shape if length != 1] == [length for length in wanted if length != 1]
 
 
 def _shape(tensor: StoredTensor, rename: Rename | None, spec: ModelSpec) -> tuple[int, ...]:

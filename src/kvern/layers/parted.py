@@ -1,0 +1,56 @@
+"""A matrix whose parts are stored in different ways: as many products, side by side."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
+
+
+class PartedMethod(LinearMethod):
+    """`methods`, of the same inputs, stacked along their outputs."""
+
+    name = "parted"
+
+    def __init__(self, shape: LinearShape, methods: Sequence[LinearMethod]) -> None:
+        super().__init__(shape)
+        self.parts = nn.ModuleList(methods)
+        self._methods = tuple(methods)
+        sizes = [method.shape.outputs for method in methods]
+        self._first = dict(zip(accumulate(sizes[:-1], initial=0), methods, strict=True))
+        self._sizes = sizes
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        return {}
+
+    def part_layouts(self, first: int) -> Mapping[str, TensorLayout]:
+        return self._first[first].layouts()
+
+    def methods(self) -> Iterable[LinearMethod]:
+        for method in self._methods:
+            yield from method.methods()
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        biases = [None] * len(self._sizes) if bias is None else torch.split(bias, self._sizes)
+        products = zip(self._methods, biases, strict=True)
+        return torch.cat([method.multiply(x, part) for method, part in products], -1)
+
+    def dequantize(self) -> Tensor:
+        return torch.cat([method.dequantize() for method in self._methods])
+
+    def cuts(self) -> tuple[int, int]:
+        cuts = [method.cuts() for method in self._methods]
+        return max(outputs for outputs, _ in cuts), max(inputs for _, inputs in cuts)
+
+    def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
+        self._first[part.first].load(kind, tensor, Part(0, part.outputs, part.inputs), first_row)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        for method in self._methods:
+            method.fill_random(generator)
+
+    def finish(self) -> None:
+        for method in self._methods:
+            method.finish()

@@ -1,0 +1,71 @@
+"""What all formats of quantized weights have in common: how they multiply, whatever their codes are.
+
+A format keeps a matrix as rows of codes, and says in `rows` which numbers they are and in `packed` how a kernel reads
+them. Without kernels a product makes plain numbers of a few rows at a time.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern.layers.linear_method import LinearMethod
+
+RUN_NUMBERS = 1 << 20
+"""Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
+
+
+class Packed(NamedTuple):
+    """A quantized matrix `[outputs, inputs]` as kernels read it: rows of codes, and what they are multiplied by.
+
+    `code` names what the bytes mean (a function of `kernels/codes.py` by that name makes numbers of them). `codes` is
+    `[outputs, ...]`, contiguous rows of bytes or of one-byte numbers. `scale` and `zero`, each `[outputs /
+    outputs_per_scale, inputs / group]`, are those that stand beside the codes; where they lie among them there are none.
+    `order [inputs]` int32: the matrix's column i multiplies the input `order[i]`. `factor [outputs]` float32 multiplies
+    whole rows.
+    """
+
+    code: str
+    codes: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    group: int = 0
+    outputs_per_scale: int = 1
+    order: Tensor | None = None
+    factor: Tensor | None = None
+
+
+class QuantizedMethod(LinearMethod):
+    """A matrix of codes, of which the rows can be made plain alone."""
+
+    @abstractmethod
+    def rows(self, index: Tensor | slice) -> Tensor:
+        """The plain rows, of the index [N] int64 or a slice of the outputs: `[N, inputs]` in the shape's dtype."""
+
+    @abstractmethod
+    def packed(self) -> Packed:
+        """What kernels read, once all is loaded."""
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
+        return x
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The named fallback: some rows at a time are made plain, then multiplied by PyTorch."""
+        x = self.rounded(x)
+        out = torch.cat([F.linear(x, self.rows(run)) for run in self._runs()], -1)
+        return out if bias is None else out + bias
+
+    def dequantize(self) -> Tensor:
+        return self.rows(slice(0, self.shape.outputs))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.rows(ids)
+
+    def _runs(self) -> Iterator[slice]:
+        step = max(1, RUN_NUMBERS // self.shape.inputs)
+        for first in range(0, self.shape.outputs, step):
+            yield slice(first, min(first + step, self.shape.outputs))
