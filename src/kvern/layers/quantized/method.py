@@ -21,11 +21,10 @@ RUN_NUMBERS = 1 << 20
 class Packed(NamedTuple):
     """A quantized matrix `[outputs, inputs]` as kernels read it: rows of codes, and what they are multiplied by.
 
-    `code` names what the bytes mean (a function of `kernels/codes.py` by that name makes numbers of them). `codes` is
-    `[outputs, ...]`, contiguous rows of bytes or of one-byte numbers. `scale` and `zero`, each `[outputs /
-    outputs_per_scale, inputs / group]`, are those that stand beside the codes; where they lie among them there are none.
-    `order [inputs]` int32: the matrix's column i multiplies the input `order[i]`. `factor [outputs]` float32 multiplies
-    whole rows.
+    `code` names what the bytes mean (`kernels/codes.py` makes numbers of them by that name). `codes [outputs, ...]` are
+    contiguous rows of bytes, or of numbers of one byte. `scale` and `zero`, `[outputs / outputs_per_scale, inputs /
+    group]`, stand beside the codes; formats whose scales lie among the codes have none. `order [inputs]` int32: column
+    i of the matrix multiplies the input `order[i]`. `factor [outputs]` float32 multiplies whole rows.
     """
 
     code: str
