@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 LINEAR = r"_proj$|experts\.\d"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False}
+GPTQ_2 = GPTQ | {"checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 NESTED = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 OF_TESTS = "a format of tests"
@@ -283,3 +284,43 @@ def test_inputs_come_to_groups_in_the_order_that_kernels_read() -> None:
     assert torch.equal(plain.view(24, 64), rounded[:, packed.order.long()])
     x = torch.randn(3, 64)
     torch.testing.assert_close(method.multiply(x, None), x @ rounded.t())
+
+
+@pytest.mark.parametrize("run", [3, 100])
+@pytest.mark.parametrize(
+    ("pack", "made"),
+    [
+        (partial(gptq, version=2), lambda: linear_methods({"quantization_config": GPTQ_2}, Unquantized()).default),
+        (awq, lambda: linear_methods({"quantization_config": AWQ}, Unquantized()).default),
+        (nvfp4, FORMATS["nvfp4"]),
+        (nf4, FORMATS["nf4"]),
+    ],
+    ids=["gptq", "awq", "nvfp4", "nf4"],
+)
+def test_shards_take_their_slices_of_parts(pack: Pack, made: Callable[[], LinearFormat], run: int) -> None:
+    """The second of two shards of a matrix of two parts, cut along its outputs or, but for NF4, along its inputs."""
+    generator, build = torch.Generator().manual_seed(0), Build(torch.float32, CPU, 1)
+    weights = {0: torch.randn(32, 128, generator=generator), 32: torch.randn(16, 128, generator=generator)}
+    parts = {first: pack(weight) for first, weight in weights.items()}
+    whole, by_outputs, by_inputs = (
+        made().linear(LinearShape(outputs, inputs, torch.float32, CPU), build)
+        for outputs, inputs in ((48, 128), (24, 128), (48, 64))
+    )
+    for first, (tensors, rounded) in parts.items():
+        size = len(rounded)
+        for kind, tensor in tensors.items():
+            for row in range(0, len(tensor), run) if tensor.dim() else [0]:
+                rows = tensor[row : row + run] if tensor.dim() else tensor
+                whole.load(kind, rows, Part(first, range(size), range(128)), row)
+                if pack is not nf4:
+                    by_inputs.load(kind, rows, Part(first, range(size), range(64, 128)), row)
+                if not kind.startswith("weight.q"):  # what NF4 says of the whole weight
+                    by_outputs.load(kind, rows, Part(first // 2, range(size // 2, size), range(128)), row)
+    expected = torch.cat([rounded for _, rounded in parts.values()])
+    for method in (whole, by_outputs, by_inputs):
+        method.finish()
+    near = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
+    near(whole.dequantize(), expected)
+    near(by_outputs.dequantize(), torch.cat([expected[16:32], expected[40:]]))
+    if pack is not nf4:
+        near(by_inputs.dequantize(), expected[:, 64:])

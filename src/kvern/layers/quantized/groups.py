@@ -143,22 +143,24 @@ class GroupedMethod(QuantizedMethod):
 
     def put_group_index(self, groups: Tensor, part: Part, first: int) -> None:
         """A run of the group of each input. Raises ValueError where this matrix cannot be stored so."""
+        place = slice(first, first + len(groups))
+        if self.order is None:
+            if not torch.equal(
+                groups.long(), torch.arange(place.start, place.stop, device=groups.device) // self.group
+            ):
+                raise ValueError(
+                    "its inputs are not in the order of their groups, though the quantization_config says neither desc_act "
+                    "(GPTQ) nor actorder (compressed-tensors): correct it there"
+                )
+            return
         count = self.shape.inputs // self.group
         wrong = groups[(groups < 0) | (groups >= count)]
         if len(wrong):
             raise ValueError(f"an input is in group {int(wrong[0])} of {count} groups; the file is damaged")
-        if self.order is None:
-            if not torch.equal(
-                groups.int(), torch.arange(first, first + len(groups), device=groups.device).int() // self.group
-            ):
-                raise ValueError(
-                    "its inputs are not in the order of their groups, as they are where the quantization_config says "
-                    "desc_act (GPTQ) or actorder (compressed-tensors): correct it there"
-                )
-        elif self._ordered_by in (None, part.first):
+        if self._ordered_by in (None, part.first):
             self._ordered_by = part.first
-            self.order[first : first + len(groups)] = groups
-        elif not torch.equal(groups.int(), self.order[first : first + len(groups)]):
+            self.order[place] = groups
+        elif not torch.equal(groups.int(), self.order[place]):
             raise ValueError(
                 "its inputs are in another order than those of the parts that share its product; quantize the model "
                 "without desc_act"
@@ -226,8 +228,7 @@ class GroupedMethod(QuantizedMethod):
         """The scales of rows, their factors in them, in the dtype to multiply in: so that only a product is rounded."""
         scale = self.scale
         if scale.dtype == torch.uint8:
-            exponents = _exponents(scale.device)
-            return exponents[scale[index].int()]
+            return _exponents(scale.device)[scale[index].int()]
         if scale.dtype == torch.float8_e4m3fn:  # which has no index of its own
             scale = scale.view(torch.uint8)[index].view(torch.float8_e4m3fn).float()
         else:
@@ -241,7 +242,7 @@ class GroupedMethod(QuantizedMethod):
             return codes.to(dtype)
         middle = MIDDLE.get(self.form.code, 0) if self.zero is None else 0
         table = _pairs(self.form.code, middle, dtype, codes.device)
-        return table[codes.int()].view(dtype)
+        return table.index_select(0, codes.flatten().int()).view(dtype)  # a fifth of the time of an index
 
 
 @lru_cache(maxsize=64)
