@@ -183,6 +183,22 @@ def nf4(weight: Tensor, *, nested: bool = False) -> Stored:
     return tensors, (quant_map[codes] * absmax[:, None]).view(weight.shape)
 
 
+def plain_int4(weight: Tensor, group: int = 32) -> Stored:
+    """As torchao stores it in its packing "plain", with 16-bit scales and zeros: code * scale + zero."""
+    groups = weight.float().reshape(len(weight), -1, group)
+    scale = ((groups.amax(-1) - groups.amin(-1)) / 15).bfloat16()
+    zero = (groups.amin(-1) + 8 * scale.float()).bfloat16()
+    codes = ((groups - zero[..., None].float()) / scale[..., None].float()).round().clamp(-8, 7)
+    rounded = codes * scale[..., None].float() + zero[..., None].float()
+    packed = bytes_of((codes.to(torch.int64) & 15).view(weight.shape).numpy())
+    tensors = {
+        "weight": torch.from_numpy(packed.view(np.int8)),
+        "weight_scale": scale.t(),
+        "weight_zero_point": zero.t(),
+    }
+    return tensors, rounded.view(weight.shape)
+
+
 def store(model: Path, folder: Path, pack: Pack, layers: str, config: Mapping[str, Any]) -> Checkpoints:
     """Store the weights of layers whose Llama-style paths match the regular expression by `pack`, and rounded so."""
     made = Checkpoints(folder / "quantized", folder / "rounded")

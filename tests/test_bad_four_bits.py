@@ -16,6 +16,7 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.quantized.nf4 import bitsandbytes_nf4
 from kvern.layers.quantized.packed_tensors import packed_format
+from kvern.layers.quantized.torchao_int4 import torchao_int4
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import load_model, read_config
 from tests.families import make_checkpoint
@@ -177,3 +178,16 @@ def test_bitsandbytes_of_other_kinds_is_refused(quantization: dict[str, Any], sa
 def test_packed_forms_that_are_refused(weights: dict[str, Any], form: str, said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         packed_format(weights, None, form)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"int4_packing_format": {"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"}}, "'TILE_PACKED_TO_4D'"),
+        ({"int4_packing_format": "preshuffled"}, "int4_packing_format 'preshuffled'"),
+        ({"group_size": 20}, "group size 20"),
+    ],
+)
+def test_torchao_packings_that_are_refused(data: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        torchao_int4(data)

@@ -97,7 +97,7 @@ class GroupedMethod(QuantizedMethod):
         for kind in {"zero", "factor", "order"} - self.storage().keys():
             setattr(self, kind, None)
         self.name = f"{form.code} in groups of {self.group}"
-        self._scaled = False
+        self._begun: set[str] = set()
         self._ordered_by: int | None = None
 
     def storage(self) -> Mapping[str, TensorLayout]:
@@ -127,10 +127,10 @@ class GroupedMethod(QuantizedMethod):
             raise ValueError(f"it is {tensor.dtype}, and codes of one byte are wanted")
         if tensor.dtype.itemsize == 1 and tensor.dtype != target.dtype:
             tensor = tensor.view(target.dtype)
-        if kind == "scale" and target.dtype.itemsize > 1:
+        if target.dtype.itemsize > 1:
             if not bool(tensor.isfinite().all()):
                 raise ValueError("a scale is not finite; the file is damaged, download it again")
-            target = self._scale_in(tensor.dtype)
+            target = self._in_dtype(kind, tensor.dtype)
         copy_part(self.storage()[kind], target, tensor, part, first, along)
 
     def put_factor(self, value: Tensor, part: Part, divides: bool = False) -> None:
@@ -149,8 +149,8 @@ class GroupedMethod(QuantizedMethod):
                 groups.long(), torch.arange(place.start, place.stop, device=groups.device) // self.group
             ):
                 raise ValueError(
-                    "its inputs are not in the order of their groups, though the quantization_config says neither desc_act "
-                    "(GPTQ) nor actorder (compressed-tensors): correct it there"
+                    "its inputs are not in the order of their groups, though the quantization_config says neither "
+                    "desc_act (GPTQ) nor actorder (compressed-tensors): correct it there"
                 )
             return
         count = self.shape.inputs // self.group
@@ -215,14 +215,16 @@ class GroupedMethod(QuantizedMethod):
         """Codes have a byte each."""
         return self.codes.dtype == torch.int8
 
-    def _scale_in(self, dtype: torch.dtype) -> Tensor:
-        """`scale` in a dtype that holds what was loaded and what is to be."""
+    def _in_dtype(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """A parameter in a dtype that holds what was loaded of it and what is to be."""
+        found: Tensor = getattr(self, kind)
         dtype = dtype if dtype.itemsize <= 4 else torch.float32
-        wanted = torch.promote_types(self.scale.dtype, dtype) if self._scaled else dtype
-        self._scaled = True
-        if wanted != self.scale.dtype:
-            self.scale = nn.Parameter(self.scale.to(wanted), requires_grad=False)
-        return self.scale
+        wanted = torch.promote_types(found.dtype, dtype) if kind in self._begun else dtype
+        self._begun.add(kind)
+        if wanted != found.dtype:
+            setattr(self, kind, nn.Parameter(found.to(wanted), requires_grad=False))
+        made: Tensor = getattr(self, kind)
+        return made
 
     def _scales(self, index: Tensor | slice) -> Tensor:
         """The scales of rows, their factors in them, in the dtype to multiply in: so that only a product is rounded."""
@@ -232,7 +234,8 @@ class GroupedMethod(QuantizedMethod):
         if scale.dtype == torch.float8_e4m3fn:  # which has no index of its own
             scale = scale.view(torch.uint8)[index].view(torch.float8_e4m3fn).float()
         else:
-            exact = self.form.code in EXACT and scale.dtype == self.shape.dtype
+            whole = self.zero is None or not self.zero.is_floating_point()
+            exact = self.form.code in EXACT and whole and scale.dtype == self.shape.dtype
             scale = scale[index] if exact else scale[index].float()
         return scale if self.factor is None else scale * self.factor[index].unsqueeze(-1)
 
