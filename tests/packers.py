@@ -133,7 +133,7 @@ def nvfp4(weight: Tensor) -> Stored:
     whole = np.float32(np.abs(groups).max() / (6 * 448))
     scale = torch.from_numpy(np.abs(groups).max(-1) / 6 / whole).to(torch.float8_e4m3fn)
     both = scale.float().numpy() * whole
-    codes, numbers = fp4_codes(groups / both[..., None])
+    codes, numbers = fp4_codes(groups / np.maximum(both, 1e-30)[..., None])
     rounded = torch.from_numpy((numbers * both[..., None]).astype(np.float32))
     tensors = {
         "weight": torch.from_numpy(bytes_of(codes.reshape(weight.shape))),

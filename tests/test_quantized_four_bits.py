@@ -52,7 +52,10 @@ FORMATS: dict[str, Callable[[], LinearFormat]] = {
 @LINEAR_METHODS.register(OF_TESTS)
 def by_name(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """Formats that the configurations of several tools lead to, without one."""
-    return all_but(FORMATS[quantization["format"]](), unquantized, ["lm_head"])
+    made = FORMATS[quantization["format"]]()
+    if "layers" in quantization:
+        return LinearMethods(unquantized, ((re.compile(quantization["layers"]), made),))
+    return all_but(made, unquantized, ["lm_head"])
 
 
 def of_tests(name: str) -> dict[str, Any]:
@@ -100,6 +103,19 @@ def test_logits_are_those_of_the_same_numbers_as_plain_weights(
     assert (found - expected).abs().max() < TOLERANCE.get(config.get("format", ""), 1e-4)
     assert (found - logits(load_model(tmp_path / "model"), PROMPT)).abs().max() > 0.1
     assert isinstance(decoder.layers[0].self_attn.o_proj.method, GroupedMethod)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("gemma3", True), ("llama", False)])
+@pytest.mark.parametrize(("name", "pack"), [("nvfp4", nvfp4), ("nf4", nf4)])
+def test_embeddings_and_heads(family: str, tied: bool, name: str, pack: Pack, tmp_path: Path) -> None:
+    layers = "embed_tokens|lm_head"
+    made = make(family, tmp_path, pack, of_tests(name) | {"layers": layers}, layers, tie_word_embeddings=tied)
+    decoder = load_model(made.quantized)
+    assert isinstance(decoder.embed_tokens.method, GroupedMethod)
+    assert (decoder.lm_head.method is decoder.embed_tokens.method) == tied
+    found, expected = logits(decoder, PROMPT), logits(load_model(made.rounded), PROMPT)
+    assert (found - expected).abs().max() < 1e-4
+    assert (found - logits(load_model(tmp_path / "model"), PROMPT)).abs().max() > 0.05
 
 
 def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvern.layers.linear_method import (
     TensorLayout,
     copy_part,
 )
-from kvern.layers.quantized.method import Packed, QuantizedMethod
+from kvern.layers.quantized.method import RUN_NUMBERS, Packed, QuantizedMethod
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
@@ -181,9 +181,8 @@ class GroupedMethod(QuantizedMethod):
         if torch.equal(order, torch.arange(len(order), device=order.device)):
             self.order = None
             return
-        for run in self._runs():
-            codes = self.codes[run]
-            self.codes[run] = codes[:, order] if self._wide else pack_pairs(unpack_pairs(codes)[:, order])
+        for codes in self.codes.split(max(1, RUN_NUMBERS // self.shape.inputs)):
+            codes.copy_(codes[:, order] if self._wide else pack_pairs(unpack_pairs(codes)[:, order]))
         self.order = nn.Parameter(order.int(), requires_grad=False)
 
     def rows(self, index: Tensor | slice) -> Tensor:
