@@ -67,8 +67,9 @@ def gptq(
     symmetric: bool = False,
     version: int = 1,
     act_order: int | None = None,
+    bias: bool = False,
 ) -> Stored:
-    """`act_order`: a seed of which inputs a group has."""
+    """`act_order`: a seed of which inputs a group has. `bias`: one of zeros beside it, as early versions wrote."""
     plain = weight.float().numpy()
     inputs = plain.shape[1]
     group = inputs if group == -1 else group
@@ -87,6 +88,7 @@ def gptq(
         "qzeros": words((zero - (version == 1)).T, bits),
         "scales": scale.T.astype(np.float16),
         "g_idx": g_idx.astype(np.int32),
+        **({"bias": np.zeros(len(plain), dtype=np.float16)} if bias else {}),
     }
     return _tensors(tensors), torch.from_numpy(rounded.astype(np.float32))
 

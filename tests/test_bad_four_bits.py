@@ -28,7 +28,8 @@ from tests.test_quantized_four_bits import AWQ, GPTQ, make, of_tests
 @pytest.mark.parametrize("family", ["llama_bias", "mixtral"])
 def test_shapes_of_parts_follow_from_the_format(family: str, tmp_path: Path) -> None:
     """Whatever tensor of a layer has another shape, or is missing, is named before anything is read."""
-    folder = make(family, tmp_path, gptq, GPTQ | {"desc_act": True}, num_hidden_layers=1).quantized
+    pack = partial(gptq, bias=family == "mixtral")
+    folder = make(family, tmp_path, pack, GPTQ | {"desc_act": True}, num_hidden_layers=1).quantized
     tensors = load_file(folder / "model.safetensors")
     stem = "self_attn.k_proj" if family == "llama_bias" else "block_sparse_moe.experts.3.w3"
     for kind in ("qweight", "qzeros", "scales", "g_idx"):
@@ -68,11 +69,25 @@ def test_groups_of_inputs_that_cannot_be(tmp_path: Path) -> None:
         load_model(folder)
 
 
+def test_a_bias_that_no_layer_has_or_that_is_missing(tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "llama", partial(gptq, bias=True), GPTQ, num_hidden_layers=1).quantized
+    name = "model.layers.0.mlp.down_proj.bias"
+    assert "it is not zero" in damage(name, lambda bias: bias + 1, folder)
+    folder = make("llama_bias", tmp_path / "llama_bias", gptq, GPTQ, num_hidden_layers=1).quantized
+    change_tensors(folder, **{name: None})
+    with pytest.raises(CorruptCheckpoint, match=f"1 missing: {name}"):
+        load_model(folder)
+
+
 def test_scales_that_are_no_numbers(tmp_path: Path) -> None:
     folder = make("llama", tmp_path / "awq", awq, AWQ, num_hidden_layers=1).quantized
     name = "model.layers.0.mlp.down_proj.scales"
     assert f"{name} in" in damage(name, lambda scales: scales * torch.inf, folder)
     folder = make("llama", tmp_path / "nvfp4", nvfp4, of_tests("nvfp4"), num_hidden_layers=1).quantized
+    name = "model.layers.0.self_attn.k_proj.weight_scale"
+    good = load_file(folder / "model.safetensors")[name]
+    assert "a scale is not finite" in damage(name, lambda scale: (scale.float() * torch.nan).to(scale.dtype), folder)
+    change_tensors(folder, **{name: good})
     name = "model.layers.0.self_attn.q_proj.weight_scale_2"
     assert f"{name} in {folder / 'model.safetensors'}: the scale of the whole weight is -" in damage(
         name, torch.neg, folder

@@ -74,9 +74,9 @@ CASES: list[tuple[str, Pack, dict[str, Any]]] = [
     ("llama3", partial(gptq, symmetric=True, group=32), GPTQ | {"sym": True, "group_size": 32}),
     ("llama", partial(gptq, act_order=3), GPTQ | {"desc_act": True}),
     ("phi3", partial(gptq, act_order=3, version=2), GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2"}),
-    ("mixtral", partial(gptq, act_order=3), GPTQ | {"desc_act": True}),
-    ("llama", partial(gptq, group=64, bits=8), GPTQ | {"bits": 8, "group_size": 64}),
-    ("mixtral", partial(gptq, group=64, bits=8, symmetric=True), GPTQ | {"bits": 8, "group_size": 64}),
+    ("mixtral", partial(gptq, act_order=3, bias=True), GPTQ | {"desc_act": True}),
+    ("llama", partial(gptq, group=64, bits=8, bias=True), GPTQ | {"bits": 8, "group_size": 64}),
+    ("mixtral", partial(gptq, group=64, bits=8, symmetric=True, bias=True), GPTQ | {"bits": 8, "group_size": 64}),
     ("phi3", awq, AWQ),
     ("qwen3", awq, {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "modules_to_not_convert": None}),
     ("mixtral", partial(awq, group=32), AWQ | {"group_size": 32, "modules_to_not_convert": ["gate"]}),
@@ -118,9 +118,14 @@ def test_embeddings_and_heads(family: str, tied: bool, name: str, pack: Pack, tm
     assert (found - logits(load_model(tmp_path / "model"), PROMPT)).abs().max() > 0.05
 
 
-def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_stacked_experts_in_mxfp4(dtype: torch.dtype, tmp_path: Path) -> None:
+    def pack(weight: Tensor) -> packers.Stored:
+        tensors, rounded = mxfp4(weight)
+        return {**tensors, "scales": tensors["scales"].view(dtype)}, rounded
+
     model = stack_experts(make_checkpoint("mixtral", tmp_path / "model", **SIZES))
-    made = store(model, tmp_path, mxfp4, r"experts\.", {"quant_method": "mxfp4"})
+    made = store(model, tmp_path, pack, r"experts\.", {"quant_method": "mxfp4"})
     found, expected = logits(load_model(made.quantized), PROMPT), logits(load_model(made.rounded), PROMPT)
     assert (found - expected).abs().max() < 1e-4
     assert (found - logits(load_model(model), PROMPT)).abs().max() > 0.1

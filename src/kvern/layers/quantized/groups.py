@@ -127,9 +127,9 @@ class GroupedMethod(QuantizedMethod):
             raise ValueError(f"it is {tensor.dtype}, and codes of one byte are wanted")
         if tensor.dtype.itemsize == 1 and tensor.dtype != target.dtype:
             tensor = tensor.view(target.dtype)
+        if kind == "scale" and not bool(_finite(tensor).all()):
+            raise ValueError("a scale is not finite; the file is damaged, download it again")
         if target.dtype.itemsize > 1:
-            if not bool(tensor.isfinite().all()):
-                raise ValueError("a scale is not finite; the file is damaged, download it again")
             target = self._in_dtype(kind, tensor.dtype)
         copy_part(self.storage()[kind], target, tensor, part, first, along)
 
@@ -145,9 +145,8 @@ class GroupedMethod(QuantizedMethod):
         """A run of the group of each input. Raises ValueError where this matrix cannot be stored so."""
         place = slice(first, first + len(groups))
         if self.order is None:
-            if not torch.equal(
-                groups.long(), torch.arange(place.start, place.stop, device=groups.device) // self.group
-            ):
+            inputs = torch.arange(place.start, place.stop, device=groups.device)
+            if not torch.equal(groups.long(), inputs // self.group):
                 raise ValueError(
                     "its inputs are not in the order of their groups, though the quantization_config says neither "
                     "desc_act (GPTQ) nor actorder (compressed-tensors): correct it there"
@@ -181,7 +180,7 @@ class GroupedMethod(QuantizedMethod):
         if torch.equal(order, torch.arange(len(order), device=order.device)):
             self.order = None
             return
-        for codes in self.codes.split(max(1, RUN_NUMBERS // self.shape.inputs)):
+        for codes in torch.split(self.codes, max(1, RUN_NUMBERS // self.shape.inputs)):
             codes.copy_(codes[:, order] if self._wide else pack_pairs(unpack_pairs(codes)[:, order]))
         self.order = nn.Parameter(order.int(), requires_grad=False)
 
@@ -245,6 +244,14 @@ class GroupedMethod(QuantizedMethod):
         middle = MIDDLE.get(self.form.code, 0) if self.zero is None else 0
         table = _pairs(self.form.code, middle, dtype, codes.device)
         return table.index_select(0, codes.flatten().int()).view(dtype)  # a fifth of the time of an index
+
+
+def _finite(scale: Tensor) -> Tensor:
+    """Which scales are numbers, of any dtype: in one byte all bits, but for e4m3's sign, mean that it is none."""
+    if scale.dtype.itemsize > 1:
+        return scale.isfinite()
+    bits = 127 if scale.dtype == torch.float8_e4m3fn else 255
+    return (scale.view(torch.uint8) & bits) != bits
 
 
 @lru_cache(maxsize=64)
