@@ -356,3 +356,28 @@ def test_shards_take_their_slices_of_parts(pack: Pack, made: Callable[[], Linear
     near(by_outputs.dequantize(), torch.cat([expected[16:32], expected[40:]]))
     if pack is not nf4:
         near(by_inputs.dequantize(), expected[:, 64:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("family", "pack", "config"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
+def test_what_a_gpu_loads_is_what_a_cpu_loads(family: str, pack: Pack, config: dict[str, Any], tmp_path: Path) -> None:
+    folder = make(family, tmp_path, pack, config, num_hidden_layers=1).quantized
+    found, expected = load_model(folder, device="cuda").state_dict(), load_model(folder).state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_loading_takes_no_more_of_a_gpu_than_the_weights(tmp_path: Path) -> None:
+    """Beside them a few runs of rows: not a plain copy of the model, nor one in the checkpoint's order."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
+    pack = partial(gptq, group=128, act_order=1)
+    folder = make("llama", tmp_path, pack, GPTQ | {"desc_act": True, "group_size": 128}, **sizes).quantized
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    decoder = load_model(folder, dtype="bf16", device="cuda")
+    runs = 6 * 32 << 20
+    assert torch.cuda.max_memory_allocated() - before < decoder.weight_bytes * 1.03 + runs
