@@ -206,3 +206,10 @@ def test_packed_forms_that_are_refused(weights: dict[str, Any], form: str, said:
 def test_torchao_packings_that_are_refused(data: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         torchao_int4(data)
+
+
+def test_fused_rows_that_cannot_be_brought_in_order_are_refused(tmp_path: Path) -> None:
+    """GPT-NeoX stores queries, keys and values by head, GPTQ outputs as columns: they would be mixed up."""
+    folder = make("gpt_neox", tmp_path, gptq, GPTQ, num_hidden_layers=1).quantized
+    with pytest.raises(CorruptCheckpoint, match=r"misshapen: gpt_neox\.layers\.0\.attention\.query_key_value\."):
+        load_model(folder)
