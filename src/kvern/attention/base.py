@@ -77,4 +77,5 @@ def copy_cache_blocks(caches: Sequence[torch.Tensor], copies: Sequence[BlockCopy
     blocks = [copy.source for copy in copies] + [copy.target for copy in copies]
     sources, targets = upload(blocks, torch.int64, caches[0].device).view(2, -1)
     for cache in caches:
-        cache.index_copy_(1, targets, cache.index_select(1, sources))
+        numbers = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # PyTorch copies no e4m3 by index
+        numbers.index_copy_(1, targets, numbers.index_select(1, sources))
