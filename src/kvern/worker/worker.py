@@ -186,6 +186,7 @@ def usable_kernels(
         batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device.type],
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
+        cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)
