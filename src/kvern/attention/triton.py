@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""
 
-HOPPER_TOKENS = 64
-"""Of a run, on average: its tiles are of 128 queries, and the most that Triton's have is half of that."""
-
 
 class TritonKernels:
     """AttentionKernels that are always there; with `deterministic` a token's result does not depend on the batch.
@@ -88,7 +85,7 @@ class TritonKernels:
         if not self._deterministic and self._split.pays(queries):
             return self._split.prefill(queries)
         requests = len(queries.slots)
-        if self._hopper is not None and sum(queries.counts) >= HOPPER_TOKENS * requests:
+        if self._hopper is not None and self._hopper.pays(queries):
             return self._hopper.prefill(queries)
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic

@@ -12,6 +12,7 @@ from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members, tiles_for
 from kvern.kernels.attention_split import split_attention, split_queries, split_shape
+from kvern.kernels.cache_plain import plain_blocks
 from kvern.model_spec import AttentionSpec, ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -178,7 +179,26 @@ def _hopper(
     from kvern.kernels.attention_hopper import QUERIES, hopper_prefill
 
     launch = partial(hopper_prefill, processors=inputs.processors)
-    return _runs(inputs, attention, requests, queries, before, QUERIES, launch)
+    return _runs(inputs, attention, requests, queries, before, QUERIES, launch, inputs.dtype)
+
+
+def _plain(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, blocks: int, dtype: torch.dtype) -> Call:
+    cache, scales, table = paged = _paged(attention, inputs, 1, blocks * inputs.block_size, dtype)
+    assert scales is not None
+    wanted = table[0].contiguous()
+    moved = cache.numel() * (1 + inputs.dtype.itemsize)
+    launch = partial(plain_blocks, cache, scales, wanted, inputs.dtype)
+    return Call(f"{blocks} blocks", launch, lambda: paged.numbers[:, wanted.long()], moved)
+
+
+def _plain_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.hopper and inputs.cache_dtype in LARGEST_CODE:
+        yield from ((kind, 3, inputs.cache_dtype) for kind, *_ in _hopper_launched(spec, inputs))
+
+
+def _plain_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.hopper:
+        yield from ((spec.layers[0].attention, 512, dtype) for dtype in LARGEST_CODE)
 
 
 def _runs(
@@ -189,10 +209,11 @@ def _runs(
     before: int,
     tile: int,
     launch: Callable[..., None],
+    dtype: torch.dtype | None = None,
 ) -> Call:
-    """Runs of queries in tiles of at most `tile`."""
+    """Runs of queries in tiles of at most `tile`; `dtype`: of the cache, if it is not that of `inputs`."""
     keys = before + queries
-    paged = _paged(attention, inputs, requests, keys)
+    paged = _paged(attention, inputs, requests, keys, dtype)
     cache, scales, table = paged
     scaled = {} if scales is None else {"scales": scales}
     query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
@@ -245,7 +266,7 @@ def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if inputs.hopper and inputs.cache_dtype == inputs.dtype:
+    if inputs.hopper:
         from kvern.kernels.attention_hopper import hopper_fits
 
         fitting = (kind for kind in _kinds(spec) if hopper_fits(kind.head_dim, inputs.block_size, inputs.dtype))
@@ -263,4 +284,5 @@ KERNELS = (
     Kernel("prefill attention", "attention", _prefill, _prefill_launched, _prefill_timed),
     Kernel("split attention", "attention", _split, _split_launched, _split_timed),
     Kernel("prefill attention on Hopper", "hopper", _hopper, _hopper_launched, _hopper_timed),
+    Kernel("plain keys and values for it", "hopper", _plain, _plain_launched, _plain_timed),
 )
