@@ -111,6 +111,7 @@ def test_blocks_are_copied(dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(pool, expected)
 
 
+@pytest.mark.nightly
 def test_an_engine_of_kernels_answers_as_pytorch(
     tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
