@@ -150,7 +150,10 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
         ("serve m -tp 4", "-tp 4 is refused: kvern runs on one device"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
         ("serve m --quantization awq", "--quantization awq is refused: kvern reads the format of weights off"),
-        ("serve m --kv-cache-dtype fp8", "keys and values are not quantized yet; kv_cache_dtype is one of auto,"),
+        (
+            "serve m --kv-cache-dtype fp8_e5m2",
+            "8-bit keys and values are e4m3 or integers; kv_cache_dtype is one of auto,",
+        ),
         (
             "serve m --tool-call-parser xlam",
             "--tool-call-parser xlam is refused: there is no such parser; tool_parser is",

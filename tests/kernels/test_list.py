@@ -22,9 +22,14 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
 
 def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inputs, "hopper", True)
-    inputs = Inputs(device, torch.bfloat16, adapter_rank=16)
-    specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
-    idle = [kernel.name for kernel in KERNELS if not any(list(kernel.launched(spec, inputs)) for spec in specs)]
+    caches = [Inputs(device, torch.bfloat16, adapter_rank=16, cache_dtype=dtype) for dtype in (None, torch.int8)]
+    forms = [
+        (spec_of(name, models), inputs)
+        for models in (TINY_MODELS, LARGE_MODELS)
+        for name in models
+        for inputs in caches
+    ]
+    idle = [kernel.name for kernel in KERNELS if not any(list(kernel.launched(*form)) for form in forms)]
     assert not idle
 
 

@@ -1,4 +1,8 @@
-"""Attention of runs of queries on a Hopper GPU, through the kernel that is written for it."""
+"""Attention of runs of queries on a Hopper GPU, through the kernel that is written for it.
+
+It reads keys and values of 16 bits. Of a cache in 8 bits the blocks that a step's runs see become such ones before it,
+for one layer at a time: keys are read once for that, and by the kernel once for each tile of queries.
+"""
 
 from collections.abc import Sequence
 
@@ -7,28 +11,75 @@ import torch
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_hopper import QUERIES, hopper_fits, hopper_prefill
+from kvern.kernels.cache_plain import plain_blocks
 from kvern.model_spec import AttentionSpec
 
 __all__ = ["HopperPrefill", "hopper_fits"]
 
+TOKENS = 64
+"""Of a run, on average: the tiles are of 128 queries, and the most that Triton's have is half of that."""
+TOKENS_OF_CODES = 256
+"""The same where blocks have to become plain first."""
+PLAIN_BYTES = 256 << 20
+"""That a layer's plain blocks may take: activations of the largest steps do."""
+
 
 class HopperPrefill:
-    """Plans what `AttentionKernels.prefill` does, for layers that all fit the kernel."""
+    """Plans what `AttentionKernels.prefill` does, for layers that all fit the kernel.
 
-    def __init__(self, layers: Sequence[AttentionSpec], device: torch.device) -> None:
+    `cache_dtype`: of a cache in 8 bits.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionSpec],
+        device: torch.device,
+        block_size: int,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self._layers = list(layers)
+        self._block_size = block_size
+        self._codes = cache_dtype is not None and cache_dtype.itemsize == 1
+        self._token_bytes = max(4 * layer.kv_heads * layer.head_dim for layer in layers)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def prefill(self, queries: Queries) -> PlannedAttention:
-        tiles = queries.tiles(QUERIES)
+    def pays(self, queries: Queries) -> bool:
+        """Whether these runs are long enough; of codes, whether they may become plain: not in a graph."""
+        requests, tokens = len(queries.counts), sum(queries.counts)
+        if not self._codes:
+            return tokens >= TOKENS * requests
+        if queries.known_tiles is not None or tokens < TOKENS_OF_CODES * requests:
+            return False
+        return requests * self._width(queries) * self._block_size * self._token_bytes <= PLAIN_BYTES
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+    def _width(self, queries: Queries) -> int:
+        """Blocks of the longest context."""
+        ends = (start + count for start, count in zip(queries.starts, queries.counts, strict=True))
+        return -(-max(ends) // self._block_size)
+
+    def prefill(self, queries: Queries) -> PlannedAttention:
+        """Plan; `pays` must hold."""
+        tiles = queries.tiles(QUERIES)
+        table, slots = queries.block_table, queries.device_slots
+        blocks = table
+        if self._codes:
+            blocks = table.index_select(0, slots)[:, : self._width(queries)].contiguous()
+            table = torch.arange(blocks.numel(), dtype=torch.int32, device=blocks.device).view(blocks.shape)
+            slots = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)
+
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             hopper_prefill(
                 query,
-                cache,
-                queries.block_table,
-                queries.device_slots,
+                cache if scales is None else plain_blocks(cache, scales, blocks.flatten(), query.dtype),
+                table,
+                slots,
                 queries.device_starts,
                 queries.query_start_loc,
                 queries.device_counts,

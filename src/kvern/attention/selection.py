@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvern.attention.base import AttentionKernels
+from kvern.attention.eight_bit import LARGEST_CODE
 from kvern.attention.paged import Phases
 from kvern.attention.triton import TritonKernels
 from kvern.config import EngineConfig
@@ -76,7 +77,7 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     if asked in PACKAGES:
         return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
     only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
-    if asked == "triton" or config.deterministic or shapes.device.type != "cuda":
+    if asked == "triton" or config.deterministic or shapes.device.type != "cuda" or shapes.cache_dtype in LARGEST_CODE:
         return only
     installed = {name: _version(name) for name in PACKAGES if _installed(name)}
     if not installed:
@@ -101,12 +102,12 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
 
 def _hopper(shapes: Shapes) -> "HopperPrefill | None":
     """The kernel for Hopper, if it works here and knows all layers."""
-    if not shapes.hopper or shapes.cache_dtype != shapes.dtype:
+    if not shapes.hopper or (shapes.cache_dtype != shapes.dtype and shapes.cache_dtype not in LARGEST_CODE):
         return None
     from kvern.attention.hopper import HopperPrefill, hopper_fits
 
     fits = all(hopper_fits(layer.head_dim, shapes.block_size, shapes.dtype) for layer in shapes.layers)
-    return HopperPrefill(shapes.layers, shapes.device) if fits else None
+    return HopperPrefill(shapes.layers, shapes.device, shapes.block_size, shapes.cache_dtype) if fits else None
 
 
 def _phases() -> list[str]:

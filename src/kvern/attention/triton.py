@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""
 
-HOPPER_TOKENS = 64
-"""Of a run, on average: its tiles are of 128 queries, and the most that Triton's have is half of that."""
-
 
 class TritonKernels:
     """AttentionKernels that are always there; with `deterministic` a token's result does not depend on the batch.
@@ -58,7 +55,13 @@ class TritonKernels:
     def decode(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             decode_attention(
                 query,
@@ -72,6 +75,7 @@ class TritonKernels:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                scales=scales,
                 shared=queries.shared if spec.window is None else None,
             )
 
@@ -81,14 +85,20 @@ class TritonKernels:
         if not self._deterministic and self._split.pays(queries):
             return self._split.prefill(queries)
         requests = len(queries.slots)
-        if self._hopper is not None and sum(queries.counts) >= HOPPER_TOKENS * requests:
+        if self._hopper is not None and self._hopper.pays(queries):
             return self._hopper.prefill(queries)
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic
         shapes = {layer.head_dim: prefill_shape(layer.head_dim, long, self._element_size) for layer in self._layers}
         tiles = {size: queries.tiles(size) for size in {shape.queries for shape in shapes.values()}}
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             shape = shapes[spec.head_dim]
             prefill_attention(
@@ -105,6 +115,7 @@ class TritonKernels:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                scales=scales,
             )
 
         return run
