@@ -93,7 +93,7 @@ def quantize_rows(
     static: torch.Tensor | None = None,
     limit: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [T, I]` as codes [T, I] of "e4m3" or "int8", and float32 scales [T, 1], or [T, I / group] for groups of inputs.
+    """`x [T, I]` as codes [T, I] of "e4m3" or "int8", and float32 scales [T, 1], or [T, I / group] of groups of inputs.
 
     A scale is that of its largest number, of `limit` at most, or `static [1]` float32. Those of groups lie with the
     tokens of a group behind one another, as `_scaled_mm` reads them. Moves x once or twice, the second time from a
