@@ -152,15 +152,13 @@ def places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.constexpr)
 
 @triton.jit
 def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` as `table_of` makes it."""
+    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` is of `table_of`."""
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
         column = first // PLANES + tl.arange(0, INPUTS // PLANES)
         tile = codes + row[:, None] * (inputs // PLANES) + column[None, :]
-        if EVEN:
-            found = tl.load(tile)
-        else:
-            found = tl.load(tile, mask=(column < inputs // PLANES)[None, :], other=0.0)
+        inside = (column < inputs // PLANES)[None, :]
+        found = tl.load(tile) if EVEN else tl.load(tile, mask=inside, other=0.0)
         if CODE == "e4m3" and codes.dtype.element_ty == tl.int8:
             return (e4m3_of_bits(found),)
         elif PLANES == 1:
@@ -199,9 +197,9 @@ def scales(
     """
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
-        input = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
-        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (input // GROUP)[None, :]
-        known = (input < inputs)[None, :]
+        begin = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
+        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
+        known = (begin < inputs)[None, :]
         if scale.dtype.element_ty == tl.uint8:
             by = (tl.load(scale + place, mask=known, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
         elif scale.dtype.element_ty == tl.int8:
@@ -287,7 +285,7 @@ def _pairs(x, pair, inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def row_values(x, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """The inputs of one row (of contiguous numbers, at `x`), for each plane: [COLUMNS] float32, zero beyond the last."""
+    """The inputs of one row of contiguous numbers at `x`, for each plane: [COLUMNS] float32, zero beyond the last."""
     if interleaved(CODE):
         return _pairs(x, first // 2 + tl.arange(0, INPUTS // 2), inputs, EVEN)
     else:

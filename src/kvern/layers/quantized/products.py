@@ -1,7 +1,7 @@
 """How quantized weights are multiplied on a GPU: by kernels that make numbers of codes inside the product.
 
-Few rows read the codes and compute little. Of many rows arithmetic counts: weights are made plain inside the product, or
-a run of rows at a time for cuBLAS, or the format's own products multiply codes of eight bits; the tuner times them.
+Few rows read the codes and compute little. Of many rows arithmetic counts: weights are made plain inside the product,
+or a run of rows at a time for cuBLAS, or the format's own products multiply codes of eight bits; the tuner times them.
 Activations are multiplied as they are, but for a format's own products, whose codes they become first.
 """
 
