@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
-from kvern.layers.build import Build
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.linear_method import LinearShape, Part
 from kvern.layers.quantized.method import QuantizedMethod
@@ -366,14 +365,12 @@ def test_weights_stored_in_another_order_are_refused(tmp_path: Path) -> None:
         load_model(folder)
 
 
-CPU = Build(torch.float32, torch.device("cpu"), 1)
+CPU = torch.device("cpu")
 
 
 def test_parts_with_scales_of_their_own_are_one_matrix() -> None:
     """Scales of tensors become those of rows; the activations of all have the largest scale."""
-    method = ScaledMethod(
-        LinearShape(10, 4, torch.float32, CPU.device), Scaled("e4m3", TENSOR, Rounding("e4m3"), static=True), CPU
-    )
+    method = ScaledMethod(LinearShape(10, 4, torch.float32, CPU), Scaled("e4m3", TENSOR, Rounding("e4m3"), static=True))
     for first, rows, number in ((0, 6, 2.0), (6, 4, 8.0)):
         part = Part(first, range(rows), range(4))
         method.load("weight", torch.full((rows, 4), 1.5).to(torch.float8_e4m3fn), part)
@@ -395,7 +392,7 @@ def test_shards_take_their_slices(form: Scaled, run: int) -> None:
     )
     tensors, dense = packing.pack(whole)
     for outputs, inputs in ((range(16), range(32)), (range(8, 16), range(32)), (range(16), range(16, 32))):
-        method = ScaledMethod(LinearShape(len(outputs), len(inputs), torch.float32, CPU.device), form, CPU)
+        method = ScaledMethod(LinearShape(len(outputs), len(inputs), torch.float32, CPU), form)
         for kind, tensor in tensors.items():
             for row in range(0, len(tensor), run):
                 method.load(kind, tensor[row : row + run], Part(0, outputs, inputs), row)
@@ -437,7 +434,7 @@ def test_weights_that_are_stored_quantized_are_not_quantized_again(tmp_path: Pat
 
 
 def test_rows_of_zeros_and_of_huge_numbers() -> None:
-    method = OnlineMethod(LinearShape(3, 4, torch.float32, CPU.device), Scaled("e4m3", ROWS), CPU)
+    method = OnlineMethod(LinearShape(3, 4, torch.float32, CPU), Scaled("e4m3", ROWS))
     weight = torch.tensor([[0.0] * 4, [1e30, -1e30, 0, 1e28], [1e-8, 0, -1e-8, 0]])
     method.load("weight", weight, Part(0, range(3), range(4)))
     found = method.dequantize()
