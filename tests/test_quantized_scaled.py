@@ -3,12 +3,16 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvern import LLM, SamplingParams
+from kvern.adapters.bank import AdapterBank
+from kvern.adapters.peft import read_adapter
+from kvern.config import EngineConfig
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.linear_method import LinearShape, Part
@@ -18,7 +22,10 @@ from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import ROWS, TENSOR, Block, Scaled, ScaledMethod
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
 from kvern.models.loader import load_model, read_config
+from kvern.models.registry import spec_from_config
+from kvern.worker.device import weight_bytes
 from tests.families import make_checkpoint
+from tests.peft_adapters import make_adapter
 from tests.scaled_checkpoints import NOT_PACKED, Packing, asymmetric, by_scale, by_token, quantize, reference
 from tests.test_linear_methods import methods
 from tests.test_loader import change_tensors
@@ -440,3 +447,62 @@ def test_rows_of_zeros_and_of_huge_numbers() -> None:
     found = method.dequantize()
     assert found.isfinite().all() and (found[0] == 0).all()
     torch.testing.assert_close(found[1:], weight[1:], rtol=0.05, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+def test_adapters_add_to_rounded_products(tmp_path: Path) -> None:
+    model = make_checkpoint("llama_bias", tmp_path / "model")
+    _, packing, config = CHECKPOINTS["fp8, a scale for each tensor"]
+    made = quantize(model, tmp_path, packing, config)
+    adapter = make_adapter(model, tmp_path / "adapter", 3, r=5)
+    found = []
+    for decoder in (load_model(made.quantized), load_model(made.rounded, unquantized=reference(packing))):
+        bank = AdapterBank(decoder, places=1, rank=8, kernels=False)
+        bank.load(0, read_adapter(adapter, decoder.spec, bank.targets, 8, torch.float32))
+        plain = logits(decoder, PROMPT)
+        found.append(logits(decoder, PROMPT, bank.select([0], [len(PROMPT)], None)))
+        assert (found[-1] - plain).abs().max() > 0.1
+    assert (found[0] - found[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_the_engine_answers_alike_whatever_it_keeps(quantization: Literal["fp8", "int8"], tmp_path: Path) -> None:
+    """Rounding is each token's own: chunks, cached prefixes and other requests change nothing."""
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    prompts = [[*PROMPT, token] for token in (5, 9, 5)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    answers = []
+    for prefix_cache, tokens in ((True, None), (False, 7)):
+        llm = LLM(
+            str(model),
+            device="cpu",
+            quantization=quantization,
+            prefix_cache=prefix_cache,
+            max_batch_tokens=tokens,
+            max_batch_requests=3,
+            kv_cache_tokens=256,
+        )
+        answers.append([llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts])
+        answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+        llm.close()
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_bytes_of_weights_are_known_before_they_are_loaded(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path)
+    spec = spec_from_config(read_config(model))
+    for quantization in ("fp8", "int8"):
+        methods = linear_methods(read_config(model), Unquantized(), quantization)
+        expected = weight_bytes(spec, torch.float32, methods)
+        assert load_model(model, quantization=quantization).weight_bytes == expected
+    shape = LinearShape(4096, 4096, torch.bfloat16, torch.device("meta"))
+    for form in (Scaled("e4m3"), Scaled("e4m3", Block(128, 128)), Scaled("int8", zeros=True), Scaled("e4m3", TENSOR)):
+        assert sum(item.nbytes for item in ScaledMethod(shape, form).parameters()) < 1.002 * 4096 * 4096
+
+
+def test_an_engine_refuses_what_the_checkpoint_is_not(tmp_path: Path) -> None:
+    folder = packed_llama(tmp_path, "bitsandbytes")
+    with pytest.raises(ConfigError, match=r"quantization is fp8, but the model's weights are stored .* 'bitsandbytes'"):
+        LLM(str(folder), device="cpu", quantization="fp8")
+    with pytest.raises(ConfigError, match=r"quantization is 'fp4': it must be one of fp8, int8$"):
+        EngineConfig(quantization="fp4")  # type: ignore[arg-type]

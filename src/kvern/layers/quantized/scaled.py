@@ -10,8 +10,9 @@ A plain number is (code - zero) * scale.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ class ScaledMethod(QuantizedMethod):
 
     def __init__(self, shape: LinearShape, form: Scaled) -> None:
         self.form = form
-        self._rounded_products: Mapping[str, Product] | None = None
+        self._library_products: Mapping[str, Product] | None = None
         self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
         super().__init__(shape)
         if not form.zeros:
@@ -190,12 +191,20 @@ class ScaledMethod(QuantizedMethod):
         return Packed(self.form.code, self.codes, self.scale, self.zero, self._group, self.rows_per_scale)
 
     def own_products(self) -> Mapping[str, Product]:
-        """Products of rounded activations, for many rows; with few, memory counts and activations stay as they are."""
-        if self._rounded_products is None:
-            from kvern.layers.quantized.rounded_products import rounded_products
+        if self._library_products is None:
+            from kvern.layers.quantized.library_products import library_products
 
-            self._rounded_products = rounded_products(self)
-        return self._rounded_products
+            self._library_products = library_products(self)
+        return self._library_products
+
+    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """As `QuantizedMethod.activation_codes`: for many rows; with few, activations stay as they are."""
+        how = self.form.activations
+        if how is None or how.code != self.form.code or not how.symmetric or self.shape.inputs % (how.group or 1):
+            return None
+        from kvern.layers.quantized.library_products import activation_codes
+
+        return partial(activation_codes, self)
 
     def rounded(self, x: Tensor) -> Tensor:
         if self.form.activations is None:

@@ -1,7 +1,7 @@
-"""Products of many rows in which weights and activations have a byte: PyTorch's libraries', and a Triton kernel's.
+"""Products of PyTorch's libraries in which weights and activations have a byte, for many rows on a GPU.
 
-Activations are rounded first, as the format says. Which of the products is used, or whether weights are made plain
-instead, is for the tuner to say.
+Activations are rounded first, as the format says. Which product is used, or whether weights are made plain instead, is
+for the tuner to say.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.launch import capability
-from kvern.kernels.linear import MatmulShape
 from kvern.kernels.quantize_rows import quantize_rows, scale_products
-from kvern.kernels.scaled_product import scaled_product
 from kvern.layers.linear_method import Product
 
 if TYPE_CHECKING:
@@ -23,50 +21,39 @@ if TYPE_CHECKING:
 BLOCK = 128
 """Outputs and inputs of the blocks, and inputs of the groups of activations, that cuBLAS knows."""
 
-SHAPES = (MatmulShape(128, 128, 128, 8, 3), MatmulShape(64, 128, 128, 4, 4), MatmulShape(128, 256, 128, 8, 3))
 
-
-def rounded_products(method: "ScaledMethod") -> Mapping[str, Product]:
+def library_products(method: "ScaledMethod") -> Mapping[str, Product]:
     """Those that know the form of a matrix, on its device, by name. All is loaded."""
     form, (outputs, inputs, dtype, device) = method.form, method.shape
     how, card = form.activations, capability(device)
     if how is None or how.code != form.code or not how.symmetric or method.zero is not None:
         return {}
-    if (dtype.itemsize > 2 and device.type != "cpu") or (form.code == "e4m3" and 0 < card < 89):
+    if outputs % 16 or inputs % 16:
         return {}
-    found: dict[str, Product] = {}
     by_rows = not form.block.inputs and not how.group
-    if by_rows or all(size % BLOCK == 0 for size in (form.block.inputs, how.group, inputs)):
-        found = {f"rounded {tuple(shape)}": partial(_by_kernel, method, shape) for shape in SHAPES}
-    if card < 80 or outputs % 16 or inputs % 16:
-        return found
     if form.code == "int8":
-        return found | ({"int_mm": partial(_int_mm, method)} if by_rows else {})
-    if dtype != torch.bfloat16:
-        return found
+        return {"int_mm": partial(_int_mm, method)} if by_rows and card >= 80 else {}
+    if dtype != torch.bfloat16 or card < 89:
+        return {}
     if by_rows:
-        return found | {"scaled_mm": partial(_scaled_mm, method)}
+        return {"scaled_mm": partial(_scaled_mm, method)}
     whole = outputs % BLOCK == 0 and inputs % BLOCK == 0 and form.block == (BLOCK, BLOCK)
     if whole and how.group == BLOCK and method.rows_per_scale == BLOCK and card == 90:
-        found["scaled_mm by blocks"] = partial(_scaled_mm_by_blocks, method, _as_cublas_reads(method.scale))
-    return found
+        return {"scaled_mm by blocks": partial(_scaled_mm_by_blocks, method, _as_cublas_reads(method.scale))}
+    return {}
 
 
-def _rounded(method: "ScaledMethod", x: Tensor, columns: bool = False) -> tuple[Tensor, Tensor]:
+def activation_codes(method: "ScaledMethod", x: Tensor, columns: bool = False) -> tuple[Tensor, Tensor]:
+    """`x [T, inputs]` as codes of the weights' dtype, and float32 scales of rows, or of groups of inputs."""
     form = method.form
     assert form.activations is not None
     static = method.input_scale if form.static else None
     return quantize_rows(x.contiguous(), form.code, form.activations.group, static, form.activations.limit, columns)
 
 
-def _by_kernel(method: "ScaledMethod", shape: MatmulShape, x: Tensor, bias: Tensor | None) -> Tensor:
-    codes, scale = _rounded(method, x)
-    return scaled_product(codes, scale, method.packed(), bias, shape, x.dtype)
-
-
 def _scaled_mm(method: "ScaledMethod", x: Tensor, bias: Tensor | None) -> Tensor:
     """e4m3 by e4m3, a scale for each token and each output."""
-    codes, by_row = _rounded(method, x)
+    codes, by_row = activation_codes(method, x)
     by_output = method.scale.view(1, -1)
     out: Tensor = torch._scaled_mm(
         codes, method.codes.t(), by_row, by_output, bias, out_dtype=x.dtype, use_fast_accum=True
@@ -76,7 +63,7 @@ def _scaled_mm(method: "ScaledMethod", x: Tensor, bias: Tensor | None) -> Tensor
 
 def _scaled_mm_by_blocks(method: "ScaledMethod", scale: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """e4m3 by e4m3, a scale for each token's 128 inputs and each block of 128 x 128 weights."""
-    codes, by_group = _rounded(method, x, columns=True)
+    codes, by_group = activation_codes(method, x, columns=True)
     out: Tensor = torch._scaled_mm(codes, method.codes.t(), by_group, scale, out_dtype=x.dtype)
     return out if bias is None else out + bias
 
@@ -91,5 +78,5 @@ def _as_cublas_reads(scale: Tensor) -> Tensor:
 
 def _int_mm(method: "ScaledMethod", x: Tensor, bias: Tensor | None) -> Tensor:
     """int8 by int8 as integers, to which the scales of tokens and outputs are applied."""
-    codes, by_row = _rounded(method, x)
+    codes, by_row = activation_codes(method, x)
     return scale_products(torch._int_mm(codes, method.codes.t()), by_row, method.scale, bias, x.dtype)
