@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -318,6 +320,37 @@ def test_what_cannot_be_read_is_refused_by_name(config: dict[str, Any], message:
     with pytest.raises(UnsupportedModel, match=message) as caught:
         linear_methods({"quantization_config": config}, Unquantized())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "config", "given"),
+    [
+        (
+            "packed_tensors",
+            "packed_format",
+            ct(args("int", "group", group_size=8), None, format="pack-quantized"),
+            (args("int", "group", group_size=8), None, "pack-quantized"),
+        ),
+        ("fp4", "modelopt_nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),
+        ("nf4", "bitsandbytes_nf4", {"quant_method": "bitsandbytes", "load_in_4bit": True}, None),
+        ("torchao_int4", "torchao_int4", ao("Int4WeightOnlyConfig", group_size=32), ({"group_size": 32},)),
+    ],
+)
+def test_formats_of_four_bits_are_others(
+    module: str, function: str, config: dict[str, Any], given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, made = [], Scaled("int8")
+
+    def make(*arguments: Any) -> Scaled:
+        asked.append(arguments)
+        return made
+
+    fake = SimpleNamespace(**{function: make})
+    monkeypatch.setitem(sys.modules, f"kvern.layers.quantized.{module}", fake)
+    plain = Unquantized()
+    found = linear_methods({"quantization_config": config}, plain)
+    assert found.of("model.layers.0.mlp.down_proj") is made and found.of("model.layers.0.mlp.gate") is plain
+    assert asked == [given or (config, plain)]
 
 
 def test_classes_of_modules_that_are_not_known_are_refused() -> None:
