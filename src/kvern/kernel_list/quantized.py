@@ -78,7 +78,10 @@ def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) ->
 
 def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
     packed, shape = method.packed(), method.shape
-    names = ("" if item is None else str(item.dtype).removeprefix("torch.") for item in (packed.scale, packed.zero))
+
+    def dtype_of(item: torch.Tensor | None) -> str:
+        return "" if item is None else str(item.dtype).removeprefix("torch.")
+
     return PackedKind(
         part,
         shape.outputs,
@@ -86,7 +89,8 @@ def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
         packed.code,
         packed.group,
         packed.outputs_per_scale,
-        *names,
+        dtype_of(packed.scale),
+        dtype_of(packed.zero),
         packed.factor is not None,
         packed.order is not None,
         biased,
@@ -95,18 +99,23 @@ def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
 
 def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) -> tuple[PackedKind, ...]:
     """The matrices of a model's layers, if they were stored in each of some `FORMS`."""
-    parts = {spec.hidden_size: "q_proj"}
     return tuple(
-        PackedKind(parts.get(layer.inputs, "down_proj"), sum(layer.outputs), layer.inputs, **made)
+        kind_of_form(
+            form, sum(layer.outputs), layer.inputs, "q_proj" if layer.inputs == spec.hidden_size else "down_proj"
+        )
         for form in forms
         for layer in linear_shapes(spec, dtype)
         if layer.inputs % CODES[FORMS[form]["code"]].block == 0
-        for made in (FORMS[form] if FORMS[form].get("group") or not FORMS[form].get("scale") else
-                     {**FORMS[form], "group": layer.inputs},)
-    )  # fmt: skip
+    )
 
 
-def _packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
+def kind_of_form(form: str, outputs: int, inputs: int, part: str = "") -> PackedKind:
+    """A matrix that is stored in one of `FORMS`."""
+    kind = PackedKind(part, outputs, inputs, "")._replace(**FORMS[form])
+    return kind if kind.group or not kind.scale else kind._replace(group=inputs)
+
+
+def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
     """Random codes, and numbers of about one over the root of the inputs; no bits that are no number."""
     known = CODES[kind.code]
     if kind.code in BLOCKS:
@@ -163,7 +172,8 @@ def plain_of(packed: Packed) -> torch.Tensor:
     return plain if packed.order is None else plain[:, packed.order.long().argsort()]
 
 
-def _bytes(packed: Packed) -> int:
+def bytes_of(packed: Packed) -> int:
+    """Of codes and what stands beside them."""
     return sum(item.nbytes for item in packed if isinstance(item, torch.Tensor))
 
 
@@ -177,7 +187,7 @@ def _row(
     activation: str | None = None,
     residual: bool = False,
 ) -> Call:
-    packed, x = _packed(inputs, kind, outputs), inputs.numbers(1, kind.inputs)
+    packed, x = random_packed(inputs, kind, outputs), inputs.numbers(1, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     around = NOTHING
     if norm or residual:
@@ -199,11 +209,11 @@ def _row(
         return packed_row(row, readable(packed), bias, shape, around)
 
     sizes = f"{outputs} x {kind.inputs} {kind.code}"
-    return Call(sizes, launch, reference, _bytes(packed), 2 * outputs * kind.inputs)
+    return Call(sizes, launch, reference, bytes_of(packed), 2 * outputs * kind.inputs)
 
 
 def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
-    packed, x = _packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
+    packed, x = random_packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     counters, apart = inputs.zeros(outputs), kind.code in INTERLEAVED
 
@@ -215,12 +225,12 @@ def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outpu
         return x.double() @ plain_of(packed).T + (0 if bias is None else bias.double())
 
     sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
-    moved = _bytes(packed) + rows * (kind.inputs + outputs) * x.element_size()
+    moved = bytes_of(packed) + rows * (kind.inputs + outputs) * x.element_size()
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
 
 
 def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
-    packed = _packed(inputs, kind, outputs)
+    packed = random_packed(inputs, kind, outputs)
     x = inputs.bytes(rows, kind.inputs)
     x = x.view(torch.int8) if kind.code == "int8" else (x & 0xBF).view(torch.float8_e4m3fn)
     runs = 1 if kind.group == kind.inputs else -(-kind.inputs // kind.group)
@@ -232,7 +242,7 @@ def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs
 
     launch = partial(scaled_product, x, scale, packed, None, shape, inputs.dtype)
     sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
-    moved = _bytes(packed) + x.numel() + rows * outputs * inputs.dtype.itemsize
+    moved = bytes_of(packed) + x.numel() + rows * outputs * inputs.dtype.itemsize
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
 
 
