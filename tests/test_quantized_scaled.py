@@ -1,7 +1,6 @@
 """FP8 and INT8 weights: checkpoints of all who write them, and plain ones that are quantized while they are loaded."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,18 +204,32 @@ def test_layers_that_a_list_names_stay_plain_by_either_name(
 
 def test_experts_that_a_list_names_by_the_family_s_own_names_stay_plain(tmp_path: Path) -> None:
     _, packing, described = CHECKPOINTS["fp8 of experts"]
-    config = described | {"ignored_layers": ["model.layers.1.block_sparse_moe.experts.0.w1"]}
+    config = described | {"ignored_layers": ["model.layers.1.block_sparse_moe.experts"]}
     model = make_checkpoint("mixtral", tmp_path / "model")
-    renamed = {
-        re.sub(r"\.mlp\.", ".block_sparse_moe.", name): tensor
-        for name, tensor in load_file(model / "model.safetensors").items()
-    }
-    save_file(renamed, model / "model.safetensors")
-    config["ignored_layers"] += ["model.layers.1.block_sparse_moe.experts"]
     made = quantize(model, tmp_path, packing, config, r"layers\.1\.mlp\.experts")
     decoder = load_model(made.quantized)
     kinds = [sum(isinstance(item, QuantizedMethod) for item in layer.mlp.modules()) > 0 for layer in decoder.layers]
     assert kinds == [True, False, True]
+
+
+def test_scales_of_experts_in_one_tensor_have_two_names(tmp_path: Path) -> None:
+    packing, config = (
+        Packing(block=(8, 16), scale="weight_scale_inv"),
+        {"quant_method": "fp8", "weight_block_size": [8, 16]},
+    )
+    made = quantize(make_checkpoint("qwen3_moe", tmp_path / "model"), tmp_path, packing, config)
+    expected = logits(load_model(made.quantized), PROMPT)
+    tensors = load_file(made.quantized / "model.safetensors")
+    for layer in (0, 2):
+        for name, parts in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
+            stem = f"model.layers.{layer}.mlp.experts"
+            for kind, ending in {"weight": "", "weight_scale_inv": "_scale_inv"}.items():
+                separate = [
+                    [tensors.pop(f"{stem}.{expert}.{part}_proj.{kind}") for part in parts] for expert in range(6)
+                ]
+                tensors[f"{stem}.{name}_proj{ending}"] = torch.stack([torch.cat(found) for found in separate])
+    save_file(tensors, made.quantized / "model.safetensors")
+    assert torch.equal(logits(load_model(made.quantized), PROMPT), expected)
 
 
 def test_formats_of_modelopt_come_from_a_file_of_their_own(tmp_path: Path) -> None:
