@@ -12,7 +12,8 @@ from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
-from kvern.kernels.codes import CODES, INTERLEAVED, NF4, readable
+from kvern.kernels.codes import CODES, INTERLEAVED, readable
+from kvern.kernels.halves import NF4
 from kvern.kernels.launch import capability
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
