@@ -1,0 +1,138 @@
+"""The two halves of bytes as floating-point numbers, in one and a half instructions each."""
+
+import os
+import struct
+
+import triton
+import triton.language as tl
+
+LOW_BIAS = tl.constexpr(2048.0)
+HIGH_BIAS = tl.constexpr(128.0)
+COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+"""The interpreter knows no assembly."""
+
+HALVES = tl.constexpr(
+    """
+    {
+    .reg .b32 word;
+    shl.b32 word, $8, 12;
+    lop3.b32 $0, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $4, word, 0x000f0000, 0x43000000, 0xea;
+    shl.b32 word, $8, 4;
+    lop3.b32 $1, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $5, word, 0x000f0000, 0x43000000, 0xea;
+    shr.b32 word, $8, 4;
+    lop3.b32 $2, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $6, word, 0x000f0000, 0x43000000, 0xea;
+    shr.b32 word, $8, 12;
+    lop3.b32 $3, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $7, word, 0x000f0000, 0x43000000, 0xea;
+    }
+    """
+)
+"""Of four bytes at once: four bits of them under the exponent that gives them their worth, 0xea: (a & b) | c."""
+
+
+@triton.jit
+def biased_halves(found):
+    """The low halves of bytes plus LOW_BIAS, and the high ones plus HIGH_BIAS, in float32."""
+    if COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+    else:
+        low, high = (found & 15).to(tl.float32) + LOW_BIAS, (found >> 4).to(tl.float32) + HIGH_BIAS
+    return low, high
+
+
+SMALL_FLOATS = tl.constexpr(
+    "{ .reg .b32 word, rest; .reg .b16 one, other;"
+    + "".join(
+        f"{shift} and.b32 rest, word, 0x70007000; shr.b32 rest, rest, 3; lop3.b32 word, word, 0x80008000, rest, 0xea;"
+        f"mov.b32 {{one, other}}, word; cvt.f32.f16 ${first}, one; cvt.f32.f16 ${first + 2}, other;"
+        for shift, first in (
+            ("shl.b32 word, $8, 12;", 0),
+            ("shl.b32 word, $8, 4;", 1),
+            ("shl.b32 word, $8, 8;", 4),
+            ("mov.b32 word, $8;", 5),
+        )
+    )
+    + "}"
+)
+"""Of four bytes at once: sign, exponent and fraction of two halves go where two float16 have theirs."""
+SMALL_FLOATS_UNIT = tl.constexpr(16384.0)
+
+
+@triton.jit
+def small_floats(found):
+    """The low and the high halves of bytes as numbers of e2m1, divided by SMALL_FLOATS_UNIT, in float32."""
+    if COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            SMALL_FLOATS, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+    else:
+        low, high = _small_float(found & 15), _small_float(found >> 4)
+    return low, high
+
+
+@triton.jit
+def _small_float(half):
+    bits = ((half.to(tl.int32) & 7) << 9) | ((half.to(tl.int32) & 8) << 12)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e4m3_of_bits(found):
+    """The numbers of e4m3, for cards that do not know them, of their bits as int8: in float32."""
+    bits = found.to(tl.int32)
+    return (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256
+
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
+
+
+def lookup(values: tuple[float, ...]) -> str:
+    """What looks up the low and high halves of four bytes among 16 numbers, as float16, in four instructions each.
+
+    Bytes of the numbers are permuted: those of the first eight by three bits of a half, those of the others too, and
+    the fourth bit chooses, which a permutation spreads over a byte.
+    """
+    halves = [struct.pack("<e", value) for value in values]
+    words = {
+        f"{part}{first}": int.from_bytes(bytes(half[part] for half in halves[first : first + 4]), "little")
+        for part in (0, 1)
+        for first in (0, 4, 8, 12)
+    }
+    lines = ["{ .reg .b32 which, sign, bits, mask, one, other, lows, highs; .reg .b16 first, second;"]
+    for shift, at in ((0, 0), (16, 2)):
+        lines.append(f"shr.b32 sign, $8, {shift}; and.b32 which, sign, 0x7777; and.b32 sign, sign, 0xffff;")
+        lines.append("prmt.b32 bits, 0x7f7f7f7f, 0x7f7f7f7f, sign; shl.b32 mask, bits, 1;")
+        lines.append("lop3.b32 mask, mask, 0x80808080, bits, 0xea;")
+        for part, name in ((0, "lows"), (1, "highs")):
+            lines.append(f"prmt.b32 one, {words[f'{part}0']}, {words[f'{part}4']}, which;")
+            lines.append(f"prmt.b32 other, {words[f'{part}8']}, {words[f'{part}12']}, which;")
+            lines.append(f"lop3.b32 {name}, mask, one, other, 0xca;")
+        for order, byte in ((0x5140, at), (0x7362, at + 1)):
+            lines.append(f"prmt.b32 one, lows, highs, {order}; mov.b32 {{first, second}}, one;")
+            lines.append(f"cvt.f32.f16 ${byte}, first; cvt.f32.f16 ${byte + 4}, second;")
+    return " ".join([*lines, "}"])
+
+
+NF4_LOOKUP = tl.constexpr(lookup(NF4))
+
+
+@triton.jit
+def nf4_numbers(found, table):
+    """The numbers of NF4 that the low and the high halves of bytes stand for, in float32."""
+    if COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            NF4_LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
+    return low, high
