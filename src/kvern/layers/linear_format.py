@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvern.errors import KvernError, UnsupportedModel
 from kvern.files import reason
-from kvern.layers.experts import Experts, SeparateExperts
+from kvern.layers.experts import NAMES, Experts
 from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.row_experts import make_experts
 from kvern.model_spec import MoeSpec
 from kvern.plugins import Plugins
 
@@ -40,16 +41,16 @@ class LinearFormat(ABC):
         return self.linear(shape, build)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
-        """Of a mixture of experts. Formats with a product for all experts at once make their own."""
-        return SeparateExperts(hidden_size, spec, build, self)
+        """Of a mixture of experts, all of this format."""
+        return make_experts(hidden_size, spec, build, dict.fromkeys(NAMES, self))
 
 
 @dataclass(frozen=True)
 class LinearMethods:
     """The format of each layer: that of the first of `rules`, (regular expression, format), found in its path.
 
-    Paths are those of a Llama-style checkpoint: "model.layers.3.mlp.down_proj", "model.layers.3.mlp.experts",
-    "model.embed_tokens", "lm_head".
+    Paths are those of a Llama-style checkpoint: "model.layers.3.mlp.down_proj", "model.embed_tokens",
+    "lm_head". The experts of a layer share theirs: "model.layers.3.mlp.experts.down_proj".
     """
 
     default: LinearFormat
