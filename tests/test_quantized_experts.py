@@ -37,6 +37,7 @@ class Int8Method(QuantizedMethod):
     name = NAME
     qweight: Tensor
     scale: Tensor
+    factor: Tensor
 
     def __init__(self, shape: LinearShape, block: int) -> None:
         self.block = block
@@ -150,7 +151,8 @@ def random_parts(experts: Experts, generator: torch.Generator) -> dict[str, Tens
 def through(experts: Experts) -> Tensor:
     generator = torch.Generator().manual_seed(7)
     x, weights = torch.randn(7, HIDDEN, generator=generator), torch.rand(7, 2, generator=generator)
-    return experts(x, weights, torch.rand(7, 5, generator=generator).topk(2).indices, x)
+    out: Tensor = experts(x, weights, torch.rand(7, 5, generator=generator).topk(2).indices, x)
+    return out
 
 
 def plain_of(parts: Mapping[str, Tensor], block: int) -> Tensor:
