@@ -6,35 +6,16 @@ them. Without kernels a product makes plain numbers of a few rows at a time.
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern.kernels.packed import Packed as Packed
 from kvern.layers.linear_method import LinearMethod
 
 RUN_NUMBERS = 1 << 20
 """Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
-
-
-class Packed(NamedTuple):
-    """A quantized matrix `[outputs, inputs]` as kernels read it: rows of codes, and what they are multiplied by.
-
-    `code` names what the bytes mean (`kernels/codes.py` makes numbers of them by that name). `codes [outputs, ...]` are
-    contiguous rows of bytes, or of numbers of one byte. `scale` and `zero`, `[outputs / outputs_per_scale, inputs /
-    group]`, stand beside the codes; formats whose scales lie among the codes have none. `order [inputs]` int32: column
-    i of the matrix multiplies the input `order[i]`. `factor [outputs]` float32 multiplies whole rows.
-    """
-
-    code: str
-    codes: Tensor
-    scale: Tensor | None = None
-    zero: Tensor | None = None
-    group: int = 0
-    outputs_per_scale: int = 1
-    order: Tensor | None = None
-    factor: Tensor | None = None
 
 
 class QuantizedMethod(LinearMethod):
