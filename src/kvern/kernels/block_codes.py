@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
+from kvern.kernels.halves import HIGH_BIAS, LOW_BIAS, biased_halves
+
 BLOCKS: Mapping[str, tuple[int, int, int, int]] = {
     "q8_0": (1, 32, 32, 34),
     "q4_0": (2, 16, 32, 18),
@@ -21,8 +23,9 @@ def block_places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.cons
     """See `places` in `kernels/codes.py`."""
     if CODE == "q8_0":
         return first + tl.arange(0, INPUTS)
-    column = tl.arange(0, INPUTS // 2)
-    return first + column // 16 * 32 + column % 16 + 16 * PLANE
+    else:
+        column = tl.arange(0, INPUTS // 2)
+        return first + column // 16 * 32 + column % 16 + 16 * PLANE
 
 
 @triton.jit
@@ -42,13 +45,11 @@ def block_numbers(codes, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.cons
         tile = codes + row[:, None] * (inputs // 32 * 34) + place[None, :]
         found = tl.load(tile, mask=(first + column < inputs)[None, :], other=0)
         return (found.to(tl.int8, bitcast=True).to(tl.float32),)
-    column = tl.arange(0, INPUTS // 2)
-    block = first // 32 + column // 16
-    place = block * 18 + 2 + column % 16
-    tile = codes + row[:, None] * (inputs // 32 * 18) + place[None, :]
-    found = tl.load(tile, mask=(block * 32 < inputs)[None, :], other=0).to(tl.int32)
-    low, high = ((found & 0x0F) << 19) | 0x41800000, ((found & 0xF0) << 15) | 0x41800000
-    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    else:
+        column = tl.arange(0, INPUTS // 2)
+        block = first // 32 + column // 16
+        tile = codes + row[:, None] * (inputs // 32 * 18) + (block * 18 + 2 + column % 16)[None, :]
+        return biased_halves(tl.load(tile, mask=(block * 32 < inputs)[None, :], other=0))
 
 
 @triton.jit
@@ -69,4 +70,7 @@ def block_scales(
     block = first // 32 + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES) // 32
     place = row[:, None] * (inputs // 32 * BYTES) + (block * BYTES)[None, :]
     by = half_at(codes, place, (block * 32 < inputs)[None, :])
-    return (by, by * 0.0) if CODE == "q8_0" else (by, by * 24.0)
+    if CODE == "q8_0":
+        return by, by * 0.0
+    else:
+        return by, by * (8.0 + (LOW_BIAS if PLANE == 0 else HIGH_BIAS))

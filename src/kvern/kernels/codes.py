@@ -25,6 +25,9 @@ An int4 matrix has the even inputs in one plane and the odd ones in the other. A
 inputs apart in registers (`row_values`); one of several rows has its `x` in planes already: `[T, 2, inputs / 2]`, by
 `kernels/arrange.py`, which also puts inputs in the `order` of a matrix. Blocks of GGUF read x as it is.
 
+Numbers may carry a bias, which their offset takes away again: `kernels/halves.py` makes floats of half bytes so. A
+branch for each code is an `else` to the one before, since a compiler of Triton's reads on behind a `return`.
+
 A new code gets an entry in CODES and a branch in `numbers`, and in `places` and `scales` if it is no kind that they
 know; those of GGUF's blocks are in `kernels/block_codes.py`.
 """
@@ -37,6 +40,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.block_codes import BLOCKS, block_numbers, block_places, block_scales
+from kvern.kernels.halves import HIGH_BIAS, LOW_BIAS, biased_halves
 
 
 class Code(NamedTuple):
@@ -101,14 +105,27 @@ def scales_rows(code: str, group: int, inputs: int, zero: torch.Tensor | None) -
     return code in ("e4m3", "int8") and group == inputs and zero is None
 
 
+@triton.constexpr_function
+def stands_beside(code: str) -> bool:
+    """Whether scales stand beside the codes, not among them."""
+    return code in ("e4m3", "int8", *INTERLEAVED)
+
+
+@triton.constexpr_function
+def interleaved(code: str) -> bool:
+    """Whether a column is an even input and the odd one behind it."""
+    return code in INTERLEAVED
+
+
 @triton.jit
 def places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.constexpr):
     """The inputs of a plane's columns, from the input `first` on: [COLUMNS]."""
-    if CODE == "e4m3" or CODE == "int8":
-        return first + tl.arange(0, INPUTS)
-    if CODE == "int4" or CODE == "nf4" or CODE == "e2m1":
+    if interleaved(CODE):
         return first + 2 * tl.arange(0, INPUTS // 2) + PLANE
-    return block_places(first, CODE, INPUTS, PLANE)
+    elif stands_beside(CODE):
+        return first + tl.arange(0, INPUTS)
+    else:
+        return block_places(first, CODE, INPUTS, PLANE)
 
 
 @triton.jit
@@ -120,33 +137,26 @@ def _small_floats(code):
 
 @triton.jit
 def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` as `table_of` makes it.
-
-    Those of int4 are 16 more than their codes, made by setting an exponent before the bits.
-    """
-    if CODE == "e4m3" or CODE == "int8":
-        column = first + tl.arange(0, INPUTS)
-        tile = codes + row[:, None] * inputs + column[None, :]
+    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` as `table_of` makes it."""
+    if stands_beside(CODE):
+        PLANES: tl.constexpr = planes_of(CODE)
+        column = first // PLANES + tl.arange(0, INPUTS // PLANES)
+        tile = codes + row[:, None] * (inputs // PLANES) + column[None, :]
         if EVEN:
             found = tl.load(tile)
         else:
-            found = tl.load(tile, mask=(column < inputs)[None, :], other=0.0)
-        return (found.to(tl.float32),)
-    if CODE == "int4" or CODE == "nf4" or CODE == "e2m1":
-        column = first // 2 + tl.arange(0, INPUTS // 2)
-        tile = codes + row[:, None] * (inputs // 2) + column[None, :]
-        if EVEN:
-            found = tl.load(tile).to(tl.int32)
-        else:
-            found = tl.load(tile, mask=(column < inputs // 2)[None, :], other=0).to(tl.int32)
-        if CODE == "int4":
-            low = ((found & 0x0F) << 19) | 0x41800000
-            high = ((found & 0xF0) << 15) | 0x41800000
-            return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-        if CODE == "nf4":
+            found = tl.load(tile, mask=(column < inputs // PLANES)[None, :], other=0.0)
+        if PLANES == 1:
+            return (found.to(tl.float32),)
+        elif CODE == "int4":
+            return biased_halves(found)
+        elif CODE == "nf4":
             return tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
-        return _small_floats(found & 15), _small_floats(found >> 4)
-    return block_numbers(codes, row, first, inputs, CODE, INPUTS, EVEN)
+        else:
+            code = found.to(tl.int32)
+            return _small_floats(code & 15), _small_floats(code >> 4)
+    else:
+        return block_numbers(codes, row, first, inputs, CODE, INPUTS, EVEN)
 
 
 @triton.jit
@@ -170,7 +180,7 @@ def scales(
 
     ZERO: there are zeros. Scales of one byte without a sign are exponents, as MXFP4 has them (E8M0).
     """
-    if CODE == "e4m3" or CODE == "int8" or CODE == "int4" or CODE == "nf4" or CODE == "e2m1":
+    if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
         input = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
         place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (input // GROUP)[None, :]
@@ -180,16 +190,20 @@ def scales(
         else:
             by = tl.load(scale + place, mask=known, other=0.0).to(tl.float32)
         if CODE == "int4":
+            BIAS: tl.constexpr = LOW_BIAS if PLANE == 0 else HIGH_BIAS
             if ZERO:
-                zeros = tl.load(zero + place, mask=known, other=0).to(tl.float32)
-                return by, by * (zeros + 16.0)
-            return by, by * 24.0
-        if CODE == "e2m1":
-            by *= 16384.0
-        if ZERO:
-            return by, by * tl.load(zero + place, mask=known, other=0).to(tl.float32)
-        return by, by * 0.0
-    return block_scales(codes, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
+                offset = by * (tl.load(zero + place, mask=known, other=0).to(tl.float32) + BIAS)
+            else:
+                offset = by * (BIAS + 8.0)
+        elif ZERO:
+            offset = by * tl.load(zero + place, mask=known, other=0).to(tl.float32)
+        else:
+            if CODE == "e2m1":
+                by *= 16384.0
+            offset = by * 0.0
+        return by, offset
+    else:
+        return block_scales(codes, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
 
 
 @triton.jit
@@ -198,8 +212,9 @@ def _scaled(tile, by, offset, CHUNK: tl.constexpr):
     COLUMNS: tl.constexpr = tile.shape[1]
     if CHUNK == COLUMNS:
         return tile * by - offset
-    chunks = tl.reshape(tile, [ROWS, COLUMNS // CHUNK, CHUNK])
-    return tl.reshape(chunks * by[:, :, None] - offset[:, :, None], [ROWS, COLUMNS])
+    else:
+        chunks = tl.reshape(tile, [ROWS, COLUMNS // CHUNK, CHUNK])
+        return tl.reshape(chunks * by[:, :, None] - offset[:, :, None], [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -224,12 +239,14 @@ def weights(
     tiles = numbers(codes, table, row, first, inputs, CODE, INPUTS, EVEN)
     if SCALES_ROWS:
         return tiles
-    by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 0)
-    if planes_of(CODE) == 1:
-        return (_scaled(tiles[0], by, offset, CHUNK),)
-    low = _scaled(tiles[0], by, offset, CHUNK)
-    by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 1)
-    return low, _scaled(tiles[1], by, offset, CHUNK)
+    else:
+        by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 0)
+        low = _scaled(tiles[0], by, offset, CHUNK)
+        if planes_of(CODE) == 1:
+            return (low,)
+        else:
+            by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 1)
+            return low, _scaled(tiles[1], by, offset, CHUNK)
 
 
 @triton.jit
@@ -239,23 +256,26 @@ def _pairs(x, pair, inputs, EVEN: tl.constexpr):
     if x.dtype.element_ty == tl.bfloat16:
         both = tl.load(x.to(tl.pointer_type(tl.int32)) + pair, mask=known, other=0)
         return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
-    if x.dtype.element_ty == tl.float16:
+    elif x.dtype.element_ty == tl.float16:
         both = tl.load(x.to(tl.pointer_type(tl.int32)) + pair, mask=known, other=0)
         low = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
         high = ((both >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
         return low.to(tl.float32), high.to(tl.float32)
-    even = tl.load(x + 2 * pair, mask=known, other=0.0)
-    return even.to(tl.float32), tl.load(x + 2 * pair + 1, mask=known, other=0.0).to(tl.float32)
+    else:
+        even = tl.load(x + 2 * pair, mask=known, other=0.0)
+        return even.to(tl.float32), tl.load(x + 2 * pair + 1, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def row_values(x, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
     """The inputs of one row (of contiguous numbers, at `x`), for each plane: [COLUMNS] float32, zero beyond the last."""
-    if CODE == "int4" or CODE == "nf4" or CODE == "e2m1":
+    if interleaved(CODE):
         return _pairs(x, first // 2 + tl.arange(0, INPUTS // 2), inputs, EVEN)
-    place = places(first, CODE, INPUTS, 0)
-    low = tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)
-    if planes_of(CODE) == 1:
-        return (low,)
-    place = places(first, CODE, INPUTS, 1)
-    return low, tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)
+    else:
+        place = places(first, CODE, INPUTS, 0)
+        low = tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)
+        if planes_of(CODE) == 1:
+            return (low,)
+        else:
+            place = places(first, CODE, INPUTS, 1)
+            return low, tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)

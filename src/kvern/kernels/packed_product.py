@@ -5,8 +5,6 @@ weights: scales multiply the sums of neighbouring columns, not each weight. `pac
 matrix units: a tile of weights is made of its codes in registers, in the dtype of x, for few rows and for many.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +38,9 @@ def _add_step(total, tile, value, by, offset, CHUNK: tl.constexpr, SCALES_ROWS: 
     products = tl.sum(tl.reshape(tile * value[None, :], [OUTPUTS, COLUMNS // CHUNK, CHUNK]), axis=2)
     if SCALES_ROWS:
         return total + products
-    return total + by * products - offset * tl.sum(tl.reshape(value, [COLUMNS // CHUNK, CHUNK]), axis=1)[None, :]
+    else:
+        values = tl.sum(tl.reshape(value, [COLUMNS // CHUNK, CHUNK]), axis=1)
+        return total + by * products - offset * values[None, :]
 
 
 @triton.jit
