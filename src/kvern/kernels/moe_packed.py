@@ -208,18 +208,19 @@ def _values(
 
 @triton.jit
 def _tiles(
-    codes, scale, zero, table, row, start, inputs: tl.constexpr, dtype,
+    codes, scale, zero, table, row, start, inputs: tl.constexpr,
     CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr,
     EVEN: tl.constexpr, INPUTS: tl.constexpr, CHUNK: tl.constexpr, BY_STEP: tl.constexpr,
 ):  # fmt: skip
     """The weights of a step, and what their products are multiplied by if that is one number for a row (BY_STEP)."""
     if BY_STEP:
-        by, offset = scales(codes, scale, zero, row, start, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 0)
+        by, _ = scales(codes, scale, zero, row, start, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 0)
         return numbers(codes, table, row, start, inputs, CODE, INPUTS, EVEN), by
-    tiles = weights(
-        codes, scale, zero, table, row, start, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, CHUNK, EVEN
-    )
-    return tiles, 1.0
+    else:
+        tiles = weights(
+            codes, scale, zero, table, row, start, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, CHUNK, EVEN
+        )
+        return tiles, 1.0
 
 
 @triton.jit
@@ -227,8 +228,10 @@ def _multiply(total, tiles, by, values, PLANE: tl.constexpr, BY_STEP: tl.constex
     """The sums `[OUTPUTS, ROWS]` after a plane of a step."""
     tile = tiles[PLANE].to(values.dtype)
     if BY_STEP:
-        return total + by * tl.dot(tile, values, input_precision="ieee")
-    return tl.dot(tile, values, total, input_precision="ieee")
+        total += by * tl.dot(tile, values, input_precision="ieee")
+    else:
+        total = tl.dot(tile, values, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -291,11 +294,11 @@ def _grouped_gate_up_kernel(
     up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(0, hidden, INPUTS):
         gates, gate_by = _tiles(
-            codes, scale, zero, table, row, start, hidden, x.dtype.element_ty,
+            codes, scale, zero, table, row, start, hidden,
             CODE, GROUP, PER, ZERO, SCALES_ROWS, EVEN, INPUTS, CHUNK, BY_STEP,
         )  # fmt: skip
         ups, up_by = _tiles(
-            codes, scale, zero, table, row + width, start, hidden, x.dtype.element_ty,
+            codes, scale, zero, table, row + width, start, hidden,
             CODE, GROUP, PER, ZERO, SCALES_ROWS, EVEN, INPUTS, CHUNK, BY_STEP,
         )  # fmt: skip
         for plane in tl.static_range(planes_of(CODE)):
@@ -358,7 +361,7 @@ def _grouped_down_kernel(
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(0, width, INPUTS):
         tiles, by = _tiles(
-            codes, scale, zero, table, row, start, width, x.dtype.element_ty,
+            codes, scale, zero, table, row, start, width,
             CODE, GROUP, PER, ZERO, SCALES_ROWS, EVEN, INPUTS, CHUNK, BY_STEP,
         )  # fmt: skip
         for plane in tl.static_range(planes_of(CODE)):

@@ -2,7 +2,7 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -157,19 +157,10 @@ class MethodExperts(Experts):
         return self._stacks(NAMES)
 
     def optional_parts(self) -> Collection[str]:
-        stacked = {
-            _stack(name, kind)
-            for name in (*NAMES, "gate_up")
-            for kind, layout, _ in self._layouts(name, 0)
-            if not layout.needed
-        }
-        return stacked | {
-            f"experts.{expert}.{name}_proj.{kind}"
-            for expert in range(self.spec.experts)
-            for name in NAMES
-            for kind, layout, _ in self._layouts(name, expert)
-            if not layout.needed
-        }
+        return {name for name, layout in self._all_layouts() if not layout.needed}
+
+    def part_dtypes(self) -> dict[str, torch.dtype]:
+        return {name: layout.dtype for name, layout in self._all_layouts()}
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if match := _EXPERT_PART.fullmatch(part):
@@ -193,6 +184,16 @@ class MethodExperts(Experts):
         if name == "gate_up" and isinstance(method, PartedMethod):  # nobody stores them as one
             return []
         return [(kind, layout, part) for kind, layout in method.part_layouts(part.first).items()]
+
+    def _all_layouts(self) -> Iterator[tuple[str, TensorLayout]]:
+        """Of all tensors that a checkpoint may have, by name."""
+        for name in (*NAMES, "gate_up"):
+            for kind, layout, _ in self._layouts(name, 0):
+                yield _stack(name, kind), layout
+        for expert in range(self.spec.experts):
+            for name in NAMES:
+                for kind, layout, _ in self._layouts(name, expert):
+                    yield f"experts.{expert}.{name}_proj.{kind}", layout
 
     def _stacks(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         layouts = {name: self._layouts(name, 0) for name in names}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters
@@ -21,12 +22,13 @@ from kvern.model_spec import ModelSpec
 class TensorTarget:
     """Where one checkpoint tensor goes: its shape there, and `load(tensor, first_row)`, see `Loadable.load`.
 
-    `needed`: a checkpoint has to have it.
+    `needed`: a checkpoint has to have it. `dtype`: what it is read as; None: any numbers.
     """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor, int], None]
     needed: bool = True
+    dtype: torch.dtype | None = None
 
 
 class Decoder(nn.Module):
@@ -103,9 +105,9 @@ class Decoder(nn.Module):
             prefix = f"{module.path}." if module.path else ""
             sets = (module.parts(), module.fused_parts(), module.stacked_parts())
             parts = max(sets, key=lambda names: sum(prefix + name in stored for name in names))
-            optional = module.optional_parts()
+            optional, dtypes = module.optional_parts(), module.part_dtypes()
             targets |= {
-                prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional)
+                prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional, dtypes.get(name))
                 for name, shape in parts.items()
             }
         return targets
