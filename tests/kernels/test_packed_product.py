@@ -8,6 +8,7 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.scaled_product import scaled_product
 from tests.kernels.packed_weights import KINDS, make_packed, to_device
 from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error
@@ -55,3 +56,19 @@ def test_several_rows(device: torch.device, kind: str, rows: int, inputs: int, s
     assert not arrived.any()
     again = packed_product(arranged[-1:], packed, bias, shape, arrived)
     assert torch.equal(again[0], out[-1])
+
+
+@pytest.mark.parametrize("kind", ["e4m3 row", "e4m3 blocks", "int8 row", "int8 group"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_codes_with_codes(device: torch.device, kind: str, groups: int) -> None:
+    rows, outputs, inputs = 37, 150, 512
+    made = make_packed(kind, outputs, inputs, group=128)
+    packed = to_device(made.packed, device)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, inputs, generator=generator) * 20
+    x = (x.round().to(torch.int8) if kind.startswith("int8") else x.to(torch.float8_e4m3fn)).to(device)
+    scale = (torch.rand(rows, groups, generator=generator) + 0.5).to(device)
+    bias = torch.randn(outputs, generator=generator).to(device)
+    plain = x.double() * scale.double().repeat_interleave(inputs // groups, 1)
+    out = scaled_product(x, scale, packed, bias, MatmulShape(32, 64, 128, 4, 3), torch.float32)
+    assert relative_error(out, plain @ made.plain.to(device).T + bias.double()) < 1e-5

@@ -40,7 +40,16 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.block_codes import BLOCKS, block_numbers, block_places, block_scales
-from kvern.kernels.halves import HIGH_BIAS, LOW_BIAS, biased_halves
+from kvern.kernels.halves import (
+    HIGH_BIAS,
+    LOW_BIAS,
+    SMALL_FLOATS_UNIT,
+    biased_halves,
+    e4m3_of_bits,
+    small_floats,
+)
+from kvern.kernels.launch import capability
+from kvern.kernels.packed import Packed
 
 
 class Code(NamedTuple):
@@ -76,6 +85,19 @@ NF4 = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
+
+
+def readable(weight: Packed) -> Packed:
+    """The same matrix as kernels take it on its card: numbers of e4m3 that it does not know as their bits, int8."""
+    if not 0 < capability(weight.codes.device) < 89:
+        return weight
+    codes, scale = (
+        item.view(torch.int8) if item is not None and item.dtype == torch.float8_e4m3fn else item
+        for item in (weight.codes, weight.scale)
+    )
+    assert codes is not None
+    return weight._replace(codes=codes, scale=scale)
+
 
 _TABLES: dict[torch.device, torch.Tensor] = {}
 
@@ -129,32 +151,24 @@ def places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.constexpr)
 
 
 @triton.jit
-def _small_floats(code):
-    """The numbers of e2m1, by their bits: 2 ** -14 of them as float16."""
-    bits = ((code & 7) << 9) | ((code & 8) << 12)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` as `table_of` makes it."""
+    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` is of `table_of`."""
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
         column = first // PLANES + tl.arange(0, INPUTS // PLANES)
         tile = codes + row[:, None] * (inputs // PLANES) + column[None, :]
-        if EVEN:
-            found = tl.load(tile)
-        else:
-            found = tl.load(tile, mask=(column < inputs // PLANES)[None, :], other=0.0)
-        if PLANES == 1:
+        inside = (column < inputs // PLANES)[None, :]
+        found = tl.load(tile) if EVEN else tl.load(tile, mask=inside, other=0.0)
+        if CODE == "e4m3" and codes.dtype.element_ty == tl.int8:
+            return (e4m3_of_bits(found),)
+        elif PLANES == 1:
             return (found.to(tl.float32),)
         elif CODE == "int4":
             return biased_halves(found)
         elif CODE == "nf4":
             return tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
         else:
-            code = found.to(tl.int32)
-            return _small_floats(code & 15), _small_floats(code >> 4)
+            return small_floats(found)
     else:
         return block_numbers(codes, row, first, inputs, CODE, INPUTS, EVEN)
 
@@ -178,15 +192,18 @@ def scales(
 ):
     """Scale and offset of each CHUNK columns of a plane: two tiles [rows, COLUMNS / CHUNK] float32.
 
-    ZERO: there are zeros. Scales of one byte without a sign are exponents, as MXFP4 has them (E8M0).
+    ZERO: there are zeros. Scales of one byte without a sign are exponents, as MXFP4 has them (E8M0); those with one are
+    the bits of e4m3.
     """
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
-        input = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
-        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (input // GROUP)[None, :]
-        known = (input < inputs)[None, :]
+        begin = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
+        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
+        known = (begin < inputs)[None, :]
         if scale.dtype.element_ty == tl.uint8:
             by = (tl.load(scale + place, mask=known, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        elif scale.dtype.element_ty == tl.int8:
+            by = e4m3_of_bits(tl.load(scale + place, mask=known, other=0))
         else:
             by = tl.load(scale + place, mask=known, other=0.0).to(tl.float32)
         if CODE == "int4":
@@ -199,7 +216,7 @@ def scales(
             offset = by * tl.load(zero + place, mask=known, other=0).to(tl.float32)
         else:
             if CODE == "e2m1":
-                by *= 16384.0
+                by *= SMALL_FLOATS_UNIT
             offset = by * 0.0
         return by, offset
     else:
@@ -268,7 +285,7 @@ def _pairs(x, pair, inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def row_values(x, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """The inputs of one row (of contiguous numbers, at `x`), for each plane: [COLUMNS] float32, zero beyond the last."""
+    """The inputs of one row of contiguous numbers at `x`, for each plane: [COLUMNS] float32, zero beyond the last."""
     if interleaved(CODE):
         return _pairs(x, first // 2 + tl.arange(0, INPUTS // 2), inputs, EVEN)
     else:
