@@ -27,6 +27,7 @@ from kvern.layers.linear_method import (
     LinearMethod,
     LinearShape,
     Part,
+    Product,
     TensorLayout,
     copy_part,
 )
@@ -37,6 +38,7 @@ from kvern.model_spec import MoeSpec
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
+FEW_ROWS = 16
 RANDOM_ACTIVATION = 8.0
 """The largest activation that random weights expect."""
 
@@ -72,7 +74,7 @@ class Scaled(LinearFormat):
     granule: int = 0
 
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        return ScaledMethod(shape, self)
+        return ScaledMethod(shape, self, build)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
         """Gate and up, and the experts, begin where no block does, if their width is no multiple of one."""
@@ -93,8 +95,10 @@ class ScaledMethod(QuantizedMethod):
     zero: Tensor | None
     input_scale: Tensor
 
-    def __init__(self, shape: LinearShape, form: Scaled) -> None:
+    def __init__(self, shape: LinearShape, form: Scaled, build: "Build") -> None:
         self.form = form
+        self._with_libraries = bool(build.kernels) and not build.deterministic
+        self._many: Product | None = None
         self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
         super().__init__(shape)
         if not form.zeros:
@@ -120,7 +124,7 @@ class ScaledMethod(QuantizedMethod):
 
     def storage(self) -> Mapping[str, TensorLayout]:
         form, inputs = self.form, self.form.block.inputs
-        axes = (Axis("outputs", self._rows), Axis("inputs", inputs) if inputs else Axis("others", 1))
+        axes = (Axis("outputs", self.rows_per_scale), Axis("inputs", inputs) if inputs else Axis("others", 1))
         found = {
             "codes": TensorLayout(DTYPES[form.code], (OUTPUTS, INPUTS)),
             "scale": TensorLayout(torch.float32, axes),
@@ -132,7 +136,7 @@ class ScaledMethod(QuantizedMethod):
         return found
 
     @property
-    def _rows(self) -> int:
+    def rows_per_scale(self) -> int:
         """Outputs that share a scale here."""
         return self.form.granule or self.form.block.outputs or 1
 
@@ -141,7 +145,7 @@ class ScaledMethod(QuantizedMethod):
         return self.form.block.inputs or self.shape.inputs
 
     def cuts(self) -> tuple[int, int]:
-        return self._rows, max(self.form.block.inputs, 1)
+        return self.rows_per_scale, max(self.form.block.inputs, 1)
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
         if kind == "weight":
@@ -156,7 +160,7 @@ class ScaledMethod(QuantizedMethod):
     def _load_scales(self, name: str, tensor: Tensor, part: Part, first_row: int) -> None:
         """Of the rows from `first_row` on; if fewer outputs share one here than in the checkpoint, it is repeated."""
         rows = self.form.block.outputs or len(part.outputs)
-        repeats = -(-rows // self._rows)
+        repeats = -(-rows // self.rows_per_scale)
         tensor = tensor.reshape(max(len(tensor), 1) if tensor.dim() else 1, -1).repeat_interleave(repeats, 0)
         if not self.form.block.outputs:
             part = Part(part.first, range(rows), part.inputs)
@@ -166,6 +170,7 @@ class ScaledMethod(QuantizedMethod):
         """Zero points that are all zero are none."""
         if self.zero is not None and not self.zero.any():
             self.zero = None
+        self._many = next(iter(self.libraries().values()), None)
 
     def rows(self, index: Tensor | slice) -> Tensor:
         codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype).float()
@@ -176,16 +181,32 @@ class ScaledMethod(QuantizedMethod):
 
     def _of_rows(self, scales: Tensor, index: Tensor | slice) -> Tensor:
         """Those of the rows' numbers: `[N, inputs]`, or `[N, 1]`."""
-        if self._rows > 1:
+        if self.rows_per_scale > 1:
             at = torch.arange(self.shape.outputs, device=scales.device)[index] if isinstance(index, slice) else index
-            index = at // self._rows
+            index = at // self.rows_per_scale
         chosen = scales[index]
         if not self.form.block.inputs:
             return chosen
         return chosen.repeat_interleave(self._group, 1)[:, : self.shape.inputs]
 
     def packed(self) -> Packed:
-        return Packed(self.form.code, self.codes, self.scale, self.zero, self._group, self._rows)
+        return Packed(self.form.code, self.codes, self.scale, self.zero, self._group, self.rows_per_scale)
+
+    def libraries(self) -> Mapping[str, Product]:
+        """Products of libraries for more than `FEW_ROWS` rows, by name: they round activations as the format says.
+
+        With fewer rows, memory counts: codes become plain numbers in the product, and activations stay as they are.
+        """
+        if not self._with_libraries:
+            return {}
+        from kvern.layers.quantized.libraries import library_product
+
+        return dict([found]) if (found := library_product(self)) else {}
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._many is not None and x.shape[0] > FEW_ROWS:
+            return self._many(x, bias)
+        return super().multiply(x, bias)
 
     def rounded(self, x: Tensor) -> Tensor:
         if self.form.activations is None:
