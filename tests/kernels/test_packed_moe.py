@@ -7,6 +7,8 @@ import torch
 
 from kvern.kernels import moe_packed
 from kvern.kernels.moe_packed import packed_experts
+from kvern.kernels.moe_scaled import coded_experts
+from kvern.kernels.quantize_rows import quantize_rows
 from kvern.kernels.packed import Packed
 from tests.kernels.packed_weights import KINDS, make_packed, to_device
 from tests.kernels.test_moe import experts_reference
@@ -75,3 +77,35 @@ def test_every_code(device: torch.device, monkeypatch: pytest.MonkeyPatch, kind:
     )
     assert out.dtype == x.dtype
     assert relative_error(out, experts_reference(x, *plain, scores, chosen, "silu")) < 1e-3
+
+
+@pytest.mark.parametrize(("kind", "group"), [("e4m3 row", 0), ("e4m3 blocks", 128), ("e4m3 row", 128), ("int8 row", 0)])
+def test_codes_by_codes(device: torch.device, kind: str, group: int) -> None:
+    tokens, top_k = 3, 2
+    gate_up, down, *plain = matrices(kind, device)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, HIDDEN + 8, generator=generator).half().to(device)[:, :HIDDEN]
+    scores, chosen = torch.rand(tokens, EXPERTS, generator=generator).topk(top_k)
+    scores, chosen = scores.to(device), chosen.int().to(device)
+    code, made = kind.split()[0], []
+
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append((x, quantize_rows(x, code, group)))
+        return made[-1][1]
+
+    add = torch.ones_like(x)
+    out = coded_experts(
+        x, gate_up, down, scores, chosen, "silu", experts=EXPERTS, rounded=(rounded, rounded), add=add
+    )
+
+    def numbers(index: int) -> torch.Tensor:
+        codes, scale = made[index][1]
+        return codes.double() * scale.double().repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+
+    expected, rows = torch.ones_like(x).double(), numbers(1)
+    gated = made[1][0].double()
+    for pair, expert in enumerate(chosen.flatten().tolist()):
+        gate, up = (plain[0][expert] @ numbers(0)[pair // top_k]).chunk(2)
+        assert relative_error(gated[pair], torch.nn.functional.silu(gate) * up) < 1e-3
+        expected[pair // top_k] += scores.flatten()[pair].double() * (plain[1][expert] @ rows[pair])
+    assert relative_error(out, expected) < 1e-3

@@ -59,25 +59,26 @@ def _product(method: QuantizedMethod, expert: int, outputs: int, x: Tensor) -> T
     return F.linear(method.rounded(x), method.rows(slice(expert * outputs, (expert + 1) * outputs)))
 
 
-def stacks(linear_format: "LinearFormat", outputs: int, inputs: int, build: "Build") -> bool:
-    """Whether parts of so many outputs may follow one another in one matrix: no block holds rows of two of them.
-
-    A format that does not join parts keeps more of a part than rows, as an order of its inputs.
-    """
-    if not linear_format.joins:
-        return False
-    method = linear_format.linear(LinearShape(outputs, inputs, build.dtype, META), replace(build, device=META))
+def stacks(method: LinearMethod, outputs: int) -> bool:
+    """Whether parts of so many outputs may follow one another in one matrix: no block holds rows of two of them."""
     return isinstance(method, QuantizedMethod) and outputs % method.cuts()[0] == 0
 
 
 def make_experts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mapping[str, "LinearFormat"]) -> Experts:
-    """Experts whose "gate", "up" and "down" have these formats: stacked by rows where they can be."""
+    """Experts whose "gate", "up" and "down" have these formats: stacked by rows where they can be.
+
+    A format that does not join parts keeps more of a part than rows, as an order of its inputs: it is not stacked.
+    """
     gate, down = formats["gate"], formats["down"]
-    stacked = (
-        gate is formats["up"]
-        and stacks(gate, spec.width, hidden_size, build)
-        and stacks(down, hidden_size, spec.width, build)
-    )
-    if not stacked:
-        return SeparateExperts(hidden_size, spec, build, formats)
-    return RowStackedExperts(hidden_size, spec, build, gate, down)
+    if gate is formats["up"] and gate.joins and down.joins:
+        outline = replace(build, device=META)
+        gate_up = gate.linear(LinearShape(2 * spec.width, hidden_size, build.dtype, META), outline)
+        other = down.linear(LinearShape(hidden_size, spec.width, build.dtype, META), outline)
+        if stacks(gate_up, spec.width) and stacks(other, hidden_size):
+            if {"moe", "quantized"} <= build.kernels:
+                from kvern.layers.fused_packed_experts import FusedPackedExperts, fuses
+
+                if fuses(gate_up, other, spec.activation):
+                    return FusedPackedExperts(hidden_size, spec, build, gate, down)
+            return RowStackedExperts(hidden_size, spec, build, gate, down)
+    return SeparateExperts(hidden_size, spec, build, formats)

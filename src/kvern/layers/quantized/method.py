@@ -6,8 +6,8 @@ at a time.
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 RUN_NUMBERS = 1 << 20
 """Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
+
+
+class Coded(NamedTuple):
+    """How activations become codes: `rows(x [T, inputs])` are codes and float32 scales `[T, n]`.
+
+    A scale is one of `group` inputs; 0: of a row.
+    """
+
+    group: int
+    rows: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class QuantizedMethod(LinearMethod):
@@ -40,6 +50,10 @@ class QuantizedMethod(LinearMethod):
     def rounded(self, x: Tensor) -> Tensor:
         """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
         return x
+
+    def coded(self) -> Coded | None:
+        """How kernels make codes like the weights' of activations, as `rounded` does; None: they stay plain."""
+        return None
 
     def own_products(self) -> Mapping[str, Product]:
         """Ways to multiply many rows on a GPU that only this format has, by name, once all is loaded."""
