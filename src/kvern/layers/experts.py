@@ -245,6 +245,9 @@ class SeparateExperts(MethodExperts):
             "down": [method("down", hidden_size, spec.width) for _ in range(spec.experts)],
         }
         self.gate_up_proj, self.down_proj = map(nn.ModuleList, self._methods.values())
+        for one in self.methods():
+            for part in one.methods():
+                part.use_kernels(build)
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
         return self._methods["gate_up"][expert].multiply(x, None)

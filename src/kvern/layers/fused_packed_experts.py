@@ -35,6 +35,8 @@ class FusedPackedExperts(RowStackedExperts):
     ) -> None:
         super().__init__(hidden_size, spec, build, gate_up, down)
         self.deterministic = build.deterministic
+        for method in self.methods():
+            method.use_kernels(build)
 
     def finish(self) -> None:
         super().finish()
