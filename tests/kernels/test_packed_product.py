@@ -1,5 +1,10 @@
 """Products with quantized weights of every code, beside float64 products with the numbers that they stand for."""
 
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +19,19 @@ from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error
 
 ROW = MatvecShape(4, 256, 4)
+
+
+def _launches() -> Iterator[Callable[[], object]]:
+    """For compilation: each kind in one product of one row and one of several."""
+    x = torch.empty(64, 1024, dtype=torch.bfloat16)
+    cuts = (MatmulShape(8, 64, 128, 4, 4, 2), MatmulShape(64, 64, 128, 4, 4), MatmulShape(128, 128, 64, 8, 3))
+    for kind, cut in zip(KINDS, itertools.cycle(cuts), strict=False):
+        packed = make_packed(kind, 256, 1024, group=128).packed
+        yield partial(packed_row, x[:1], packed, None, MatvecShape(8, 2048, 4), Around(x[0], 1e-5, "silu"))
+        yield partial(packed_product, x, packed, None, cut, torch.empty(64, dtype=torch.int32))
+
+
+LAUNCHES = [*_launches()] if os.environ.get("TRITON_INTERPRET") != "1" else []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -46,7 +46,7 @@ class Scales(NamedTuple):
 
 
 def multiplies_codes(weight: Packed, inputs: int, x_group: int) -> bool:
-    """Whether the kernels know such weights, and activations with scales of runs of `x_group` inputs (0: of rows).
+    """Whether the kernels know such weights, and activations with scales of runs of `x_group` inputs.
 
     No step reaches from one scale's inputs into another's.
     """
@@ -62,10 +62,7 @@ def _step(
     """The sums `[ROWS, OUTPUTS]` after a step: rows of x times `row [OUTPUTS]` of the weights."""
     column = start + tl.arange(0, INPUTS)
     tile = codes + row[None, :] * inputs + column[:, None]
-    if EVEN:
-        weights = tl.load(tile)
-    else:
-        weights = tl.load(tile, mask=(column < inputs)[:, None], other=0.0)
+    weights = tl.load(tile) if EVEN else tl.load(tile, mask=(column < inputs)[:, None], other=0.0)
     INTEGERS: tl.constexpr = codes.dtype.element_ty == tl.int8
     if WHOLE:
         total = tl.dot(values, weights, total, out_dtype=tl.int32 if INTEGERS else tl.float32)

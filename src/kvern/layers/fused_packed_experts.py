@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvern.kernels.codes import readable
-from kvern.kernels.launch import capability
+from kvern.kernels.launch import capability, cdiv
 from kvern.kernels.moe import ACTIVATIONS, rows_of_block
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import ROWS, Rounded, coded_experts, multiplies_codes
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
     from kvern.layers.linear_format import LinearFormat
 
 CARDS = {"e4m3": 89, "int8": 80}
-"""The first compute capability whose matrix units multiply such codes by such codes; 0: there is no card."""
+"""The first compute capability whose matrix units multiply such codes by such codes."""
 
 
 class FusedPackedExperts(RowStackedExperts):
     """Experts whose products are grouped by expert on the device.
 
-    Few rows read codes and compute little: they are multiplied as they are. Of more rows than fill blocks, a format that
-    rounds activations to codes like its weights' has these multiplied by codes.
+    Few rows read codes and compute little: they are multiplied as they are. With so many that blocks are full, a format
+    that rounds activations to codes like its weights' has codes multiplied by codes.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class FusedPackedExperts(RowStackedExperts):
 
 def _coded(method: QuantizedMethod) -> Rounded | None:
     """How activations become codes; None: these kernels, or this card, multiply no codes by such codes."""
-    how, packed = method.coded(), method.packed()
-    if how is None or not multiplies_codes(packed, method.shape.inputs, how.group):
+    how, packed, (_, inputs, dtype, device) = method.activation_codes(), method.packed(), method.shape
+    if how is None or not 0 < CARDS.get(packed.code, 0) <= (capability(device) or 90):
         return None
-    card, first = capability(method.shape.device), CARDS[packed.code]
-    return how.rows if card == 0 or card >= first else None
+    runs = how(torch.zeros(1, inputs, dtype=dtype, device=device))[1].shape[1]
+    return how if multiplies_codes(packed, inputs, cdiv(inputs, runs)) else None
 
 
 def fuses(gate_up: LinearMethod, down: LinearMethod, activation: str) -> bool:

@@ -7,7 +7,7 @@ at a time.
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +27,6 @@ RANDOM_SCALE = 1 / 64
 """Of random scales, beside plain weights: integer codes are as large as 127."""
 
 
-class Coded(NamedTuple):
-    """How activations become codes: `rows(x [T, inputs])` are codes and float32 scales `[T, n]`.
-
-    A scale is one of `group` inputs; 0: of a row.
-    """
-
-    group: int
-    rows: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
 class QuantizedMethod(LinearMethod):
     """A matrix of codes, of which the rows can be made plain alone."""
 
@@ -54,8 +44,11 @@ class QuantizedMethod(LinearMethod):
         """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
         return x
 
-    def coded(self) -> Coded | None:
-        """How kernels make codes like the weights' of activations, as `rounded` does; None: they stay plain."""
+    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
+
+        Then codes are multiplied by codes (`kernels/scaled_product.py`) where that is faster. None: x stays plain.
+        """
         return None
 
     def own_products(self) -> Mapping[str, Product]:

@@ -10,7 +10,7 @@ A plain number is (code - zero) * scale.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +32,7 @@ from kvern.layers.linear_method import (
     TensorLayout,
     copy_part,
 )
-from kvern.layers.quantized.method import Coded, Packed, QuantizedMethod
+from kvern.layers.quantized.method import Packed, QuantizedMethod
 from kvern.layers.quantized.rounding import DTYPES, LARGEST, Code, Rounding, rounded
 from kvern.model_spec import MoeSpec
 
@@ -214,16 +214,14 @@ class ScaledMethod(QuantizedMethod):
             return x
         return rounded(x, self.form.activations, self.input_scale if self.form.static else None)
 
-    def coded(self) -> Coded | None:
+    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
         how = self.form.activations
         if how is None or how.code != self.form.code or not how.symmetric:
             return None
         from kvern.kernels.quantize_rows import quantize_rows
 
         static = self.input_scale if self.form.static else None
-        return Coded(
-            how.group, partial(quantize_rows, code=how.code, group=how.group, static=static, limit=how.limit)
-        )
+        return partial(quantize_rows, code=how.code, group=how.group, static=static, limit=how.limit)
 
     def fill_random(self, generator: torch.Generator) -> None:
         """As `LinearMethod.fill_random`; the numbers spread as plain weights do."""
