@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from kvern.kernels.quantize_rows import quantize_rows, scale_products
+from kvern.layers.build import Build
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearMethods
 from kvern.layers.quantized.rounding import Code, Rounding, rounded, scaled
+from kvern.layers.quantized.scaled import Block, Scaled, ScaledMethod
 from tests.kernels.test_norm import relative_error
 
 STEP = 2.0**-8
@@ -45,7 +49,8 @@ def test_each_group_of_a_token_has_its_scale(device: torch.device, code: Code, w
     x = rows_of(device, 5, width)
     x[:, :group] *= 0.5
     codes, scale = quantize_rows(x, code, group)
-    assert scale.shape == (5, -(-width // group)) and scale.stride(0) == 1
+    in_columns = quantize_rows(x, code, group, columns=True)[1]
+    assert scale.shape == (5, -(-width // group)) and in_columns.stride(0) == 1 and torch.equal(scale, in_columns)
     assert scale[0, 1] / scale[0, 0] == 2
     plain = codes.float() * scale.repeat_interleave(group, 1)[:, :width]
     assert torch.equal(plain, rounded(x, Rounding(code, group)))
@@ -77,6 +82,40 @@ def test_integer_products_get_their_scales(device: torch.device, biased: bool) -
     bias = torch.randn(1100, generator=generator).to(device) if biased else None
     expected = products.double() * by_row * by_output.T + (0 if bias is None else bias)
     assert relative_error(scale_products(products, by_row, by_output, bias, torch.float32), expected) < 1e-6
+
+
+FORMS = [
+    Scaled("int8", activations=Rounding("int8")),
+    Scaled("int8", activations=Rounding("int8"), static=True),
+    Scaled("e4m3", activations=Rounding("e4m3")),
+    Scaled("e4m3", Block(128, 128), Rounding("e4m3", 128)),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_many_rows(device: torch.device, form: Scaled) -> None:
+    """All ways to multiply agree on activations that rounding does not change; on a GPU those of libraries, too."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    build = Build(dtype, device, 1, frozenset({"quantized"}), LinearMethods(form))
+    linear = Linear(256, {"o_proj": 128}, build, bias=True)
+    method = linear.method
+    assert isinstance(method, ScaledMethod) and linear.bias is not None
+    linear.fill_random(torch.Generator(device).manual_seed(0))
+    method.scale *= torch.rand(method.scale.shape, generator=torch.Generator().manual_seed(1)).to(device) + 0.5
+    if form.static:
+        method.input_scale.fill_(STEP)
+    linear.finish()
+    x = rows_of(device, 70, 256)
+    if form.code == "int8":
+        x = (x.clamp(-127 * STEP, 127 * STEP) / STEP).round() * STEP
+    x = x.to(dtype)
+    assert torch.equal(method.rounded(x), x)
+    expected = x.double() @ method.dequantize().double().T + linear.bias.double()
+    ways = method.candidates()[1024]
+    assert len(method.own_products()) == (1 if device.type == "cuda" else 0)
+    assert set(method.own_products()) <= set(ways)
+    for name, way in ways.items():
+        assert relative_error(way(x, linear.bias), expected) < (1e-5 if device.type == "cpu" else 0.01), name
 
 
 def _launch(group: int, code: str, static: bool) -> object:

@@ -65,7 +65,8 @@ def _quantize_groups_kernel(
     scales: tl.tensor,
     width,
     groups,
-    tokens,
+    row_stride,
+    group_stride,
     LARGEST: tl.constexpr,
     INTEGER: tl.constexpr,
     GROUP: tl.constexpr,
@@ -82,7 +83,7 @@ def _quantize_groups_kernel(
     inside = (within[None, :] < GROUP) & (column < width)
     part = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(part), 1), LARGEST * 1e-12) / LARGEST
-    tl.store(scales + group.to(tl.int64) * tokens + row, scale, mask=group < groups)
+    tl.store(scales + group.to(tl.int64) * group_stride + row * row_stride, scale, mask=group < groups)
     tl.store(codes + row * width + column, _coded(part, scale[:, None], codes, LARGEST, INTEGER), mask=inside)
 
 
@@ -92,23 +93,26 @@ def quantize_rows(
     group: int = 0,
     static: torch.Tensor | None = None,
     limit: float | None = None,
+    columns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [T, I]` as codes [T, I] of "e4m3" or "int8", and float32 scales [T, 1], or [T, I / group] for groups of inputs.
+    """`x [T, I]` as codes [T, I] of "e4m3" or "int8", and float32 scales [T, 1], or [T, I / group] of groups of inputs.
 
-    A scale is that of its largest number, of `limit` at most, or `static [1]` float32. Those of groups lie with the
-    tokens of a group behind one another, as `_scaled_mm` reads them. Moves x once or twice, the second time from a
-    cache, and the codes once.
+    A scale is that of its largest number, of `limit` at most, or `static [1]` float32. `columns`: scales of
+    the same group lie behind one another, as cuBLAS reads them. Moves x once or twice, the second time from a cache,
+    and the codes once.
     """
     tokens, width = x.shape
     codes = torch.empty(tokens, width, dtype=DTYPES[code], device=x.device)
     overlap = overlaps(x.device)
     if group:
         groups, padded = cdiv(width, group), next_power_of_2(group)
-        scales = torch.empty(groups, tokens, dtype=torch.float32, device=x.device).t()
+        shape = (groups, tokens) if columns else (tokens, groups)
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+        scales = scales.t() if columns else scales
         count = max(1, min(TILE // padded, next_power_of_2(groups)))
         _quantize_groups_kernel[(tokens, cdiv(groups, count))](
-            x, codes, scales, width, groups, tokens, LARGEST[code], code == "int8", group, padded, count, overlap,
-            num_warps=4, launch_pdl=overlap,
+            x, codes, scales, width, groups, *scales.stride(), LARGEST[code], code == "int8", group, padded, count,
+            overlap, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
         return codes, scales
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)

@@ -33,7 +33,7 @@ class Int8(Scaled):
     """Activations are not rounded: the columns that bitsandbytes multiplies in 16 bits are so, and all others."""
 
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        return Int8Method(shape, self, build)
+        return Int8Method(shape, self)
 
 
 @LINEAR_METHODS.register("bitsandbytes")

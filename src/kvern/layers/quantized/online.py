@@ -40,7 +40,7 @@ class Online(Scaled):
     """Stored as codes with a scale for each row, read from a checkpoint's plain weights."""
 
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        return OnlineMethod(shape, self, build)
+        return OnlineMethod(shape, self)
 
 
 def made_online(quantization: str, unquantized: LinearFormat) -> LinearMethods:

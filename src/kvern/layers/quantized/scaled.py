@@ -39,7 +39,6 @@ from kvern.model_spec import MoeSpec
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
-FEW_ROWS = 16
 RANDOM_ACTIVATION = 8.0
 """The largest activation that random weights expect."""
 
@@ -75,7 +74,7 @@ class Scaled(LinearFormat):
     granule: int = 0
 
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        return ScaledMethod(shape, self, build)
+        return ScaledMethod(shape, self)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
         """Gate and up, and the experts, begin where no block does, if their width is no multiple of one."""
@@ -96,10 +95,9 @@ class ScaledMethod(QuantizedMethod):
     zero: Tensor | None
     input_scale: Tensor
 
-    def __init__(self, shape: LinearShape, form: Scaled, build: "Build") -> None:
+    def __init__(self, shape: LinearShape, form: Scaled) -> None:
         self.form = form
-        self._with_libraries = bool(build.kernels) and not build.deterministic
-        self._many: Product | None = None
+        self._library_products: Mapping[str, Product] | None = None
         self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
         super().__init__(shape)
         if not form.zeros:
@@ -171,7 +169,6 @@ class ScaledMethod(QuantizedMethod):
         """Zero points that are all zero are none."""
         if self.zero is not None and not self.zero.any():
             self.zero = None
-        self._many = next(iter(self.libraries().values()), None)
 
     def rows(self, index: Tensor | slice) -> Tensor:
         codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype).float()
@@ -193,21 +190,21 @@ class ScaledMethod(QuantizedMethod):
     def packed(self) -> Packed:
         return Packed(self.form.code, self.codes, self.scale, self.zero, self._group, self.rows_per_scale)
 
-    def libraries(self) -> Mapping[str, Product]:
-        """Products of libraries for more than `FEW_ROWS` rows, by name: they round activations as the format says.
+    def own_products(self) -> Mapping[str, Product]:
+        if self._library_products is None:
+            from kvern.layers.quantized.library_products import library_products
 
-        With fewer rows, memory counts: codes become plain numbers in the product, and activations stay as they are.
-        """
-        if not self._with_libraries:
-            return {}
-        from kvern.layers.quantized.libraries import library_product
+            self._library_products = library_products(self)
+        return self._library_products
 
-        return dict([found]) if (found := library_product(self)) else {}
+    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """As `QuantizedMethod.activation_codes`: for many rows; with few, activations stay as they are."""
+        how = self.form.activations
+        if how is None or how.code != self.form.code or not how.symmetric or self.shape.inputs % (how.group or 1):
+            return None
+        from kvern.layers.quantized.library_products import activation_codes
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self._many is not None and x.shape[0] > FEW_ROWS:
-            return self._many(x, bias)
-        return super().multiply(x, bias)
+        return partial(activation_codes, self)
 
     def rounded(self, x: Tensor) -> Tensor:
         if self.form.activations is None:
