@@ -101,7 +101,13 @@ def int8_checkpoints(family: str, layers: str, folder: Path) -> tuple[Path, Path
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [("mixtral", "."), ("qwen2_moe", "experts"), ("qwen3_moe", "."), ("glm4_moe", r"mlp\.experts"), ("mixtral", "down_proj")],
+    [
+        ("mixtral", "."),
+        ("qwen2_moe", "experts"),
+        ("qwen3_moe", "."),
+        ("glm4_moe", r"mlp\.experts"),
+        ("mixtral", "down_proj"),
+    ],
 )
 def test_logits_are_those_of_the_rounded_model(family: str, layers: str, tmp_path: Path) -> None:
     quantized, rounded = int8_checkpoints(family, layers, tmp_path)

@@ -15,7 +15,7 @@ PACKED = ("fp8_blocks", "int4_zero")
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device) -> None:
     spec = spec_of(model)
-    packed = kinds_of_forms(spec, torch.float32, PACKED if model == "llama" else ())
+    packed = kinds_of_forms(spec, torch.float32, PACKED if model in ("llama", "qwen3_moe") else ())
     inputs = Inputs(device, torch.float32, block_size=4, adapter_rank=16, packed=packed)
     for arguments in kernel.launched(spec, inputs):
         call = kernel.make(spec, inputs, *arguments)

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from kvern.kernels import moe_packed
-from kvern.kernels import quantize_rows as rows_of_codes
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts
-from kvern.kernels.quantize_rows import quantize_rows
 from kvern.kernels.packed import Packed
+from kvern.kernels.quantize_rows import quantize_rows
 from kvern.layers import fused_packed_experts
 from kvern.layers.build import Build
 from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.loadable import Loadable
 from kvern.layers.moe import MoE, make_moe
+from kvern.layers.quantized import library_products
 from kvern.layers.quantized.rounding import Code, Rounding, quantized_rows
 from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from kvern.layers.row_experts import RowStackedExperts
@@ -66,7 +66,11 @@ def _tall(kind: str, rows: int, inputs: int) -> Packed:
 LAUNCHES: list[Callable[[], object]] = [
     *(lambda kind=kind: launch(kind, 1) for kind in KINDS),
     *(lambda kind=kind: launch(kind, 32) for kind in KINDS),
-    *(lambda kind=kind, rows=rows: launch(kind, 8 * rows) for kind in ("e4m3 blocks", "int4") for rows in (32, 64, 128)),
+    *(
+        lambda kind=kind, rows=rows: launch(kind, 8 * rows)
+        for kind in ("e4m3 blocks", "int4")
+        for rows in (32, 64, 128)
+    ),
     *(
         lambda kind=kind, group=group: launch(kind, 4096, group=group)
         for kind, group in (("e4m3 row", 0), ("e4m3 blocks", 128), ("int8 row", 0))
@@ -123,9 +127,7 @@ def test_codes_by_codes(device: torch.device, kind: str, group: int) -> None:
         return made[-1][1]
 
     add = torch.ones_like(x)
-    out = coded_experts(
-        x, gate_up, down, scores, chosen, "silu", experts=EXPERTS, rounded=(rounded, rounded), add=add
-    )
+    out = coded_experts(x, gate_up, down, scores, chosen, "silu", experts=EXPERTS, rounded=(rounded, rounded), add=add)
 
     def numbers(index: int) -> torch.Tensor:
         codes, scale = made[index][1]
@@ -149,7 +151,7 @@ FORMATS: dict[str, LinearFormat] = {
 
 
 def round_by_pytorch(
-    x: torch.Tensor, code: Code, group: int, static: torch.Tensor | None, limit: float | None
+    x: torch.Tensor, code: Code, group: int, static: torch.Tensor | None, limit: float | None, columns: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scale = quantized_rows(x.unflatten(-1, (-1, group or x.shape[1])), code, limit)
     return codes.flatten(1), scale[..., 0]
@@ -161,7 +163,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
 ) -> None:
     """One token, some, and so many that a format which rounds activations has codes multiplied by codes."""
     if device.type == "cpu":  # Triton's interpreter loses a carry where it rounds to e4m3
-        monkeypatch.setattr(rows_of_codes, "quantize_rows", round_by_pytorch)
+        monkeypatch.setattr(library_products, "quantize_rows", round_by_pytorch)
     monkeypatch.setattr(moe_packed, "DIRECT_OUTPUTS", 128)
     spec = MoeSpec(3, 2, 96 if name.endswith("share") else 128, shared_width=16)
     rules = LinearMethods(Unquantized(), ((re.compile("mlp.experts"), FORMATS[name]),))

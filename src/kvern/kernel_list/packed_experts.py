@@ -57,9 +57,10 @@ def _experts(
     def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:
         if by_codes:
             made, scale = codes[matrix](values.to(x.dtype).contiguous())
-            values = made.double() * scale.double().repeat_interleave(-(-made.shape[1] // scale.shape[1]), 1)[
-                :, : made.shape[1]
-            ]
+            values = (
+                made.double()
+                * scale.double().repeat_interleave(-(-made.shape[1] // scale.shape[1]), 1)[:, : made.shape[1]]
+            )
         outputs = (2 * width, hidden)[matrix]
         return values.double() @ plain_of(_rows(matrices[matrix], expert * outputs, outputs)).T
 

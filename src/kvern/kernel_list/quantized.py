@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,15 +104,25 @@ def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) ->
     shapes = [
         (parts.get(layer.inputs, "down_proj"), sum(layer.outputs), layer.inputs) for layer in linear_shapes(spec, dtype)
     ]
-    for moe in dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)):
-        shapes.append(("experts.gate_up_proj", moe.experts * 2 * moe.width, spec.hidden_size))
-        shapes.append(("experts.down_proj", moe.experts * spec.hidden_size, moe.width))
-    return tuple(
-        PackedKind(part, outputs, inputs, **({"group": inputs if made.get("scale") else 0} | made))
-        for made in (FORMS[form] for form in forms)
+    kinds = [
+        PackedKind(part, outputs, inputs, **_with_group(FORMS[form], inputs))
+        for form in forms
         for part, outputs, inputs in shapes
-        if inputs % CODES[made["code"]].block == 0
-    )
+    ]
+    for moe, form in itertools.product(dict.fromkeys(layer.mlp for layer in spec.layers), forms):
+        if isinstance(moe, MoeSpec):
+            gate_up = "experts.gate_up_proj", moe.experts * 2 * moe.width, spec.hidden_size
+            down = "experts.down_proj", moe.experts * spec.hidden_size, moe.width
+            rows = math.gcd(FORMS[form].get("outputs_per_scale", 1), moe.width, spec.hidden_size)
+            for part, outputs, inputs in (gate_up, down):
+                made = _with_group(FORMS[form], inputs) | {"outputs_per_scale": rows}
+                kinds.append(PackedKind(part, outputs, inputs, **made))
+    return tuple(kind for kind in kinds if kind.inputs % CODES[kind.code].block == 0)
+
+
+def _with_group(form: Mapping[str, Any], inputs: int) -> dict[str, Any]:
+    """Without one, a scale beside the codes is of all inputs."""
+    return {"group": inputs if form.get("scale") else 0, **form}
 
 
 def make_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:

@@ -134,9 +134,7 @@ def _coded_experts_kernel(
         values = tl.load(x + line[:, None] * inputs + column[None, :], mask=mask, other=0.0)
         if not WHOLE:
             x_by = tl.load(x_scale + line * scale_stride + start // X_GROUP * run_stride, mask=live, other=0.0)
-        total = _step(
-            total, values, x_by, codes, scale, row, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS
-        )
+        total = _step(total, values, x_by, codes, scale, row, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS)
         if GATED:
             other = _step(
                 other, values, x_by, codes, scale, row + outputs, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS

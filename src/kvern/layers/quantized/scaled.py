@@ -211,15 +211,6 @@ class ScaledMethod(QuantizedMethod):
             return x
         return rounded(x, self.form.activations, self.input_scale if self.form.static else None)
 
-    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-        how = self.form.activations
-        if how is None or how.code != self.form.code or not how.symmetric:
-            return None
-        from kvern.kernels.quantize_rows import quantize_rows
-
-        static = self.input_scale if self.form.static else None
-        return partial(quantize_rows, code=how.code, group=how.group, static=static, limit=how.limit)
-
     def fill_random(self, generator: torch.Generator) -> None:
         """As `LinearMethod.fill_random`; the numbers spread as plain weights do."""
         largest = LARGEST[self.form.code]
