@@ -43,8 +43,8 @@ class FusedPackedExperts(RowStackedExperts):
         super().finish()
         methods = self.gate_up_proj, self.down_proj
         self._packed = tuple(readable(method.packed()) for method in methods)
-        ways = [_coded(method) for method in methods]
-        self._coded = None if self.deterministic or None in ways else ways
+        ways = [way for method in methods if (way := _coded(method)) is not None]
+        self._coded = ways if len(ways) == 2 and not self.deterministic else None
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         experts, activation = self.spec.experts, self.spec.activation
