@@ -55,5 +55,5 @@ def test_graphs_change_no_token(quantization: str, tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         outputs = llm.generate([[3, 5, 7], [11, 13]], params)
         answers.append([output.outputs[0].token_ids for output in outputs])
-        llm.shutdown()
+        llm.close()
     assert answers[0] == answers[1]

@@ -8,16 +8,14 @@ from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from tests.kernels.models import LARGE_MODELS, TINY_MODELS, spec_of
 
 PACKED = ("fp8_blocks", "int4_zero")
-"""Of the forms of quantized weights; all are in test_packed_product.py."""
+"""Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""
 
 
 @pytest.mark.parametrize("model", TINY_MODELS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device) -> None:
     spec = spec_of(model)
-    packed = kinds_of_forms(spec, torch.float32, {"llama": PACKED, "qwen3_moe": PACKED[:1]}.get(model, ()))
-    if model == "qwen3_moe":
-        packed = tuple(kind for kind in packed if kind.part.startswith("experts."))
+    packed = kinds_of_forms(spec, torch.float32, PACKED if model == "llama" else ())
     inputs = Inputs(device, torch.float32, block_size=4, adapter_rank=16, packed=packed)
     for arguments in kernel.launched(spec, inputs):
         call = kernel.make(spec, inputs, *arguments)

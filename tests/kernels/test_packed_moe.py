@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernels import moe_packed
+from kvern.kernels import moe_packed, moe_packed_direct
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts
 from kvern.kernels.packed import Packed
@@ -98,7 +98,7 @@ def matrices(kind: str, device: torch.device) -> tuple[Packed, Packed, torch.Ten
 )
 def test_every_code(device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, path: str) -> None:
     monkeypatch.setattr(moe_packed, "runs_direct", lambda *_: path == "direct")
-    monkeypatch.setattr(moe_packed, "DIRECT_OUTPUTS", 128)  # few programs to interpret
+    monkeypatch.setattr(moe_packed_direct, "DIRECT_OUTPUTS", 128)  # few programs to interpret
     tokens, top_k = 3, 2
     gate_up, down, *plain = matrices(kind, device)
     generator = torch.Generator().manual_seed(4)
@@ -164,7 +164,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
     """One token, some, and so many that a format which rounds activations has codes multiplied by codes."""
     if device.type == "cpu":  # Triton's interpreter loses a carry where it rounds to e4m3
         monkeypatch.setattr(library_products, "quantize_rows", round_by_pytorch)
-    monkeypatch.setattr(moe_packed, "DIRECT_OUTPUTS", 128)
+    monkeypatch.setattr(moe_packed_direct, "DIRECT_OUTPUTS", 128)
     spec = MoeSpec(3, 2, 96 if name.endswith("share") else 128, shared_width=16)
     rules = LinearMethods(Unquantized(), ((re.compile("mlp.experts"), FORMATS[name]),))
     kernels = frozenset({"moe", "quantized"})
