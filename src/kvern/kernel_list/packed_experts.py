@@ -10,7 +10,7 @@ import torch
 from kvern.kernel_list.dense import ACTIVATION
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.experts import forms, moes
-from kvern.kernel_list.quantized import PackedKind, bytes_of, make_packed, multiplies_by_codes, plain_of
+from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.moe import ACTIVATIONS, rows_of_block
 from kvern.kernels.moe_packed import packed_experts
@@ -46,7 +46,7 @@ def _experts(
 ) -> Call:
     hidden, width = spec.hidden_size, moe.width
     x, add = inputs.numbers(tokens, hidden), inputs.numbers(tokens, hidden) if moe.shared_width else None
-    matrices = [make_packed(inputs, kind, kind.outputs) for kind in (gate_up, down)]
+    matrices = [random_packed(inputs, kind, kind.outputs) for kind in (gate_up, down)]
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
     chosen = chosen if moe.scoring == "sigmoid" else chosen.int()
     codes = [

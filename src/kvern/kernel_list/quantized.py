@@ -13,7 +13,8 @@ from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
-from kvern.kernels.codes import CODES, INTERLEAVED, NF4, readable
+from kvern.kernels.codes import CODES, INTERLEAVED, readable
+from kvern.kernels.halves import NF4
 from kvern.kernels.launch import capability
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
@@ -22,8 +23,9 @@ from kvern.kernels.scaled_product import scaled_product
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of
+from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, _fitted, candidates_of
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
@@ -50,6 +52,9 @@ class PackedKind(NamedTuple):
     order: bool = False
     biased: bool = False
 
+
+MOST_BLOCK = 256
+"""Numbers of a block of GGUF's, at most."""
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"code": "e4m3", "scale": "float32"},
@@ -83,7 +88,10 @@ def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) ->
 
 def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
     packed, shape = method.packed(), method.shape
-    names = ("" if item is None else str(item.dtype).removeprefix("torch.") for item in (packed.scale, packed.zero))
+
+    def dtype_of(item: torch.Tensor | None) -> str:
+        return "" if item is None else str(item.dtype).removeprefix("torch.")
+
     return PackedKind(
         part,
         shape.outputs,
@@ -91,7 +99,8 @@ def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
         packed.code,
         packed.group,
         packed.outputs_per_scale,
-        *names,
+        dtype_of(packed.scale),
+        dtype_of(packed.zero),
         packed.factor is not None,
         packed.order is not None,
         biased,
@@ -100,38 +109,36 @@ def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
 
 def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) -> tuple[PackedKind, ...]:
     """The matrices of a model's layers and experts, if they were stored in each of some `FORMS`."""
-    parts = {spec.hidden_size: "q_proj"}
-    shapes = [
-        (parts.get(layer.inputs, "down_proj"), sum(layer.outputs), layer.inputs) for layer in linear_shapes(spec, dtype)
-    ]
     kinds = [
-        PackedKind(part, outputs, inputs, **_with_group(FORMS[form], inputs))
+        kind_of_form(
+            form, sum(layer.outputs), layer.inputs, "q_proj" if layer.inputs == spec.hidden_size else "down_proj"
+        )
         for form in forms
-        for part, outputs, inputs in shapes
+        for layer in linear_shapes(spec, dtype)
+        if layer.inputs % (MOST_BLOCK if form in BLOCKS else 2) == 0
     ]
     for moe, form in itertools.product(dict.fromkeys(layer.mlp for layer in spec.layers), forms):
-        if isinstance(moe, MoeSpec):
-            gate_up = "experts.gate_up_proj", moe.experts * 2 * moe.width, spec.hidden_size
-            down = "experts.down_proj", moe.experts * spec.hidden_size, moe.width
-            rows = math.gcd(FORMS[form].get("outputs_per_scale", 1), moe.width, spec.hidden_size)
-            for part, outputs, inputs in (gate_up, down):
-                made = _with_group(FORMS[form], inputs) | {"outputs_per_scale": rows}
-                kinds.append(PackedKind(part, outputs, inputs, **made))
-    return tuple(kind for kind in kinds if kind.inputs % CODES[kind.code].block == 0)
+        if isinstance(moe, MoeSpec) and (form not in BLOCKS or math.gcd(moe.width, spec.hidden_size) % MOST_BLOCK == 0):
+            both = (
+                kind_of_form(form, moe.experts * 2 * moe.width, spec.hidden_size, "experts.gate_up_proj"),
+                kind_of_form(form, moe.experts * spec.hidden_size, moe.width, "experts.down_proj"),
+            )
+            rows = math.gcd(both[0].outputs_per_scale, moe.width, spec.hidden_size)
+            kinds += [kind._replace(outputs_per_scale=rows) for kind in both]
+    return tuple(kinds)
 
 
-def _with_group(form: Mapping[str, Any], inputs: int) -> dict[str, Any]:
-    """Without one, a scale beside the codes is of all inputs."""
-    return {"group": inputs if form.get("scale") else 0, **form}
+def kind_of_form(form: str, outputs: int, inputs: int, part: str = "") -> PackedKind:
+    """A matrix that is stored in one of `FORMS`."""
+    kind = PackedKind(part, outputs, inputs, "")._replace(**FORMS[form])
+    return kind if kind.group or not kind.scale else kind._replace(group=inputs)
 
 
-def make_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
+def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
     """Random codes, and numbers of about one over the root of the inputs; no bits that are no number."""
-    known = CODES[kind.code]
     if kind.code in BLOCKS:
-        codes = inputs.bytes(outputs, kind.inputs // known.block, known.block_bytes) & 0x3F
-        return Packed(kind.code, codes)
-    codes = inputs.bytes(outputs, kind.inputs // known.planes)
+        return _random_blocks(inputs, kind, outputs)
+    codes = inputs.bytes(outputs, kind.inputs // CODES[kind.code].planes)
     if kind.code == "e4m3":
         codes = (codes & 0xBF).view(torch.float8_e4m3fn)
     elif kind.code == "int8":
@@ -149,13 +156,24 @@ def make_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
     return Packed(kind.code, codes, scale, zero, kind.group, kind.outputs_per_scale, order, factor)
 
 
+def _random_blocks(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
+    from kvern.layers.quantized.gguf import GgufMethod  # type: ignore[import-not-found, unused-ignore]
+    from kvern.layers.quantized.gguf_blocks import taken_apart  # type: ignore[import-not-found, unused-ignore]
+    from kvern.layers.quantized.gguf_types import BY_NAME  # type: ignore[import-not-found, unused-ignore]
+
+    method = GgufMethod(LinearShape(outputs, kind.inputs, inputs.dtype, inputs.device), BY_NAME[kind.code])
+    inputs.fill(method)
+    return Packed(kind.code, *taken_apart(kind.code, method.weight))
+
+
 def plain_of(packed: Packed) -> torch.Tensor:
     """The matrix in float64."""
     codes, outputs = packed.codes, len(packed.codes)
     if packed.code in BLOCKS:
-        from kvern.layers.quantized.gguf_blocks import NUMBERS  # type: ignore[import-not-found, unused-ignore]
+        from kvern.layers.quantized.gguf_blocks import NUMBERS, put_together  # type: ignore[import-not-found, unused-ignore]
 
-        numbers: torch.Tensor = NUMBERS[packed.code](codes.flatten(0, 1))
+        assert packed.scale is not None
+        numbers: torch.Tensor = NUMBERS[packed.code](put_together(packed.code, codes, packed.scale).flatten(0, 1))
         return numbers.view(outputs, -1).double()
     if packed.code in INTERLEAVED:
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
@@ -183,7 +201,7 @@ def plain_of(packed: Packed) -> torch.Tensor:
 
 
 def bytes_of(packed: Packed) -> int:
-    """Of codes and all that stands beside them."""
+    """Of codes and what stands beside them."""
     return sum(item.nbytes for item in packed if isinstance(item, torch.Tensor))
 
 
@@ -197,7 +215,7 @@ def _row(
     activation: str | None = None,
     residual: bool = False,
 ) -> Call:
-    packed, x = make_packed(inputs, kind, outputs), inputs.numbers(1, kind.inputs)
+    packed, x = random_packed(inputs, kind, outputs), inputs.numbers(1, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     around = NOTHING
     if norm or residual:
@@ -223,7 +241,7 @@ def _row(
 
 
 def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
-    packed, x = make_packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
+    packed, x = random_packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     counters, apart = inputs.zeros(outputs), kind.code in INTERLEAVED
 
@@ -240,7 +258,7 @@ def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outpu
 
 
 def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
-    packed = make_packed(inputs, kind, outputs)
+    packed = random_packed(inputs, kind, outputs)
     x = inputs.bytes(rows, kind.inputs)
     x = x.view(torch.int8) if kind.code == "int8" else (x & 0xBF).view(torch.float8_e4m3fn)
     runs = 1 if kind.group == kind.inputs else -(-kind.inputs // kind.group)
@@ -285,7 +303,7 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in _forms(inputs):
         for shape in candidates_of(inputs.dtype)[1]:
             if isinstance(shape, MatvecShape):
-                launched[kind._replace(part=""), kind.outputs, shape] = None
+                launched[kind._replace(part=""), kind.outputs, _fitted(shape, kind.code)] = None
         if not kind.order:
             for around in _arounds(spec, kind):
                 cut = ONE_ROW if around[1] is None else ONE_ACTIVATED_ROW
@@ -298,7 +316,7 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind, (rows, shapes) in itertools.product(_forms(inputs), candidates_of(inputs.dtype).items()):
         for shape in shapes:
             if isinstance(shape, MatmulShape):
-                launched[kind._replace(part=""), min(rows, 256), kind.outputs, shape] = None
+                launched[kind._replace(part=""), min(rows, 256), kind.outputs, _fitted(shape, kind.code)] = None
     yield from launched
 
 
@@ -329,7 +347,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
         most = min((most for most in candidates if most >= rows), default=max(candidates))
         shape = candidates[most][0]
         if isinstance(shape, MatmulShape):
-            yield kind, rows, kind.outputs, shape
+            yield kind, rows, kind.outputs, _fitted(shape, kind.code)
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
