@@ -153,7 +153,10 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
         ("serve m --tensor-parallel-size 2", "--tensor-parallel-size 2 is refused: kvern runs on one device"),
         ("serve m -tp 4", "-tp 4 is refused: kvern runs on one device"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
-        ("serve m --quantization hqq", "--quantization hqq is refused: how weights are stored is read from the checkpoint"),
+        (
+            "serve m --quantization hqq",
+            "--quantization hqq is refused: how weights are stored is read from the checkpoint",
+        ),
         ("serve m --kv-cache-dtype fp8", "keys and values are not quantized yet; kv_cache_dtype is one of auto,"),
         (
             "serve m --tool-call-parser xlam",
