@@ -73,6 +73,7 @@ LAUNCHES: list[Callable[[], object]] = [
 ]
 """A few; all codes are compiled at night, from the list."""
 
+BY_DAY = ("e4m3 row", "e4m3 blocks", "int8 zero", "int4 zero", "mxfp4", "q4_0")
 EXPERTS, HIDDEN, WIDTH = 3, 256, 128
 
 
@@ -89,7 +90,14 @@ def matrices(kind: str, device: torch.device) -> tuple[Packed, Packed, torch.Ten
 
 @pytest.mark.parametrize(
     ("kind", "path"),
-    [*((kind, path) for kind in KINDS for path in ("direct", "grouped")), ("e4m3 blocks", "deterministic")],
+    [
+        *(
+            pytest.param(kind, path, marks=[] if kind in BY_DAY else [pytest.mark.nightly])
+            for kind in KINDS
+            for path in ("direct", "grouped")
+        ),
+        ("e4m3 blocks", "deterministic"),
+    ],
 )
 def test_every_code(device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str, path: str) -> None:
     monkeypatch.setattr(moe_packed, "runs_direct", lambda *_: path == "direct")
@@ -141,7 +149,6 @@ FORMATS: dict[str, LinearFormat] = {
     "e4m3 blocks": Scaled("e4m3", Block(128, 128), Rounding("e4m3", 128)),
     "e4m3 blocks that experts share": Scaled("e4m3", Block(128, 128)),
     "int8 rows": Scaled("int8", ROWS, Rounding("int8")),
-    "int8 groups": Scaled("int8", Block(1, 64)),
 }
 
 
