@@ -10,7 +10,7 @@ from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from tests.kernels.models import LARGE_MODELS, TINY_MODELS, spec_of
 
 PACKED = ("fp8_blocks", "int4_zero")
-"""Of the forms of quantized weights; all are in test_packed_product.py."""
+"""Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""
 
 
 @pytest.mark.parametrize("model", TINY_MODELS)
@@ -30,7 +30,7 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
 
 def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inputs, "hopper", True)
-    packed = kinds_of_forms(spec_of("llama"), torch.bfloat16, tuple(FORMS))
+    packed = [kind for name in TINY_MODELS for kind in kinds_of_forms(spec_of(name), torch.bfloat16, tuple(FORMS))]
     made = partial(Inputs, device, torch.bfloat16, adapter_rank=16, packed=packed)
     caches = [made(cache_dtype=dtype) for dtype in (None, torch.int8)]
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]

@@ -1,6 +1,6 @@
 """All kernels. The check at an engine's start, the benchmark, tests and cross-compilation walk this list."""
 
-from kvern.kernel_list import attention, batch, dense, experts, hopper, quantized, rounding
+from kvern.kernel_list import attention, batch, dense, experts, hopper, packed_experts, quantized, rounding
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 
 __all__ = ["KERNELS", "Call", "Inputs", "Kernel"]
@@ -12,5 +12,6 @@ KERNELS: tuple[Kernel, ...] = (
     *batch.KERNELS,
     *attention.KERNELS,
     *experts.KERNELS,
+    *packed_experts.KERNELS,
     *hopper.KERNELS,
 )

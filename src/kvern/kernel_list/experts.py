@@ -74,19 +74,20 @@ def make_experts(
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe in moes(spec):
-        yield from ((moe, count) for count in _forms(moe, inputs.batch_tokens, spec.hidden_size, inputs.dtype.itemsize))
+        expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
+        yield from ((moe, count) for count in forms(moe, inputs.batch_tokens, expert_bytes))
 
 
-def _forms(moe: MoeSpec, most: int, hidden: int, itemsize: int) -> list[int]:
+def forms(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
     """Numbers of tokens up to `most`, one for each way in which their pairs with experts are cut."""
-    forms: dict[tuple[int, ...], int] = {}
+    found: dict[tuple[int, ...], int] = {}
     for tokens in range(1, most + 1):
         pairs = tokens * moe.top_k
         chunk = min(CHUNK, triton.next_power_of_2(pairs))
-        direct = runs_direct(tokens, moe.top_k, moe.experts, 3 * moe.width * hidden * itemsize)
+        direct = runs_direct(tokens, moe.top_k, moe.experts, expert_bytes)
         chunks = triton.next_power_of_2(triton.cdiv(pairs, chunk))
-        forms.setdefault((direct, rows_of_block(pairs, moe.experts), chunk, chunks), tokens)
-    return list(forms.values())
+        found.setdefault((direct, rows_of_block(pairs, moe.experts), chunk, chunks), tokens)
+    return list(found.values())
 
 
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, _fitted, candidates_of
-from kvern.model_spec import ModelSpec
+from kvern.layers.row_experts import RowStackedExperts
+from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -78,6 +80,9 @@ def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) ->
             for method in module.method.methods():
                 if isinstance(method, QuantizedMethod) and method.shape.dtype == dtype:
                     kinds[_kind(method, next(iter(module.outputs)), module.bias is not None)] = None
+        elif isinstance(module, RowStackedExperts):
+            kinds[_kind(module.gate_up_proj, "experts.gate_up_proj", False)] = None
+            kinds[_kind(module.down_proj, "experts.down_proj", False)] = None
     return tuple(kinds)
 
 
@@ -103,15 +108,24 @@ def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
 
 
 def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) -> tuple[PackedKind, ...]:
-    """The matrices of a model's layers, if they were stored in each of some `FORMS`."""
-    return tuple(
+    """The matrices of a model's layers and experts, if they were stored in each of some `FORMS`."""
+    kinds = [
         kind_of_form(
             form, sum(layer.outputs), layer.inputs, "q_proj" if layer.inputs == spec.hidden_size else "down_proj"
         )
         for form in forms
         for layer in linear_shapes(spec, dtype)
         if layer.inputs % (MOST_BLOCK if form in BLOCKS else 2) == 0
-    )
+    ]
+    for moe, form in itertools.product(dict.fromkeys(layer.mlp for layer in spec.layers), forms):
+        if isinstance(moe, MoeSpec) and (form not in BLOCKS or math.gcd(moe.width, spec.hidden_size) % MOST_BLOCK == 0):
+            both = (
+                kind_of_form(form, moe.experts * 2 * moe.width, spec.hidden_size, "experts.gate_up_proj"),
+                kind_of_form(form, moe.experts * spec.hidden_size, moe.width, "experts.down_proj"),
+            )
+            rows = math.gcd(both[0].outputs_per_scale, moe.width, spec.hidden_size)
+            kinds += [kind._replace(outputs_per_scale=rows) for kind in both]
+    return tuple(kinds)
 
 
 def kind_of_form(form: str, outputs: int, inputs: int, part: str = "") -> PackedKind:
@@ -270,10 +284,15 @@ def _arounds(spec: ModelSpec, kind: PackedKind) -> Sizes:
         yield from ((True, mlp.activation, False) for mlp in gated_mlps(spec))
 
 
+def _dense(inputs: Inputs) -> list[PackedKind]:
+    """All but those of experts."""
+    return [kind for kind in inputs.packed if not kind.part.startswith("experts.")]
+
+
 def _forms(inputs: Inputs) -> list[PackedKind]:
     """One of those that kernels are compiled alike for, with few outputs."""
     alike: dict[tuple[Any, ...], PackedKind] = {}
-    for kind in inputs.packed:
+    for kind in _dense(inputs):
         few = min(kind.outputs, FEW_OUTPUTS + kind.outputs % 16)
         alike.setdefault(kind._replace(outputs=few), kind._replace(outputs=few))
     return list(alike.values())
@@ -301,16 +320,21 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from launched
 
 
-def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
+    """Whether codes of activations may be multiplied by such codes."""
     capable = capability(inputs.device)
+    known = kind.code == "int8" or (kind.code == "e4m3" and (capable == 0 or capable >= 89))
+    return known and not kind.zero and (kind.group == kind.inputs or kind.group % 128 == 0)
+
+
+def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
-        known = kind.code == "int8" or (kind.code == "e4m3" and (capable == 0 or capable >= 89))
-        if known and not kind.zero and (kind.group == kind.inputs or kind.group % 128 == 0):
+        if multiplies_by_codes(kind, inputs):
             yield from ((kind, 130, kind.outputs, MatmulShape(*shape[:-1])) for shape in CODES_SHAPES)
 
 
 def _timed(inputs: Inputs) -> list[PackedKind]:
-    return list(dict.fromkeys(kind._replace(part="") for kind in inputs.packed if kind.part != "lm_head"))
+    return list(dict.fromkeys(kind._replace(part="") for kind in _dense(inputs) if kind.part != "lm_head"))
 
 
 def _row_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -234,12 +234,12 @@ def fused_experts(
 
         blocks = align(topk_ids, experts, rows, HOPPER_GROUP)
         parts = experts_products(x, gate_up, down, blocks, topk_ids.numel(), top_k, activation, HOPPER_GROUP)
-        return _sum(parts, top_k, add, blocks.places, weights)
+        return sum_parts(parts, top_k, add, blocks.places, weights)
     blocks = align(topk_ids, experts, rows, tile.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, tile)
     parts = _grouped_down(gated, down, weights, blocks, rows, tile)
-    return parts if top_k == 1 and add is None else _sum(parts, top_k, add)
+    return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
 
 
 def _stages(x: torch.Tensor, rows: int, tile: Tile) -> int:
@@ -311,7 +311,7 @@ def _grouped_down(
     return out
 
 
-def _sum(
+def sum_parts(
     parts: torch.Tensor,
     top_k: int,
     add: torch.Tensor | None,

@@ -6,11 +6,12 @@ from itertools import accumulate
 
 import torch
 
-from kvern.layers.experts import Experts
+from kvern.layers.experts import NAMES, Experts
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.parted import PartedMethod
+from kvern.layers.row_experts import make_experts
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
 
@@ -69,8 +70,12 @@ class Build:
         return Linear(inputs, {part: outputs}, self, bias=bias)
 
     def experts(self, hidden_size: int, spec: MoeSpec) -> Experts:
-        """The experts of a mixture."""
-        return self.linear_format("experts").experts(hidden_size, spec, self)
+        """The experts of a mixture, whose gate, up and down may be stored in different ways."""
+        formats = {name: self.linear_format(f"experts.{name}_proj") for name in NAMES}
+        first = formats["gate"]
+        if all(item is first for item in formats.values()):
+            return first.experts(hidden_size, spec, self)
+        return make_experts(hidden_size, spec, self, formats)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """An uninitialised parameter; reading a checkpoint fills it."""

@@ -2,6 +2,7 @@
 
 import re
 from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -10,16 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvern.layers.activation import ACTIVATIONS
-from kvern.layers.linear_method import LinearMethod, LinearShape, Part
+from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
 from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.parted import PartedMethod
 from kvern.model_spec import MoeSpec
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
     from kvern.layers.linear_format import LinearFormat
 
-_EXPERT_PART = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.(\w+)")
-_STACKED_PART = re.compile(r"experts\.(gate_up|down)_proj(?:_(\w+))?")
+_EXPERT_PART = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.([\w.]+)")
+_STACKED_PART = re.compile(r"experts\.(gate_up|gate|up|down)_proj(?:_([\w.]+))?")
+NAMES = ("gate", "up", "down")
 
 
 class Experts(Loadable):
@@ -110,31 +113,141 @@ class StackedExperts(Experts):
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
         return {f"experts.{name}": tuple(weight.shape) for name, weight in self.named_parameters()}
 
+    def stacked_parts(self) -> dict[str, tuple[int, ...]]:
+        experts, width, hidden = self.spec.experts, self.spec.width, self.hidden_size
+        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        return {f"experts.{name}_proj": (experts, *shape) for name, shape in shapes.items()}
+
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        match = _EXPERT_PART.fullmatch(part)
-        if match is None:
-            copy_rows(self.get_parameter(part.removeprefix("experts.")), tensor, first_row)
-            return
-        expert, kind = int(match[1]), match[2]
-        target = self.down_proj[expert] if kind == "down" else self.gate_up_proj[expert]
-        copy_rows(target, tensor, first_row + (self.spec.width if kind == "up" else 0))
+        if match := _EXPERT_PART.fullmatch(part):
+            target, row = self._rows(match[2])
+            copy_rows(target[int(match[1])], tensor, row + first_row)
+        elif match := _STACKED_PART.fullmatch(part):
+            target, row = self._rows(match[1])
+            copy_rows(target.narrow(1, row, tensor.shape[1]), tensor, first_row)
+
+    def _rows(self, name: str) -> tuple[Tensor, int]:
+        """Of which matrices what a checkpoint calls so are rows, and the first of them."""
+        return (self.down_proj if name == "down" else self.gate_up_proj), (self.spec.width if name == "up" else 0)
 
 
-class SeparateExperts(Experts):
-    """Experts of any format, two `LinearMethod`s each, multiplied one after another."""
+class MethodExperts(Experts):
+    """Experts whose weights are held by `LinearMethod`s, of any format: how a checkpoint's tensors reach them."""
 
-    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build", linear_format: "LinearFormat") -> None:
+    @abstractmethod
+    def matrix(self, name: str, expert: int) -> tuple[LinearMethod, Part]:
+        """What holds a checkpoint's "gate", "up", "gate_up" or "down" of an expert, and its place there."""
+
+    @abstractmethod
+    def methods(self) -> Iterable[LinearMethod]:
+        """All that hold weights."""
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return {
+            f"experts.{expert}.{name}_proj.{kind}": layout.shape(len(part.outputs), len(part.inputs))
+            for expert in range(self.spec.experts)
+            for name in NAMES
+            for kind, layout, part in self._layouts(name, expert)
+        }
+
+    def fused_parts(self) -> dict[str, tuple[int, ...]]:
+        return self._stacks(("gate_up", "down"))
+
+    def stacked_parts(self) -> dict[str, tuple[int, ...]]:
+        return self._stacks(NAMES)
+
+    def optional_parts(self) -> Collection[str]:
+        return {name for name, layout in self._all_layouts() if not layout.needed}
+
+    def part_dtypes(self) -> dict[str, torch.dtype]:
+        return {name: layout.dtype for name, layout in self._all_layouts()}
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        if match := _EXPERT_PART.fullmatch(part):
+            method, place = self.matrix(match[2], int(match[1]))
+            method.load(match[3], tensor, place, first_row)
+        elif match := _STACKED_PART.fullmatch(part):
+            for expert, item in enumerate(tensor, first_row):
+                method, place = self.matrix(match[1], expert)
+                method.load(match[2] or "weight", item, place)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        for method in self.methods():
+            method.fill_random(generator)
+
+    def finish(self) -> None:
+        for method in self.methods():
+            method.finish()
+
+    def _layouts(self, name: str, expert: int) -> list[tuple[str, TensorLayout, Part]]:
+        method, part = self.matrix(name, expert)
+        if name == "gate_up" and isinstance(method, PartedMethod):  # nobody stores them as one
+            return []
+        return [(kind, layout, part) for kind, layout in method.part_layouts(part.first).items()]
+
+    def _all_layouts(self) -> Iterator[tuple[str, TensorLayout]]:
+        """Of all tensors that a checkpoint may have, by name."""
+        for name in (*NAMES, "gate_up"):
+            for kind, layout, _ in self._layouts(name, 0):
+                yield _stack(name, kind), layout
+        for expert in range(self.spec.experts):
+            for name in NAMES:
+                for kind, layout, _ in self._layouts(name, expert):
+                    yield f"experts.{expert}.{name}_proj.{kind}", layout
+
+    def _stacks(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        layouts = {name: self._layouts(name, 0) for name in names}
+        if not all(layouts.values()):
+            return {}
+        return {
+            _stack(name, kind): (self.spec.experts, *layout.shape(len(part.outputs), len(part.inputs)))
+            for name, found in layouts.items()
+            for kind, layout, part in found
+        }
+
+    def _part(self, name: str, first: int) -> Part:
+        """The place of what a checkpoint calls so behind the output `first`."""
+        width, hidden = self.spec.width, self.hidden_size
+        if name == "down":
+            return Part(first, range(hidden), range(width))
+        rows = 2 * width if name == "gate_up" else width
+        return Part(first + (width if name == "up" else 0), range(rows), range(hidden))
+
+
+def _stack(name: str, kind: str) -> str:
+    """What a checkpoint calls the tensors of all experts in one."""
+    return f"experts.{name}_proj" + ("" if kind == "weight" else f"_{kind}")
+
+
+class SeparateExperts(MethodExperts):
+    """Two `LinearMethod`s for each expert, multiplied one after another.
+
+    `formats` are those of gate, up and down. Gate and up are one matrix where their format joins parts, and where its
+    blocks do not reach from one into the other.
+    """
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build", formats: Mapping[str, "LinearFormat"]) -> None:
         super().__init__(hidden_size, spec, build)
 
-        def methods(outputs: int, inputs: int) -> list[LinearMethod]:
-            shape = LinearShape(outputs, inputs, build.dtype, build.device)
-            return [linear_format.linear(shape, build) for _ in range(spec.experts)]
+        def method(name: str, outputs: int, inputs: int) -> LinearMethod:
+            return formats[name].linear(LinearShape(outputs, inputs, build.dtype, build.device), build)
+
+        def gate_up() -> LinearMethod:
+            if formats["gate"] is formats["up"] and formats["gate"].joins:
+                joined = method("gate", 2 * spec.width, hidden_size)
+                if spec.width % joined.cuts()[0] == 0:
+                    return joined
+            parts = [method(name, spec.width, hidden_size) for name in ("gate", "up")]
+            return PartedMethod(LinearShape(2 * spec.width, hidden_size, build.dtype, build.device), parts)
 
         self._methods = {
-            "gate_up": methods(2 * spec.width, hidden_size),
-            "down": methods(hidden_size, spec.width),
+            "gate_up": [gate_up() for _ in range(spec.experts)],
+            "down": [method("down", hidden_size, spec.width) for _ in range(spec.experts)],
         }
         self.gate_up_proj, self.down_proj = map(nn.ModuleList, self._methods.values())
+        for one in self.methods():
+            for part in one.methods():
+                part.use_kernels(build)
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
         return self._methods["gate_up"][expert].multiply(x, None)
@@ -142,53 +255,8 @@ class SeparateExperts(Experts):
     def down(self, expert: int, x: Tensor) -> Tensor:
         return self._methods["down"][expert].multiply(x, None)
 
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        return {
-            f"experts.{expert}.{name}_proj.{kind}": layout.shape(len(part.outputs), len(part.inputs))
-            for expert in range(self.spec.experts)
-            for name in ("gate", "up", "down")
-            for matrix, part in (self._place(name),)
-            for kind, layout in self._methods[matrix][expert].layouts().items()
-        }
+    def matrix(self, name: str, expert: int) -> tuple[LinearMethod, Part]:
+        return self._methods["down" if name == "down" else "gate_up"][expert], self._part(name, 0)
 
-    def fused_parts(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for matrix, (method, *_) in self._methods.items():
-            for kind, layout in method.layouts().items():
-                shape = layout.shape(method.shape.outputs, method.shape.inputs)
-                ending = "" if kind == "weight" else f"_{kind}"
-                shapes[f"experts.{matrix}_proj{ending}"] = (self.spec.experts, *shape)
-        return shapes
-
-    def part_dtypes(self) -> dict[str, torch.dtype]:
-        return {
-            part: layout.dtype
-            for part in (*self.parts(), *self.fused_parts())
-            for kind, layout in self._methods["down"][0].layouts().items()
-            if part.endswith(kind) or (kind == "weight" and part.endswith("_proj"))
-        }
-
-    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        if match := _EXPERT_PART.fullmatch(part):
-            matrix, place = self._place(match[2])
-            self._methods[matrix][int(match[1])].load(match[3], tensor, place, first_row)
-        elif match := _STACKED_PART.fullmatch(part):
-            matrix, place = self._place(match[1])
-            for expert, item in enumerate(tensor, first_row):
-                self._methods[matrix][expert].load(match[2] or "weight", item, place)
-
-    def fill_random(self, generator: torch.Generator) -> None:
-        for method in chain(*self._methods.values()):
-            method.fill_random(generator)
-
-    def finish(self) -> None:
-        for method in chain(*self._methods.values()):
-            method.finish()
-
-    def _place(self, name: str) -> tuple[str, Part]:
-        """The matrix that a checkpoint's "gate", "up", "gate_up" or "down" belongs to, and its place there."""
-        width, hidden = self.spec.width, self.hidden_size
-        if name == "down":
-            return "down", Part(0, range(hidden), range(width))
-        first, rows = (width if name == "up" else 0), (2 * width if name == "gate_up" else width)
-        return "gate_up", Part(first, range(rows), range(hidden))
+    def methods(self) -> Iterable[LinearMethod]:
+        return chain(*self._methods.values())

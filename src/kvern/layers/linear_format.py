@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvern.errors import ConfigError, KvernError, UnsupportedModel
 from kvern.files import reason
-from kvern.layers.experts import Experts, SeparateExperts
+from kvern.layers.experts import NAMES, Experts
 from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.row_experts import make_experts
 from kvern.model_spec import MoeSpec, Rename
 from kvern.plugins import Plugins
 
@@ -40,8 +41,8 @@ class LinearFormat(ABC):
         return self.linear(shape, build)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
-        """Of a mixture of experts. Formats with a product for all experts at once make their own."""
-        return SeparateExperts(hidden_size, spec, build, self)
+        """Of a mixture of experts, all of this format."""
+        return make_experts(hidden_size, spec, build, dict.fromkeys(NAMES, self))
 
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
@@ -54,10 +55,11 @@ FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkey
 class LinearMethods:
     """The format of each layer: that of the first of `rules`, (regular expression, format), found in its path.
 
-    Paths are those of a Llama-style checkpoint: "model.layers.3.mlp.down_proj", "model.layers.3.mlp.experts",
-    "model.embed_tokens", "lm_head". Expressions are also searched for in other names that a layer may have: that of
-    the tensor in which parts are fused, those of the first of its experts, and the checkpoint's own, `names`, by
-    Llama's. `renames` make of the names of a checkpoint's tensors, once they are Llama's, those that formats know.
+    Paths are those of a Llama-style checkpoint: "model.layers.3.mlp.down_proj", "model.layers.3.mlp.experts.down_proj"
+    of all experts, "model.embed_tokens", "lm_head". Expressions are also searched for in other names that a layer may
+    have: that of the tensor in which parts are fused, those of all experts and of the first, and the checkpoint's own,
+    `names`, by Llama's. `renames` make of the names of a checkpoint's tensors, once they are Llama's, those that
+    formats know.
     """
 
     default: LinearFormat
@@ -79,9 +81,7 @@ class LinearMethods:
         names = [path]
         if part in FUSED:
             names.append(f"{parent}.{FUSED[part]}")
-        if part == "experts":
-            names += [f"{path}.0.{name}_proj" for name in ("gate", "up", "down")]
-        elif parent.endswith(".experts"):
+        if parent.endswith(".experts"):
             names += [parent, f"{parent}.0.{part}"]
         return names + [self.names[name] for name in names if name in self.names]
 

@@ -29,8 +29,12 @@ class Loadable(Module, ABC):
         """An alternative set of tensors that holds the same weights; empty if there is none."""
         return {}
 
+    def stacked_parts(self) -> Mapping[str, tuple[int, ...]]:
+        """Another set, of parts that a checkpoint stacks over experts; empty if there is none."""
+        return {}
+
     def optional_parts(self) -> Collection[str]:
-        """Those of either that a checkpoint need not have."""
+        """Those of any that a checkpoint need not have."""
         return ()
 
     def part_dtypes(self) -> Mapping[str, torch.dtype]:

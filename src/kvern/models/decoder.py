@@ -99,13 +99,13 @@ class Decoder(nn.Module):
     def tensor_targets(self, stored: Collection[str] = ()) -> dict[str, TensorTarget]:
         """Map the names of a Llama-style checkpoint to where each tensor goes.
 
-        Modules that a checkpoint may store fused are listed fused if those names are among `stored`.
+        Modules that a checkpoint may store fused, or stacked, are listed so if those names are among `stored`.
         """
         targets: dict[str, TensorTarget] = {}
         for module in self.loadables():
             prefix = f"{module.path}." if module.path else ""
-            fused = module.fused_parts()
-            parts = fused if any(prefix + name in stored for name in fused) else module.parts()
+            sets = (module.parts(), module.fused_parts(), module.stacked_parts())
+            parts = max(sets, key=lambda names: sum(prefix + name in stored for name in names))
             optional, dtypes = module.optional_parts(), module.part_dtypes()
             targets |= {
                 prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional, dtypes.get(name))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.kernels.packed import Packed as Packed
-from kvern.layers.linear_method import LinearMethod, Product, RowProduct
+from kvern.layers.linear_method import LinearMethod, Product, RowProduct, fill_random
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 RUN_NUMBERS = 1 << 20
 """Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
+
+RANDOM_SCALE = 1 / 64
+"""Of random scales, beside plain weights: integer codes are as large as 127."""
 
 
 class QuantizedMethod(LinearMethod):
@@ -82,6 +85,13 @@ class QuantizedMethod(LinearMethod):
     def choose(self, rows: int, candidate: Hashable) -> None:
         if self._products is not None:
             self._products.choose(rows, candidate)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        """Any codes, under scales that make small numbers of those of all formats that have no better answer."""
+        for parameter in self.parameters():
+            fill_random(parameter, generator)
+            if parameter.is_floating_point() and parameter.element_size() > 1:
+                parameter.mul_(RANDOM_SCALE)
 
     def dequantize(self) -> Tensor:
         return self.rows(slice(0, self.shape.outputs))

@@ -1,0 +1,140 @@
+"""The experts of a mixture, of the codes that a model stores."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvern.kernel_list.dense import ACTIVATION
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernel_list.experts import forms, moes
+from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
+from kvern.kernels.codes import CODES, readable
+from kvern.kernels.moe import ACTIVATIONS, rows_of_block
+from kvern.kernels.moe_packed import packed_experts
+from kvern.kernels.moe_scaled import ROWS, coded_experts
+from kvern.kernels.packed import Packed
+from kvern.kernels.quantize_rows import quantize_rows
+from kvern.model_spec import ModelSpec, MoeSpec
+
+Sizes = Iterator[tuple[Any, ...]]
+
+
+def _rows(packed: Packed, first: int, count: int) -> Packed:
+    """A matrix of some of the rows, where a scale begins."""
+    per = packed.outputs_per_scale
+
+    def run(item: torch.Tensor | None, every: int) -> torch.Tensor | None:
+        return None if item is None else item[first // every : -(-(first + count) // every)]
+
+    codes = packed.codes[first : first + count]
+    return packed._replace(
+        codes=codes, scale=run(packed.scale, per), zero=run(packed.zero, per), factor=run(packed.factor, 1)
+    )
+
+
+def _experts(
+    spec: ModelSpec,
+    inputs: Inputs,
+    moe: MoeSpec,
+    gate_up: PackedKind,
+    down: PackedKind,
+    tokens: int,
+    by_codes: bool = False,
+) -> Call:
+    hidden, width = spec.hidden_size, moe.width
+    x, add = inputs.numbers(tokens, hidden), inputs.numbers(tokens, hidden) if moe.shared_width else None
+    matrices = [random_packed(inputs, kind, kind.outputs) for kind in (gate_up, down)]
+    weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
+    chosen = chosen if moe.scoring == "sigmoid" else chosen.int()
+    codes = [
+        partial(quantize_rows, code=kind.code, group=0 if kind.group == kind.inputs else kind.group)
+        for kind in (gate_up, down)
+    ]
+
+    def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:
+        if by_codes:
+            made, scale = codes[matrix](values.to(x.dtype).contiguous())
+            values = (
+                made.double()
+                * scale.double().repeat_interleave(-(-made.shape[1] // scale.shape[1]), 1)[:, : made.shape[1]]
+            )
+        outputs = (2 * width, hidden)[matrix]
+        return values.double() @ plain_of(_rows(matrices[matrix], expert * outputs, outputs)).T
+
+    def reference() -> torch.Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if add is None else add.double()
+        for expert in range(moe.experts):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            if len(token):
+                gate, up = through(x[token], 0, expert).chunk(2, -1)
+                made = through(ACTIVATION[moe.activation](gate) * up, 1, expert)
+                out.index_add_(0, token, made * weights[token, place].double()[:, None])
+        return out
+
+    def launch() -> torch.Tensor:
+        one, other = map(readable, matrices)
+        if by_codes:
+            return coded_experts(
+                x, one, other, weights, chosen, moe.activation, experts=moe.experts, rounded=codes, add=add
+            )
+        return packed_experts(x, one, other, weights, chosen, moe.activation, experts=moe.experts, add=add)
+
+    touched = 1 - (1 - moe.top_k / moe.experts) ** tokens
+    moved, operations = touched * sum(map(bytes_of, matrices)), 2 * tokens * moe.top_k * 3 * width * hidden
+    return Call(f"{tokens} tokens {gate_up.code} {down.code}", launch, reference, moved, operations)
+
+
+def _kinds(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[MoeSpec, PackedKind, PackedKind]]:
+    """Experts, and how their gates and ups, and their downs, are stored."""
+    for moe in moes(spec):
+        shapes = {
+            "experts.gate_up_proj": (moe.experts * 2 * moe.width, spec.hidden_size),
+            "experts.down_proj": (moe.experts * spec.hidden_size, moe.width),
+        }
+        found = [
+            [kind for kind in inputs.packed if kind.part == part and (kind.outputs, kind.inputs) == shape]
+            for part, shape in shapes.items()
+        ]
+        if moe.activation in ACTIVATIONS:
+            yield from ((moe, gate_up, down) for gate_up, down in itertools.product(*found))
+
+
+def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe, gate_up, down in _kinds(spec, inputs):
+        code_bytes = sum(kind.outputs * kind.inputs * _byte_share(kind) for kind in (gate_up, down))
+        yield from (
+            (moe, gate_up, down, tokens) for tokens in forms(moe, inputs.batch_tokens, int(code_bytes / moe.experts))
+        )
+
+
+def _byte_share(kind: PackedKind) -> float:
+    """Bytes of an input's code."""
+    known = CODES[kind.code]
+    return known.block_bytes / known.block if known.block > 2 else 1 / known.planes
+
+
+def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe, gate_up, down in _kinds(spec, inputs):
+        if all(multiplies_by_codes(kind, inputs) for kind in (gate_up, down)):
+            most = inputs.batch_tokens
+            many = (tokens for tokens in range(1, most + 1) if rows_of_block(tokens * moe.top_k, moe.experts) == ROWS)
+            yield from ((moe, gate_up, down, tokens, True) for tokens in itertools.islice(many, 1))
+
+
+def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe, gate_up, down in itertools.islice(_kinds(spec, inputs), 1):
+        yield from ((moe, gate_up, down, tokens) for tokens in (1, 32, 8192))
+
+
+def _coded_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe, gate_up, down, *_ in itertools.islice(_coded_launched(spec, inputs), 1):
+        yield moe, gate_up, down, 8192, True
+
+
+KERNELS = (
+    Kernel("quantized experts", "quantized", _experts, _launched, _timed),
+    Kernel("experts, codes by codes", "quantized", _experts, _coded_launched, _coded_timed),
+)

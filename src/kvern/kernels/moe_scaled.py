@@ -1,0 +1,225 @@
+"""The experts of a mixture as products of codes of eight bits with codes of eight bits, e4m3 or int8: of many rows.
+
+As the grouped products of `kernels/moe_packed.py`; x and what gate and up make are rounded to codes before
+(`kernels/quantize_rows.py`), with scales of rows or of runs of inputs. Where scales are of less than rows, the sums of
+a step are made plain before they are added up.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.activation import activate
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, stages, wait_for_previous
+from kvern.kernels.moe import sum_parts
+from kvern.kernels.moe_direct import inputs_of_step
+from kvern.kernels.moe_routing import Alignment, align
+from kvern.kernels.packed import Packed
+
+Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""`x [T, inputs] ->` codes [T, inputs], and float32 scales [T, n] of runs of inputs / n."""
+
+ROWS, INPUTS, GROUP, WARPS = 128, 128, 8, 8
+"""Of a block and of a step; blocks side by side."""
+
+
+class Scales(NamedTuple):
+    """How scales lie: of runs of `x_group` inputs of a row of x, of `group` inputs and `per` rows of weights.
+
+    `whole`: both have scales of whole rows.
+    """
+
+    x_group: int
+    group: int
+    per: int
+    whole: bool
+
+    @classmethod
+    def of(cls, x_scale: torch.Tensor, weight: Packed, inputs: int) -> "Scales":
+        """Of rows of so many inputs."""
+        runs = x_scale.shape[1]
+        x_group = inputs if runs == 1 else cdiv(inputs, runs)
+        return cls(x_group, weight.group, weight.outputs_per_scale, runs == 1 and weight.group == inputs)
+
+
+def multiplies_codes(weight: Packed, inputs: int, x_group: int) -> bool:
+    """Whether the kernels know such weights, and activations with scales of runs of `x_group` inputs.
+
+    No step reaches from one scale's inputs into another's.
+    """
+    known = weight.code in ("e4m3", "int8") and weight.zero is None and weight.factor is None
+    return known and all(group == inputs or group % INPUTS == 0 for group in (weight.group, x_group))
+
+
+@triton.jit
+def _step(
+    total, values, x_by, codes, scale, row, start, inputs: tl.constexpr,
+    SCALES_GROUP: tl.constexpr, PER: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """The sums `[ROWS, OUTPUTS]` after a step: rows of x times `row [OUTPUTS]` of the weights."""
+    column = start + tl.arange(0, INPUTS)
+    tile = codes + row[None, :] * inputs + column[:, None]
+    weights = tl.load(tile) if EVEN else tl.load(tile, mask=(column < inputs)[:, None], other=0.0)
+    INTEGERS: tl.constexpr = codes.dtype.element_ty == tl.int8
+    if WHOLE:
+        total = tl.dot(values, weights, total, out_dtype=tl.int32 if INTEGERS else tl.float32)
+    else:
+        part = tl.dot(values, weights, out_dtype=tl.int32 if INTEGERS else tl.float32).to(tl.float32)
+        by = tl.load(scale + (row // PER) * tl.cdiv(inputs, SCALES_GROUP) + start // SCALES_GROUP)
+        total += part * x_by[:, None] * by[None, :]
+    return total
+
+
+@triton.jit
+def _plain(total, x_by, scale, row, PER: tl.constexpr, WHOLE: tl.constexpr):
+    if WHOLE:
+        total = total.to(tl.float32) * x_by[:, None] * tl.load(scale + row // PER)[None, :]
+    return total
+
+
+@Launcher
+@triton.jit(do_not_specialize=["pairs"])
+def _coded_experts_kernel(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    weights: tl.tensor,
+    sorted_pairs: tl.tensor,
+    block_experts: tl.tensor,
+    out: tl.tensor,
+    pairs,
+    scale_stride: tl.int64,
+    run_stride: tl.int64,
+    inputs: tl.constexpr,
+    outputs: tl.constexpr,
+    top_k: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    SCALES_GROUP: tl.constexpr,
+    PER: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """GATED: the product with gate and up, of a token of x for each pair; else with down, of a row for each pair."""
+    if OVERLAP:
+        wait_for_previous()
+    block = tl.program_id(1) * SIDE_BY_SIDE + tl.program_id(0) % SIDE_BY_SIDE
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(sorted_pairs + block * ROWS + tl.arange(0, ROWS))
+    live = pair < pairs
+    output = tl.program_id(0) // SIDE_BY_SIDE * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = expert * (outputs * (1 + GATED)) + tl.minimum(output, outputs - 1)
+    line = pair.to(tl.int64)
+    if GATED:
+        line = (pair // top_k).to(tl.int64)
+    INTEGERS: tl.constexpr = WHOLE and codes.dtype.element_ty == tl.int8
+    total = tl.zeros([ROWS, OUTPUTS], tl.int32 if INTEGERS else tl.float32)
+    other = tl.zeros([ROWS, OUTPUTS], tl.int32 if INTEGERS else tl.float32)
+    x_by = tl.load(x_scale + line * scale_stride, mask=live, other=0.0)
+    for start in tl.range(0, inputs, INPUTS):
+        column = start + tl.arange(0, INPUTS)
+        mask = live[:, None] if EVEN else live[:, None] & (column < inputs)[None, :]
+        values = tl.load(x + line[:, None] * inputs + column[None, :], mask=mask, other=0.0)
+        if not WHOLE:
+            x_by = tl.load(x_scale + line * scale_stride + start // X_GROUP * run_stride, mask=live, other=0.0)
+        total = _step(total, values, x_by, codes, scale, row, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS)
+        if GATED:
+            other = _step(
+                other, values, x_by, codes, scale, row + outputs, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS
+            )
+    result = _plain(total, x_by, scale, row, PER, WHOLE)
+    if GATED:
+        result = activate(result, KIND) * _plain(other, x_by, scale, row + outputs, PER, WHOLE)
+    else:
+        result *= tl.load(weights + pair, mask=live, other=0.0)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & (output < outputs)[None, :])
+
+
+def coded_experts(
+    x: torch.Tensor,
+    gate_up: Packed,
+    down: Packed,
+    weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    *,
+    experts: int,
+    rounded: Sequence[Rounded],
+    add: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `packed_experts`, of weights that `multiplies_codes` knows; `rounded` makes codes of x, and of what down gets.
+
+    Moves the codes of each expert that is chosen once for each of its blocks of 128 rows.
+    """
+    (tokens, top_k), width = topk_ids.shape, gate_up.codes.shape[0] // experts // 2
+    topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
+    blocks = align(topk_ids, experts, ROWS, GROUP)
+    gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, top_k, activation)
+    parts = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
+    _multiply(*rounded[1](gated), down, weights, blocks, parts, top_k, None)
+    return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
+
+
+def _multiply(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    matrix: Packed,
+    weights: torch.Tensor,
+    blocks: Alignment,
+    out: torch.Tensor,
+    top_k: int,
+    activation: str | None,
+) -> None:
+    """`activation`: with gate and up; None: with down, times the weights of the pairs."""
+    assert matrix.scale is not None
+    (pairs, outputs), inputs = out.shape, x.shape[1]
+    gated = activation is not None
+    form = Scales.of(x_scale, matrix, inputs)
+    overlap = overlaps(x.device)
+    # Sums of a step beside those of all take twice the registers.
+    wide = (256 if form.whole else 128) // (2 if gated else 1)
+    wide = min(wide, max(16, next_power_of_2(outputs)))
+    step = inputs_of_step(inputs, INPUTS)
+    tile_bytes = (ROWS + wide * (2 if gated else 1)) * step
+    _coded_experts_kernel[(GROUP * cdiv(outputs, wide), blocks.experts.shape[0] // GROUP)](
+        x,
+        x_scale,
+        matrix.codes,
+        matrix.scale,
+        weights,
+        blocks.pairs,
+        blocks.experts,
+        out,
+        pairs,
+        x_scale.stride(0),
+        x_scale.stride(1),
+        inputs,
+        outputs,
+        top_k,
+        activation or "",
+        gated,
+        *form,
+        inputs % step == 0,
+        ROWS,
+        wide,
+        step,
+        GROUP,
+        overlap,
+        num_warps=WARPS,
+        num_stages=stages(x.device, 4 if form.whole else 3, tile_bytes),
+        launch_pdl=overlap,
+    )

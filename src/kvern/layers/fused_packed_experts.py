@@ -1,0 +1,83 @@
+"""Experts of a quantized mixture made of Triton kernels, which make numbers of codes inside their products."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvern.kernels.codes import readable
+from kvern.kernels.launch import capability, cdiv
+from kvern.kernels.moe import ACTIVATIONS, rows_of_block
+from kvern.kernels.moe_packed import packed_experts
+from kvern.kernels.moe_scaled import ROWS, Rounded, coded_experts, multiplies_codes
+from kvern.layers.linear_method import LinearMethod
+from kvern.layers.quantized.method import QuantizedMethod
+from kvern.layers.quantized.products import multiplies
+from kvern.layers.row_experts import RowStackedExperts
+from kvern.model_spec import MoeSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+    from kvern.layers.linear_format import LinearFormat
+
+CARDS = {"e4m3": 89, "int8": 80}
+"""The first compute capability whose matrix units multiply such codes by such codes."""
+
+
+class FusedPackedExperts(RowStackedExperts):
+    """Experts whose products are grouped by expert on the device.
+
+    Few rows read codes and compute little: they are multiplied as they are. With so many that blocks are full, a format
+    that rounds activations to codes like its weights' has codes multiplied by codes.
+    """
+
+    def __init__(
+        self, hidden_size: int, spec: MoeSpec, build: "Build", gate_up: "LinearFormat", down: "LinearFormat"
+    ) -> None:
+        super().__init__(hidden_size, spec, build, gate_up, down)
+        self.deterministic = build.deterministic
+        for method in self.methods():
+            method.use_kernels(build)
+
+    def finish(self) -> None:
+        super().finish()
+        methods = self.gate_up_proj, self.down_proj
+        self._packed = tuple(readable(method.packed()) for method in methods)
+        ways = [way for method in methods if (way := _coded(method)) is not None]
+        self._coded = ways if len(ways) == 2 and not self.deterministic else None
+
+    def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
+        experts, activation = self.spec.experts, self.spec.activation
+        gate_up, down = self._packed
+        if self._coded is not None and rows_of_block(topk_ids.numel(), experts) == ROWS:
+            return coded_experts(
+                x, gate_up, down, weights, topk_ids, activation, experts=experts, rounded=self._coded, add=add
+            )
+        return packed_experts(
+            x,
+            gate_up,
+            down,
+            weights,
+            topk_ids,
+            activation,
+            experts=experts,
+            add=add,
+            deterministic=self.deterministic,
+        )
+
+
+def _coded(method: QuantizedMethod) -> Rounded | None:
+    """How activations become codes; None: these kernels, or this card, multiply no codes by such codes."""
+    how, packed, (_, inputs, dtype, device) = method.activation_codes(), method.packed(), method.shape
+    if how is None or not 0 < CARDS.get(packed.code, 0) <= (capability(device) or 90):
+        return None
+    runs = how(torch.zeros(1, inputs, dtype=dtype, device=device))[1].shape[1]
+    return how if multiplies_codes(packed, inputs, cdiv(inputs, runs)) else None
+
+
+def fuses(gate_up: LinearMethod, down: LinearMethod, activation: str) -> bool:
+    """Whether the kernels know the codes of such experts, their shapes and their activation."""
+    return activation in ACTIVATIONS and all(
+        isinstance(method, QuantizedMethod) and multiplies(method.packed().code, method.shape.inputs)
+        for method in (gate_up, down)
+    )

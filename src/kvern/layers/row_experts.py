@@ -1,0 +1,84 @@
+"""The experts of a mixture in a quantized format: all experts' rows in one matrix, behind one another."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern.layers.experts import Experts, MethodExperts, SeparateExperts
+from kvern.layers.linear_method import LinearMethod, LinearShape, Part
+from kvern.layers.quantized.method import QuantizedMethod
+from kvern.model_spec import MoeSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+    from kvern.layers.linear_format import LinearFormat
+
+META = torch.device("meta")
+
+
+class RowStackedExperts(MethodExperts):
+    """One matrix `[experts * 2 * width, hidden]` for gate and up, one `[experts * hidden, width]` for down.
+
+    The rows of an expert follow each other: gate's, then up's. So whatever a format says of rows holds for experts.
+    """
+
+    def __init__(
+        self, hidden_size: int, spec: MoeSpec, build: "Build", gate_up: "LinearFormat", down: "LinearFormat"
+    ) -> None:
+        super().__init__(hidden_size, spec, build)
+
+        def method(linear_format: "LinearFormat", outputs: int, inputs: int) -> QuantizedMethod:
+            made = linear_format.linear(LinearShape(spec.experts * outputs, inputs, build.dtype, build.device), build)
+            assert isinstance(made, QuantizedMethod), "stacks() asks for it"
+            return made
+
+        self.gate_up_proj = method(gate_up, 2 * spec.width, hidden_size)
+        self.down_proj = method(down, hidden_size, spec.width)
+
+    def gate_up(self, expert: int, x: Tensor) -> Tensor:
+        return _product(self.gate_up_proj, expert, 2 * self.spec.width, x)
+
+    def down(self, expert: int, x: Tensor) -> Tensor:
+        return _product(self.down_proj, expert, self.hidden_size, x)
+
+    def matrix(self, name: str, expert: int) -> tuple[LinearMethod, Part]:
+        if name == "down":
+            return self.down_proj, self._part(name, expert * self.hidden_size)
+        return self.gate_up_proj, self._part(name, expert * 2 * self.spec.width)
+
+    def methods(self) -> Iterable[LinearMethod]:
+        return self.gate_up_proj, self.down_proj
+
+
+def _product(method: QuantizedMethod, expert: int, outputs: int, x: Tensor) -> Tensor:
+    """With the rows of one expert: they are made plain, then multiplied by PyTorch."""
+    return F.linear(method.rounded(x), method.rows(slice(expert * outputs, (expert + 1) * outputs)))
+
+
+def stacks(method: LinearMethod, outputs: int) -> bool:
+    """Whether parts of so many outputs may follow one another in one matrix: no block holds rows of two of them."""
+    return isinstance(method, QuantizedMethod) and outputs % method.cuts()[0] == 0
+
+
+def make_experts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mapping[str, "LinearFormat"]) -> Experts:
+    """Experts whose "gate", "up" and "down" have these formats: stacked by rows where they can be.
+
+    A format that does not join parts keeps more of a part than rows, as an order of its inputs: it is not stacked.
+    """
+    gate, down = formats["gate"], formats["down"]
+    if gate is formats["up"] and gate.joins and down.joins:
+        outline = replace(build, device=META)
+        gate_up = gate.linear(LinearShape(2 * spec.width, hidden_size, build.dtype, META), outline)
+        other = down.linear(LinearShape(hidden_size, spec.width, build.dtype, META), outline)
+        if stacks(gate_up, spec.width) and stacks(other, hidden_size):
+            if {"moe", "quantized"} <= build.kernels:
+                from kvern.layers.fused_packed_experts import FusedPackedExperts, fuses
+
+                if fuses(gate_up, other, spec.activation):
+                    return FusedPackedExperts(hidden_size, spec, build, gate, down)
+            return RowStackedExperts(hidden_size, spec, build, gate, down)
+    return SeparateExperts(hidden_size, spec, build, formats)

@@ -1,0 +1,59 @@
+"""Quantized experts on a GPU: their kernels beside the same numbers made plain by PyTorch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from kvern.layers.build import Build
+from kvern.layers.fused_packed_experts import FusedPackedExperts
+from kvern.layers.linear_format import LinearFormat
+from kvern.layers.quantized.rounding import Rounding
+from kvern.layers.quantized.scaled import ROWS, Block, Scaled
+from kvern.layers.row_experts import RowStackedExperts
+from kvern.model_spec import MoeSpec
+from tests.families import make_checkpoint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+FORMATS: dict[str, LinearFormat] = {
+    "fp8 rows": Scaled("e4m3", ROWS, Rounding("e4m3")),
+    "fp8 blocks": Scaled("e4m3", Block(128, 128), Rounding("e4m3", 128)),
+    "int8 rows": Scaled("int8", ROWS, Rounding("int8")),
+    "int8 groups": Scaled("int8", Block(1, 128)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 4, 32, 200, 1500])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_agree_with_pytorch(name: str, tokens: int, deterministic: bool) -> None:
+    """Qwen3-30B-A3B's shapes, of fewer experts."""
+    spec, device = MoeSpec(16, 4, 768), torch.device("cuda")
+    made: list[RowStackedExperts] = []
+    for kernels in (frozenset[str](), frozenset({"moe", "quantized"})):
+        build = Build(torch.bfloat16, device, 16, kernels, deterministic=deterministic)
+        experts = FORMATS[name].experts(2048, spec, build)
+        assert isinstance(experts, RowStackedExperts)
+        experts.fill_random(torch.Generator(device).manual_seed(5))
+        experts.finish()
+        made.append(experts)
+    assert isinstance(made[1], FusedPackedExperts)
+    x = torch.randn(tokens, 2048, dtype=torch.bfloat16, device=device)
+    weights, chosen = torch.rand(tokens, 16, device=device).topk(4)
+    expected, found = (experts(x, weights, chosen.int()).double() for experts in made)
+    assert (found - expected).norm() / expected.norm() < 0.06  # few rows are not rounded, as PyTorch's are
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_graphs_change_no_token(quantization: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model")
+    answers = []
+    for graphs in (True, False):
+        llm = LLM(str(folder), device="cuda", dtype="bf16", quantization=quantization, cuda_graphs=graphs)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate([[3, 5, 7], [11, 13]], params)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        llm.close()
+    assert answers[0] == answers[1]
