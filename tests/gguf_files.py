@@ -88,9 +88,9 @@ def write_gguf(
     config = json.loads((model / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     made = Written(folder / "model.gguf", folder / "plain")
-    shutil.copytree(model, made.plain)
-    tensors = load_file(next(iter(model.glob("*.safetensors"))))
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    shutil.copytree(model, made.plain, ignore=shutil.ignore_patterns("*.safetensors*"))
+    files = sorted(model.glob("*.safetensors"))
+    tensors = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
     writer = gguf.GGUFWriter(made.file, architecture, split_max_tensors=split)
     add_values(writer, architecture, config, tensors)
     describe(writer)
@@ -243,3 +243,30 @@ def llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray[Any, Any]:
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     kept = np.clip((length / wave - low) / (high - low), 0, 1)
     return (1 / (kept + (1 - kept) / factor)).astype(np.float32)
+
+
+def add_tokenizer(folder: Path, pre: str) -> Callable[[gguf.GGUFWriter], None]:
+    """A byte-level tokenizer and the chat template of a folder, for `write_gguf`."""
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        stored = json.loads((folder / "tokenizer.json").read_text())
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        vocabulary = stored["model"]["vocab"] | {token["content"]: token["id"] for token in stored["added_tokens"]}
+        kinds = dict.fromkeys(vocabulary.values(), gguf.TokenType.NORMAL)
+        for token in stored["added_tokens"]:
+            kinds[token["id"]] = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
+        writer.add_token_types([kinds[index] for index in range(len(vocabulary))])
+        writer.add_token_merges([" ".join(merge) for merge in stored["model"]["merges"]])
+        writer.add_add_bos_token(stored["post_processor"] is not None)
+        for name, add in {
+            "bos": writer.add_bos_token_id,
+            "eos": writer.add_eos_token_id,
+            "pad": writer.add_pad_token_id,
+        }.items():
+            add(vocabulary[config[f"{name}_token"]])
+        writer.add_chat_template((folder / "chat_template.jinja").read_text())
+
+    return describe

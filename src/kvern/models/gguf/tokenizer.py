@@ -29,7 +29,6 @@ ENDINGS = (
     "<end_of_utterance>",
     "<EOT>",
     "[EOT]",
-    "<|user|>",
 )
 """Control tokens that end an answer, whatever else a file says."""
 _WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -60,30 +59,22 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_GPT4O,),
     "tekken": (_TEKKEN,),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
-    "deepseek-llm": (
-        r"[\r\n]",
-        r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
-        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
-        r"\s+$",
-        r"[一-龥ࠀ-一가-퟿]+",
-        r"\p{N}+",
-    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
     "deepseek-v3": (
         *_DEEPSEEK,
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
         r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
-    "exaone4": (_llama3(r"\p{N}"),),
     "bloom": (r" ?[^(\s|.,!?…。，、।۔،)]+",),
+    "viking": (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"),
 }
 _SAME = {
     "gpt-2": "gpt2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v2-code mpt olmo jais roberta-bpe gigachat a.x-4.0 "
-    "mellum modern-bert trillion granite-docling exaone4-gpt2",
+    "mellum modern-bert trillion granite-docling",
     "llama-bpe": "llama3 llama-v3 dbrx smaug-bpe falcon3 pixtral glm4 chatglm-bpe falcon-h1 midm-2.0 lfm2 jina-v5-nano",
     "qwen2": "stablelm2 deepseek-r1-qwen megrez hunyuan-dense solar-open",
     "smollm": "starcoder refact command-r codeshell exaone minerva-7b",
     "gpt-4o": "llama4 kanana2",
-    "deepseek-v3": "hunyuan-dense-v3",
     "bloom": "poro-chat gpt3-finnish",
 }
 PATTERNS |= {name: PATTERNS[like] for like, names in _SAME.items() for name in names.split()}
@@ -114,7 +105,7 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config: dict[str, Any] = {name: special[kind] for kind, name in names.items() if kind in special}
     ends = {ids[name] for name in ("eos", "eot", "eom")} - {None}
-    ends |= {token["id"] for token in added if token["special"] and token["content"] in ENDINGS[:-1]}
+    ends |= {token["id"] for token in added if token["special"] and token["content"] in ENDINGS}
     return {
         "tokenizer.json": {
             "version": "1.0",
