@@ -28,7 +28,7 @@ from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
 
-MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear"})
+MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized"})
 """What the parts of a model may be made of."""
 
 
