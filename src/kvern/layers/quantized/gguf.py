@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel, shown
 from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, TensorLayout
-from kvern.layers.quantized.gguf_blocks import NUMBERS
+from kvern.layers.quantized.gguf_blocks import NUMBERS, put_together, taken_apart
 from kvern.layers.quantized.gguf_types import PLAIN, QUANTIZED, BlockType
 from kvern.layers.quantized.method import Packed, QuantizedMethod
 from kvern.model_spec import MoeSpec
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 
 class GgufMethod(QuantizedMethod):
-    """`weight [outputs, inputs / numbers, bytes]` uint8: the blocks of each row."""
+    """`weight [outputs, inputs / numbers, bytes]` uint8: the blocks of each row. For kernels they are taken apart."""
 
     weight: Tensor
+    codes: Tensor
+    scales: Tensor
 
     def __init__(self, shape: LinearShape, block: BlockType) -> None:
         if shape.inputs % block.numbers:
@@ -39,17 +41,28 @@ class GgufMethod(QuantizedMethod):
         return {"weight": TensorLayout(torch.uint8, axes)}
 
     def rows(self, index: Tensor | slice) -> Tensor:
-        blocks = self.weight[index]
-        numbers = NUMBERS[self.block.name](blocks.reshape(-1, self.block.size))
+        if self._products is None:
+            blocks = self.weight[index]
+        else:
+            blocks = put_together(self.name, self.codes[index], self.scales[index])
+        numbers = NUMBERS[self.name](blocks.reshape(-1, self.block.size))
         return numbers.view(len(blocks), self.shape.inputs).to(self.shape.dtype)
 
     def packed(self) -> Packed:
-        return Packed(self.block.name, self.weight)
+        if hasattr(self, "weight"):
+            return Packed(self.name, self.weight)
+        return Packed(self.name, self.codes, self.scales)
+
+    def finish(self) -> None:
+        if self._products is not None:
+            codes, scales = taken_apart(self.name, self.weight)
+            del self.weight
+            self.codes, self.scales = (nn.Parameter(part, requires_grad=False) for part in (codes, scales))
 
     def fill_random(self, generator: torch.Generator) -> None:
         """Any codes, under scales that make small numbers of them."""
         self.weight.random_(generator=generator)
-        for at, scale in _SCALES[self.block.name]:
+        for at, scale in RANDOM_SCALES[self.block.name]:
             value = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
             self.weight[..., at : at + 2] = value.to(self.weight.device)
         if self.block.name == "mxfp4":
@@ -60,7 +73,7 @@ def _scales(largest: float, *places: int) -> list[tuple[int, float]]:
     return [(at, RANDOM_SPREAD / largest) for at in places]
 
 
-_SCALES: dict[str, list[tuple[int, float]]] = {
+RANDOM_SCALES: dict[str, list[tuple[int, float]]] = {
     "q4_0": _scales(8, 0),
     "q4_1": _scales(16, 0, 2),
     "q5_0": _scales(16, 0),

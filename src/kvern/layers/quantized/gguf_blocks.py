@@ -125,6 +125,41 @@ def mxfp4(blocks: Tensor) -> Tensor:
     return bits.view(torch.float32) * _looked_up(E2M1_DOUBLED, _nibbles(blocks[:, 1:], 16))
 
 
+def _bytes_of(*runs: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(place for first, last in runs for place in range(first, last))
+
+
+PARTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "q4_0": (_bytes_of((2, 18)), _bytes_of((0, 2))),
+    "q4_1": (_bytes_of((4, 20)), _bytes_of((0, 4))),
+    "q5_0": (_bytes_of((6, 22), (2, 6)), _bytes_of((0, 2))),
+    "q5_1": (_bytes_of((8, 24), (4, 8)), _bytes_of((0, 4))),
+    "q8_0": (_bytes_of((2, 34)), _bytes_of((0, 2))),
+    "q2_k": (_bytes_of((16, 80)), _bytes_of((80, 84), (0, 16))),
+    "q3_k": (_bytes_of((32, 96), (0, 32)), _bytes_of((108, 110), (96, 108))),
+    "q4_k": (_bytes_of((16, 144)), _bytes_of((0, 16))),
+    "q5_k": (_bytes_of((48, 176), (16, 48)), _bytes_of((0, 16))),
+    "q6_k": (_bytes_of((0, 192)), _bytes_of((208, 210), (192, 208))),
+    "iq4_nl": (_bytes_of((2, 18)), _bytes_of((0, 2))),
+    "iq4_xs": (_bytes_of((8, 136)), _bytes_of((0, 8))),
+    "mxfp4": (_bytes_of((1, 17)), _bytes_of((0, 1))),
+}
+"""Which bytes of a block hold the bits of its numbers, in the order that kernels read them in, and which its scales."""
+
+
+def taken_apart(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks `[..., bytes]`: together as large, and each on boundaries that loads are fast from."""
+    codes, scales = (blocks[..., torch.tensor(places, device=blocks.device)] for places in PARTS[name])
+    return codes, scales
+
+
+def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """The blocks again."""
+    codes_places, scale_places = PARTS[name]
+    back = torch.tensor([*codes_places, *scale_places], device=codes.device).argsort()
+    return torch.cat((codes, scales), -1)[..., back]
+
+
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     function.__name__: function
     for function in (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4)
