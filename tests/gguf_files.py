@@ -87,6 +87,7 @@ def write_gguf(
     """`kind` is the type of matrices, or of the matrix of a GGUF name; others are F32."""
     config = json.loads((model / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    folder.mkdir(exist_ok=True)
     made = Written(folder / "model.gguf", folder / "plain")
     shutil.copytree(model, made.plain, ignore=shutil.ignore_patterns("*.safetensors*"))
     files = sorted(model.glob("*.safetensors"))
