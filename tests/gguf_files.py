@@ -1,4 +1,4 @@
-"""GGUF files of tiny checkpoints, written by the `gguf` package with the names and changes that llama.cpp's converter makes.
+"""GGUF files of tiny checkpoints, written by the `gguf` package, with the names and changes of llama.cpp's converter.
 
 made = write_gguf(make_checkpoint("llama", tmp_path / "model"), tmp_path, "Q8_0")
 made.file               # the GGUF file
@@ -141,7 +141,7 @@ def write_tensor(
     stem, _, ending = name.rpartition(".")
     if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # stored without an ending
         stem, ending = name, "weight"
-    if "gate_up_proj" in name and "experts" in name or name.endswith("input_linear.weight"):
+    if ("gate_up_proj" in name and "experts" in name) or name.endswith("input_linear.weight"):
         halves = tensor.chunk(2, 1)
         found = [
             put(writer, f"blk.{name.split('.')[2]}.ffn_{half}_exps.weight", part, kind)

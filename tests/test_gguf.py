@@ -51,9 +51,37 @@ def test_blocks_stand_for_the_numbers_that_the_package_finds(block: Any) -> None
 
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        "llama llama3 llama_bias mistral mixtral qwen3 qwen2_moe gemma gemma2 gemma3 phi3 olmo olmo2 olmoe cohere cohere2 "
-        "granite granitemoe stablelm stablelm_parallel gpt_neox gpt_neox_sequential nemotron exaone4 exaone4_full glm4 "
-        "ernie4_5 arcee seed_oss".split(),
+        [
+            "llama",
+            "llama3",
+            "llama_bias",
+            "mistral",
+            "mixtral",
+            "qwen3",
+            "qwen2_moe",
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "phi3",
+            "olmo",
+            "olmo2",
+            "olmoe",
+            "cohere",
+            "cohere2",
+            "granite",
+            "granitemoe",
+            "stablelm",
+            "stablelm_parallel",
+            "gpt_neox",
+            "gpt_neox_sequential",
+            "nemotron",
+            "exaone4",
+            "exaone4_full",
+            "glm4",
+            "ernie4_5",
+            "arcee",
+            "seed_oss",
+        ],
         {},
     ),
     # what llama.cpp does not know of them
@@ -85,7 +113,10 @@ MIXES: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize(
     ("family", "mix"),
-    [*[("llama", mix) for mix in MIXES], *[(family, "q4_k_m") for family in ("qwen3_moe", "phi3", "gemma3", "gpt_neox")]],
+    [
+        *[("llama", mix) for mix in MIXES],
+        *[(family, "q4_k_m") for family in ("qwen3_moe", "phi3", "gemma3", "gpt_neox")],
+    ],
 )
 def test_packed_blocks_compute_what_their_numbers_do(family: str, mix: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
@@ -107,7 +138,9 @@ def test_packed_blocks_compute_what_their_numbers_do(family: str, mix: str, tmp_
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as one Q8_0 file, tokenizer and template within."""
     folder = resolve_model("kvern-1m")
-    return write_gguf(folder, tmp_path_factory.mktemp("embedded"), "Q8_0", describe=add_tokenizer(folder, "smollm")).file
+    return write_gguf(
+        folder, tmp_path_factory.mktemp("embedded"), "Q8_0", describe=add_tokenizer(folder, "smollm")
+    ).file
 
 
 QUESTIONS = ["What is 17 + 25?", "What is the capital of France?", "Count from 3 to 9."]
@@ -117,7 +150,7 @@ def test_the_embedded_model_answers_from_its_file_alone(embedded: Path, tmp_path
     def answers(model: str) -> list[list[int]]:
         with LLM(model, cache_dir=str(tmp_path / "cache"), max_model_len=256) as llm:
             messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
-            found = llm.chat(messages, SamplingParams(temperature=0, max_tokens=16))
+            found = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8))
             return [list(output.outputs[0].token_ids) for output in found]
 
     alone = tmp_path / "alone"
@@ -146,7 +179,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     for given in (files[0], files[2], tmp_path / "split"):
         assert torch.equal(logits(load_model(folder_of(given, tmp_path)), PROMPT), expected)
     files[1].unlink()
-    with pytest.raises(CorruptCheckpoint, match="is one of 4 files, 1 of them missing: model-00002-of-00004.gguf"):
+    with pytest.raises(CorruptCheckpoint, match="is one of 4 files, 1 of them missing: model-00002-of-00004"):
         folder_of(files[0], tmp_path)
 
 
@@ -171,27 +204,49 @@ FULL = bytes(1024)
         (packed_header(3 << 24, rest=FULL), UnsupportedModel, "big-endian"),
         (packed_header(3, 1 << 40, rest=FULL), CorruptCheckpoint, "promises 1099511627776 tensors"),
         (packed_header(3, 0, 1 << 16, rest=FULL), CorruptCheckpoint, "promises 65536 values"),
-        (packed_header(3, 0, 1, struct.pack("<Q", 1 << 50) + FULL), CorruptCheckpoint, "a name has 1125899906842624 bytes"),
-        (packed_header(3, 0, 1, struct.pack("<Q1sIQ", 1, b"k", 8, 1 << 50) + FULL), CorruptCheckpoint, "promises 112589990"),
-        (packed_header(3, 0, 1, struct.pack("<Q1sIIQ", 1, b"k", 9, 4, 1 << 40) + FULL), CorruptCheckpoint, "array entries"),
+        (
+            packed_header(3, 0, 1, struct.pack("<Q", 1 << 50) + FULL),
+            CorruptCheckpoint,
+            "a name has 1125899906842624 bytes",
+        ),
+        (
+            packed_header(3, 0, 1, struct.pack("<Q1sIQ", 1, b"k", 8, 1 << 50) + FULL),
+            CorruptCheckpoint,
+            "promises 112589990",
+        ),
+        (
+            packed_header(3, 0, 1, struct.pack("<Q1sIIQ", 1, b"k", 9, 4, 1 << 40) + FULL),
+            CorruptCheckpoint,
+            "array entries",
+        ),
         (packed_header(3, 0, 1, struct.pack("<Q1sIIQ", 1, b"k", 9, 9, 1) + FULL), CorruptCheckpoint, "kind 9"),
         (packed_header(3, 0, 1, struct.pack("<Q1sI", 1, b"k", 77) + FULL), CorruptCheckpoint, "unknown kind 77"),
-        (packed_header(3, 0, 2, struct.pack("<Q1sII", 1, b"k", 4, 1) * 2 + FULL), CorruptCheckpoint, "'k' is there twice"),
-        (packed_header(3, 2, 0, tensor_info() + tensor_info(offset=128) + FULL), CorruptCheckpoint, "'a' is there twice"),
+        (
+            packed_header(3, 0, 2, struct.pack("<Q1sII", 1, b"k", 4, 1) * 2 + FULL),
+            CorruptCheckpoint,
+            "'k' is there twice",
+        ),
+        (
+            packed_header(3, 2, 0, tensor_info() + tensor_info(offset=128) + FULL),
+            CorruptCheckpoint,
+            "'a' is there twice",
+        ),
         (packed_header(3, 2, 0, tensor_info() + tensor_info(b"b") + FULL), CorruptCheckpoint, "lies over another"),
         (packed_header(3, 1, 0, tensor_info(shape=(1 << 20,)) + FULL), CorruptCheckpoint, "or beyond the file"),
         (packed_header(3, 1, 0, tensor_info(shape=(1 << 40, 1 << 40)) + FULL), CorruptCheckpoint, "has the shape"),
         (packed_header(3, 1, 0, tensor_info(shape=(33,), kind=2) + FULL), CorruptCheckpoint, "Q4_0 asks for rows"),
         (packed_header(3, 1, 0, tensor_info(shape=(1,) * 9) + FULL), CorruptCheckpoint, "9 dimensions"),
-        (packed_header(3, 1, 0, tensor_info(kind=16) + FULL), UnsupportedModel, "'a' is stored as IQ2_XXS; kvern reads F32"),
+        (
+            packed_header(3, 1, 0, tensor_info(kind=16) + FULL),
+            UnsupportedModel,
+            "'a' is stored as IQ2_XXS; kvern reads F32",
+        ),
         (packed_header(3, 1, 0, tensor_info(kind=99) + FULL), UnsupportedModel, "'a' is stored as unknown type 99"),
         (packed_header(3, 1, 0, tensor_info(offset=5) + FULL), CorruptCheckpoint, "lies over another"),
         (packed_header(rest=FULL), UnsupportedModel, "the GGUF architecture '' is unknown"),
     ],
 )
-def test_bad_files_are_refused_in_a_line(
-    content: bytes, error: type[KvernError], message: str, tmp_path: Path
-) -> None:
+def test_bad_files_are_refused_in_a_line(content: bytes, error: type[KvernError], message: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.gguf"
     file.write_bytes(content)
     with pytest.raises(error, match=message) as caught:
@@ -204,7 +259,7 @@ def test_damaged_files_end_in_a_line_or_load(embedded: Path, tmp_path: Path) -> 
     whole, rng = embedded.read_bytes(), random.Random(0)
     end = whole.index(b"token_embd.weight")
     tracemalloc.start()
-    refused = 0
+    refused: list[str] = []
     for turn in range(60):
         data = bytearray(whole)
         if turn % 3 == 0:
@@ -221,9 +276,8 @@ def test_damaged_files_end_in_a_line_or_load(embedded: Path, tmp_path: Path) -> 
             load_model(folder, device="meta", max_model_len=16)
             Tokenizer(folder)
         except KvernError as error:
-            refused += 1
-            assert "\n" not in str(error) and len(str(error)) < 1000
+            refused.append(str(error))
         assert tracemalloc.get_traced_memory()[1] < 60e6
         file.unlink()
     tracemalloc.stop()
-    assert refused > 30
+    assert len(refused) > 30 and all("\n" not in line and len(line) < 1000 for line in refused)

@@ -1,5 +1,6 @@
 """A GGUF file's tokenizer encodes as the one that it was written from, and its chat template stays."""
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,7 @@ def joined_by_score(text: str, scores: dict[str, float]) -> list[str]:
     """SentencePiece's BPE as it is defined: the neighbours that make the best piece are joined, the first such pair."""
     parts = list(text.replace(" ", "▁"))
     while True:
-        joined = [left + right for left, right in zip(parts, parts[1:], strict=False)]
+        joined = [left + right for left, right in itertools.pairwise(parts)]
         pairs = [(scores.get(piece, -1e9), -at) for at, piece in enumerate(joined)]
         best = max(pairs, default=(-1e9, 0))
         if best[0] == -1e9:

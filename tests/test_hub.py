@@ -238,6 +238,8 @@ def test_a_gguf_file_is_found_by_path_and_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "one-Q8_0.gguf").touch()
     assert resolve_model(tmp_path) == resolve_model(tmp_path / "one-Q8_0.gguf") == tmp_path / "one-Q8_0.gguf"
     (tmp_path / "one-Q4_0.gguf").touch()
-    with pytest.raises(ModelNotFound, match=r"holds 2 GGUF files: choose one by its ending, as .*:Q4_0 \(one-Q4_0, one-Q"):
+    with pytest.raises(
+        ModelNotFound, match=r"holds 2 GGUF files: choose one by its ending, as .*:Q4_0 \(one-Q4_0, one-Q"
+    ):
         resolve_model(tmp_path)
     assert resolve_model(f"{tmp_path}:Q8_0") == tmp_path / "one-Q8_0.gguf"

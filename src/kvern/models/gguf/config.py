@@ -6,7 +6,7 @@ What a file leaves out, because llama.cpp knows it of the architecture, stands h
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.errors import CorruptCheckpoint, UnsupportedModel, shown
@@ -19,7 +19,7 @@ MOST_FACTORS = 4096
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A file's header, or those of the files that a model is split into, and its architecture's values by short name."""
+    """The header of a model's first file, the tensors of all, and its architecture's values by short name."""
 
     header: Header
     tensors: tuple[TensorInfo, ...]
@@ -139,7 +139,9 @@ def _types(parts: list[StoredPart]) -> dict[str, str | dict[str, str]]:
 
 def _dtype(parts: list[StoredPart]) -> str:
     """Of what is computed: the type of the matrices if all have one, as quantized ones do not say theirs."""
-    names = {part.tensor.type.name for part in parts if len(part.shape) > 1 and not part.name.endswith("mlp.gate.weight")}
+    names = {
+        part.tensor.type.name for part in parts if len(part.shape) > 1 and not part.name.endswith("mlp.gate.weight")
+    }
     return {"f32": "float32", "f16": "float16"}.get(next(iter(names)), "bfloat16") if len(names) == 1 else "bfloat16"
 
 

@@ -60,7 +60,7 @@ class TensorInfo(NamedTuple):
 
 class _Array(NamedTuple):
     kind: int
-    count: int
+    entries: int
     begin: int
 
 
@@ -93,9 +93,9 @@ class Header:
         with _mapped(self.file) as data:
             try:
                 if array.kind == STRING:
-                    return _Walk(data, array.begin).strings(array.count)
+                    return _Walk(data, array.begin).strings(array.entries)
                 number = _NUMBERS[array.kind]
-                raw = data[array.begin : array.begin + number.size * array.count]
+                raw = data[array.begin : array.begin + number.size * array.entries]
                 return [value for (value,) in number.iter_unpack(raw)]
             except (ValueError, struct.error) as error:
                 raise CorruptCheckpoint(f"{self.file}: {key} cannot be read: {reason(error)}") from None

@@ -1,8 +1,8 @@
 """What GGUF calls a tensor, and what Llama's checkpoints do. No torch is imported here.
 
-    blk.3.attn_q.weight          model.layers.3.self_attn.q_proj.weight
-    blk.3.attn_qkv.weight        its rows are those of q_proj, k_proj and v_proj
-    blk.3.ffn_gate_exps.weight   [experts, width, hidden]: model.layers.3.mlp.experts.0.gate_proj.weight, ...
+blk.3.attn_q.weight          model.layers.3.self_attn.q_proj.weight
+blk.3.attn_qkv.weight        its rows are those of q_proj, k_proj and v_proj
+blk.3.ffn_gate_exps.weight   [experts, width, hidden]: model.layers.3.mlp.experts.0.gate_proj.weight, ...
 """
 
 import re
@@ -41,7 +41,7 @@ _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:_exps)?")
 
 
 class StoredPart(NamedTuple):
-    """Rows of a tensor under Llama's name: `begin` is the first byte of the `shape`, whose last dimension is in numbers.
+    """Rows of a tensor under Llama's name: `begin` is the first byte, `shape` counts numbers.
 
     `head_rows`: of so many rows, a head, each pair of neighbours is a plane of the rotation. `plus_one`: one was added.
     """
@@ -119,9 +119,7 @@ def _unknown(tensor: TensorInfo) -> UnsupportedModel:
 def _part(tensor: TensorInfo, name: str, layout: Layout) -> StoredPart:
     paired = layout.paired and re.search(r"self_attn\.[qk]_proj\.", name) is not None
     plus_one = layout.norm_plus_one and name.endswith("norm.weight")
-    return StoredPart(
-        name, tensor, tensor.shape, tensor.begin, layout.head_dim if paired else 0, plus_one
-    )
+    return StoredPart(name, tensor, tensor.shape, tensor.begin, layout.head_dim if paired else 0, plus_one)
 
 
 def _experts(tensor: TensorInfo, prefix: str, base: str, expert: str | None) -> Iterator[StoredPart]:

@@ -62,8 +62,10 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
     "deepseek-v3": (
         *_DEEPSEEK,
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
-        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        (
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+            r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
     ),
     "bloom": (r" ?[^(\s|.,!?…。，、।۔،)]+",),
     "viking": (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"),
@@ -95,8 +97,8 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
     make = {"gpt2": _byte_level, "llama": _sentence_piece}.get(kind)
     if make is None:
         raise UnsupportedModel(
-            f"{header.file}: tokenizer.ggml.model is {shown(kind)}; kvern makes gpt2's and llama's: give --tokenizer, a "
-            "folder with a tokenizer.json"
+            f"{header.file}: tokenizer.ggml.model is {shown(kind)}; kvern makes gpt2's and llama's: give --tokenizer, "
+            "a folder with a tokenizer.json"
         )
     ids = {name: _token_id(header, name, len(tokens)) for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
     special = {kind: tokens[token_id] for kind, token_id in ids.items() if token_id is not None}
@@ -104,7 +106,7 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
     around = _around(header, kind, ids, tokens)
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config: dict[str, Any] = {name: special[kind] for kind, name in names.items() if kind in special}
-    ends = {ids[name] for name in ("eos", "eot", "eom")} - {None}
+    ends = {index for name in ("eos", "eot", "eom") if (index := ids[name]) is not None}
     ends |= {token["id"] for token in added if token["special"] and token["content"] in ENDINGS}
     return {
         "tokenizer.json": {
