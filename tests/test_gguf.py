@@ -49,41 +49,13 @@ def test_blocks_stand_for_the_numbers_that_the_package_finds(block: Any) -> None
     assert np.array_equal(found.view(np.int32)[kept], expected.view(np.int32)[kept])
 
 
+LIKE_THEIR_CHECKPOINTS = (
+    "llama llama3 llama_bias mistral mixtral qwen3 qwen2_moe gemma gemma2 gemma3 phi3 olmo olmo2 olmoe cohere cohere2 "
+    "granite granitemoe stablelm stablelm_parallel gpt_neox gpt_neox_sequential nemotron exaone4 exaone4_full glm4 "
+    "ernie4_5 arcee seed_oss"
+)
 FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        [
-            "llama",
-            "llama3",
-            "llama_bias",
-            "mistral",
-            "mixtral",
-            "qwen3",
-            "qwen2_moe",
-            "gemma",
-            "gemma2",
-            "gemma3",
-            "phi3",
-            "olmo",
-            "olmo2",
-            "olmoe",
-            "cohere",
-            "cohere2",
-            "granite",
-            "granitemoe",
-            "stablelm",
-            "stablelm_parallel",
-            "gpt_neox",
-            "gpt_neox_sequential",
-            "nemotron",
-            "exaone4",
-            "exaone4_full",
-            "glm4",
-            "ernie4_5",
-            "arcee",
-            "seed_oss",
-        ],
-        {},
-    ),
+    **{family: {} for family in LIKE_THEIR_CHECKPOINTS.split()},
     # what llama.cpp does not know of them
     "qwen2": {"use_sliding_window": False},
     "qwen3_moe": {"mlp_only_layers": []},

@@ -56,16 +56,18 @@ def block_places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.cons
     """See `places` in `kernels/codes.py`."""
     if CODE == "q8_0":
         return first + tl.arange(0, INPUTS)
-    RUN: tl.constexpr = _run(CODE)
-    column = tl.arange(0, INPUTS // 2)
-    return first + column // RUN * (2 * RUN) + column % RUN + RUN * PLANE
+    else:
+        RUN: tl.constexpr = _run(CODE)
+        column = tl.arange(0, INPUTS // 2)
+        return first + column // RUN * (2 * RUN) + column % RUN + RUN * PLANE
 
 
 @triton.jit
 def _bytes(tile, known, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(tile)
-    return tl.load(tile, mask=known, other=0)
+    else:
+        return tl.load(tile, mask=known, other=0)
 
 
 @triton.jit
@@ -81,45 +83,50 @@ def block_numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: 
         column = first + tl.arange(0, INPUTS)
         found = _bytes(codes + row[:, None] * inputs + column[None, :], (column < inputs)[None, :], EVEN)
         return (found.to(tl.int8, bitcast=True).to(tl.float32),)
-    column = first // 2 + tl.arange(0, INPUTS // 2)
-    known = (2 * column < inputs)[None, :]
-    if _is_among(CODE, "q4_0 q4_1 q4_k iq4_nl iq4_xs mxfp4"):
-        found = _bytes(codes + row[:, None] * (inputs // 2) + column[None, :], known, EVEN)
-        if _is_among(CODE, "iq4_nl iq4_xs"):
-            values = table + 16
-            return tl.load(values + (found & 15)).to(tl.float32), tl.load(values + (found >> 4)).to(tl.float32)
-        if CODE == "mxfp4":
-            return small_floats(found)
-        return biased_halves(found)
-    if _is_among(CODE, "q5_0 q5_1"):
-        within = (column % 16)[None, :]
-        block = codes + row[:, None] * (inputs // 32 * 20) + (column // 16 * 20)[None, :]
-        found = _bytes(block + within, known, EVEN).to(tl.int32)
-        low = _bytes(block + (16 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
-        high = _bytes(block + (18 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
-        return _number((found & 15) | ((low & 1) << 4)), _number((found >> 4) | ((high & 1) << 4))
-    within = (column % 128)[None, :]
-    if CODE == "q5_k":
-        block = codes + row[:, None] * (inputs // 256 * 160) + (column // 128 * 160)[None, :]
-        found = _bytes(block + within, known, EVEN).to(tl.int32)
-        high = _bytes(block + (128 + within % 32), known, EVEN).to(tl.int32) >> (within // 32 * 2)
-        return _number((found & 15) | ((high & 1) << 4)), _number((found >> 4) | ((high & 2) << 3))
-    quarter = within % 64 // 32 * 2
-    pair = within // 64 * 32 + within % 32
-    if CODE == "q6_k":
-        block = codes + row[:, None] * (inputs // 256 * 192) + (column // 128 * 192)[None, :]
-        found = _bytes(block + within, known, EVEN).to(tl.int32)
-        high = _bytes(block + (128 + pair), known, EVEN).to(tl.int32) >> quarter
-        return _number((found & 15) | ((high & 3) << 4)), _number((found >> 4) | (high & 48))
-    if CODE == "q2_k":
-        block = codes + row[:, None] * (inputs // 256 * 64) + (column // 128 * 64)[None, :]
-        found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
-        return _number(found & 3), _number((found >> 4) & 3)
-    block = codes + row[:, None] * (inputs // 256 * 96) + (column // 128 * 96)[None, :]
-    found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
-    third = within // 64 * 4 + within % 64 // 32
-    high = _bytes(block + (64 + within % 32), known, EVEN).to(tl.int32) >> third
-    return _number((found & 3) | ((high & 1) << 2)), _number(((found >> 4) & 3) | (high & 4))
+    else:
+        column = first // 2 + tl.arange(0, INPUTS // 2)
+        known = (2 * column < inputs)[None, :]
+        if _is_among(CODE, "q4_0 q4_1 q4_k iq4_nl iq4_xs mxfp4"):
+            found = _bytes(codes + row[:, None] * (inputs // 2) + column[None, :], known, EVEN)
+            if _is_among(CODE, "iq4_nl iq4_xs"):
+                values = table + 16
+                return tl.load(values + (found & 15)).to(tl.float32), tl.load(values + (found >> 4)).to(tl.float32)
+            elif CODE == "mxfp4":
+                return small_floats(found)
+            else:
+                return biased_halves(found)
+        elif _is_among(CODE, "q5_0 q5_1"):
+            within = (column % 16)[None, :]
+            block = codes + row[:, None] * (inputs // 32 * 20) + (column // 16 * 20)[None, :]
+            found = _bytes(block + within, known, EVEN).to(tl.int32)
+            low = _bytes(block + (16 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
+            high = _bytes(block + (18 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
+            return _number((found & 15) | ((low & 1) << 4)), _number((found >> 4) | ((high & 1) << 4))
+        else:
+            within = (column % 128)[None, :]
+            if CODE == "q5_k":
+                block = codes + row[:, None] * (inputs // 256 * 160) + (column // 128 * 160)[None, :]
+                found = _bytes(block + within, known, EVEN).to(tl.int32)
+                high = _bytes(block + (128 + within % 32), known, EVEN).to(tl.int32) >> (within // 32 * 2)
+                return _number((found & 15) | ((high & 1) << 4)), _number((found >> 4) | ((high & 2) << 3))
+            else:
+                quarter = within % 64 // 32 * 2
+                pair = within // 64 * 32 + within % 32
+                if CODE == "q6_k":
+                    block = codes + row[:, None] * (inputs // 256 * 192) + (column // 128 * 192)[None, :]
+                    found = _bytes(block + within, known, EVEN).to(tl.int32)
+                    high = _bytes(block + (128 + pair), known, EVEN).to(tl.int32) >> quarter
+                    return _number((found & 15) | ((high & 3) << 4)), _number((found >> 4) | (high & 48))
+                elif CODE == "q2_k":
+                    block = codes + row[:, None] * (inputs // 256 * 64) + (column // 128 * 64)[None, :]
+                    found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
+                    return _number(found & 3), _number((found >> 4) & 3)
+                else:
+                    block = codes + row[:, None] * (inputs // 256 * 96) + (column // 128 * 96)[None, :]
+                    found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
+                    third = within // 64 * 4 + within % 64 // 32
+                    high = _bytes(block + (64 + within % 32), known, EVEN).to(tl.int32) >> third
+                    return _number((found & 3) | ((high & 1) << 2)), _number(((found >> 4) & 3) | (high & 4))
 
 
 @triton.jit
@@ -143,21 +150,25 @@ def block_scales(
         within = (column % 128)[None, :]
         block = row[:, None] * (inputs // 256 * BYTES) + (column // 128 * BYTES)[None, :]
         return _large_scales(scale, block, within, known, CODE, EVEN, PLANE)
-    block = row[:, None] * (inputs // 32) + (column * PLANES // 32)[None, :]
-    if CODE == "mxfp4":
-        exponent = _bytes(scale + block, known, EVEN).to(tl.int32)
-        by = (exponent << 23).to(tl.float32, bitcast=True) * SMALL_FLOATS_UNIT
-        return by, by * 0.0
-    halves = scale.to(tl.pointer_type(tl.float16)) + block * (BYTES // 2)
-    by = _bytes(halves, known, EVEN).to(tl.float32)
-    if _is_among(CODE, "q8_0 iq4_nl"):
-        return by, by * 0.0
-    if CODE == "q5_0":
-        return by, by * (_BIAS + 16.0)
-    BIAS: tl.constexpr = _BIAS if CODE == "q5_1" else LOW_BIAS if PLANE == 0 else HIGH_BIAS
-    if CODE == "q4_0":
-        return by, by * (BIAS + 8.0)
-    return by, by * BIAS - _bytes(halves + 1, known, EVEN).to(tl.float32)
+    else:
+        block = row[:, None] * (inputs // 32) + (column * PLANES // 32)[None, :]
+        if CODE == "mxfp4":
+            exponent = _bytes(scale + block, known, EVEN).to(tl.int32)
+            by = (exponent << 23).to(tl.float32, bitcast=True) * SMALL_FLOATS_UNIT
+            return by, by * 0.0
+        else:
+            halves = scale.to(tl.pointer_type(tl.float16)) + block * (BYTES // 2)
+            by = _bytes(halves, known, EVEN).to(tl.float32)
+            if _is_among(CODE, "q8_0 iq4_nl"):
+                return by, by * 0.0
+            elif CODE == "q5_0":
+                return by, by * (_BIAS + 16.0)
+            else:
+                BIAS: tl.constexpr = _BIAS if CODE == "q5_1" else LOW_BIAS if PLANE == 0 else HIGH_BIAS
+                if CODE == "q4_0":
+                    return by, by * (BIAS + 8.0)
+                else:
+                    return by, by * BIAS - _bytes(halves + 1, known, EVEN).to(tl.float32)
 
 
 @triton.jit
@@ -172,7 +183,7 @@ def _large_scales(
         low = _bytes(scale + (block + 4 + run // 2), known, EVEN).to(tl.int32) >> (run % 2 * 4)
         by *= (((low & 15) | ((high & 3) << 4)) - 32).to(tl.float32)
         return by, by * 0.0
-    if _is_among(CODE, "q4_k q5_k"):
+    elif _is_among(CODE, "q4_k q5_k"):
         least = _bytes(scale.to(tl.pointer_type(tl.float16)) + (block // 2 + 1), known, EVEN).to(tl.float32)
         run = within // 32 * 2 + PLANE
         words = scale.to(tl.pointer_type(tl.int32)) + block // 4
@@ -184,16 +195,18 @@ def _large_scales(
         least *= tl.where(run < 4, middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48)).to(tl.float32)
         BIAS: tl.constexpr = _BIAS if CODE == "q5_k" else LOW_BIAS if PLANE == 0 else HIGH_BIAS
         return by, by * BIAS + least
-    run = within // 64 * 8 + PLANE * 4 + within % 64 // 16
-    if CODE == "q6_k":
-        by *= _bytes(scale + (block + 2 + run), known, EVEN).to(tl.int8, bitcast=True).to(tl.float32)
-        return by, by * (_BIAS + 32.0)
-    if CODE == "q3_k":
-        low = _bytes(scale + (block + 2 + run % 8), known, EVEN).to(tl.int32) >> (run // 8 * 4)
-        high = _bytes(scale + (block + 10 + run % 4), known, EVEN).to(tl.int32) >> (run // 4 * 2)
-        by *= (((low & 15) | ((high & 3) << 4)) - 32).to(tl.float32)
-        return by, by * (_BIAS + 4.0)
-    least = _bytes(scale.to(tl.pointer_type(tl.float16)) + (block // 2 + 1), known, EVEN).to(tl.float32)
-    both = _bytes(scale + (block + 4 + run), known, EVEN).to(tl.int32)
-    by *= (both & 15).to(tl.float32)
-    return by, by * _BIAS + least * (both >> 4).to(tl.float32)
+    else:
+        run = within // 64 * 8 + PLANE * 4 + within % 64 // 16
+        if CODE == "q6_k":
+            by *= _bytes(scale + (block + 2 + run), known, EVEN).to(tl.int8, bitcast=True).to(tl.float32)
+            return by, by * (_BIAS + 32.0)
+        elif CODE == "q3_k":
+            low = _bytes(scale + (block + 2 + run % 8), known, EVEN).to(tl.int32) >> (run // 8 * 4)
+            high = _bytes(scale + (block + 10 + run % 4), known, EVEN).to(tl.int32) >> (run // 4 * 2)
+            by *= (((low & 15) | ((high & 3) << 4)) - 32).to(tl.float32)
+            return by, by * (_BIAS + 4.0)
+        else:
+            least = _bytes(scale.to(tl.pointer_type(tl.float16)) + (block // 2 + 1), known, EVEN).to(tl.float32)
+            both = _bytes(scale + (block + 4 + run), known, EVEN).to(tl.int32)
+            by *= (both & 15).to(tl.float32)
+            return by, by * _BIAS + least * (both >> 4).to(tl.float32)

@@ -40,7 +40,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `begin` is its first byte there. `change` makes of `together` of its rows those of the model."""
+    """A tensor in a file: `begin` is its first byte there. `change` makes the model's rows of `together` of its own."""
 
     name: str
     file: Path
