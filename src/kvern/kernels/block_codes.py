@@ -11,7 +11,14 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
-from kvern.kernels.halves import HIGH_BIAS, LOW_BIAS, SMALL_FLOATS_UNIT, biased_halves, small_floats
+from kvern.kernels.halves import (
+    HIGH_BIAS,
+    LOW_BIAS,
+    SMALL_FLOATS_UNIT,
+    biased_halves,
+    non_linear_numbers,
+    small_floats,
+)
 
 BLOCKS: Mapping[str, tuple[int, int, int]] = {
     "q8_0": (1, 32, 32),
@@ -89,8 +96,7 @@ def block_numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: 
         if _is_among(CODE, "q4_0 q4_1 q4_k iq4_nl iq4_xs mxfp4"):
             found = _bytes(codes + row[:, None] * (inputs // 2) + column[None, :], known, EVEN)
             if _is_among(CODE, "iq4_nl iq4_xs"):
-                values = table + 16
-                return tl.load(values + (found & 15)).to(tl.float32), tl.load(values + (found >> 4)).to(tl.float32)
+                return non_linear_numbers(found, table)
             elif CODE == "mxfp4":
                 return small_floats(found)
             else:

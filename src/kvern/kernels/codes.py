@@ -43,9 +43,12 @@ from kvern.kernels.block_codes import BLOCKS, block_numbers, block_places, block
 from kvern.kernels.halves import (
     HIGH_BIAS,
     LOW_BIAS,
+    NF4,
+    NON_LINEAR,
     SMALL_FLOATS_UNIT,
     biased_halves,
     e4m3_of_bits,
+    nf4_numbers,
     small_floats,
 )
 from kvern.kernels.launch import capability
@@ -77,13 +80,6 @@ CODES: Mapping[str, Code] = {
 INTERLEAVED = ("int4", "nf4", "e2m1")
 """Those whose column is an even input and the odd one behind it."""
 
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
-
 
 def readable(weight: Packed) -> Packed:
     """The same matrix as kernels take it on its card: numbers of e4m3 that it does not know as their bits, int8."""
@@ -97,14 +93,11 @@ def readable(weight: Packed) -> Packed:
     return weight._replace(codes=codes, scale=scale)
 
 
-NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
-
 _TABLES: dict[torch.device, torch.Tensor] = {}
 
 
 def table_of(device: torch.device) -> torch.Tensor:
-    """The 16 numbers of NF4 on a device, in float16, which is nearer than weights in 16 bits are; then NON_LINEAR."""
+    """The 16 numbers of NF4 on a device, in float16: the interpreter looks them up, cards know them; then NON_LINEAR."""
     if device not in _TABLES:
         _TABLES[device] = torch.tensor((*NF4, *NON_LINEAR), dtype=torch.float16, device=device)
     return _TABLES[device]
@@ -153,15 +146,13 @@ def places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.constexpr)
 
 @triton.jit
 def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` as `table_of` makes it."""
+    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` is of `table_of`."""
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
         column = first // PLANES + tl.arange(0, INPUTS // PLANES)
         tile = codes + row[:, None] * (inputs // PLANES) + column[None, :]
-        if EVEN:
-            found = tl.load(tile)
-        else:
-            found = tl.load(tile, mask=(column < inputs // PLANES)[None, :], other=0.0)
+        inside = (column < inputs // PLANES)[None, :]
+        found = tl.load(tile) if EVEN else tl.load(tile, mask=inside, other=0.0)
         if CODE == "e4m3" and codes.dtype.element_ty == tl.int8:
             return (e4m3_of_bits(found),)
         elif PLANES == 1:
@@ -169,7 +160,7 @@ def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.con
         elif CODE == "int4":
             return biased_halves(found)
         elif CODE == "nf4":
-            return tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
+            return nf4_numbers(found, table)
         else:
             return small_floats(found)
     else:
@@ -200,9 +191,9 @@ def scales(
     """
     if stands_beside(CODE):
         PLANES: tl.constexpr = planes_of(CODE)
-        input = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
-        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (input // GROUP)[None, :]
-        known = (input < inputs)[None, :]
+        begin = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
+        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
+        known = (begin < inputs)[None, :]
         if scale.dtype.element_ty == tl.uint8:
             by = (tl.load(scale + place, mask=known, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
         elif scale.dtype.element_ty == tl.int8:
@@ -288,7 +279,7 @@ def _pairs(x, pair, inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def row_values(x, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """The inputs of one row (of contiguous numbers, at `x`), for each plane: [COLUMNS] float32, zero beyond the last."""
+    """The inputs of one row of contiguous numbers at `x`, for each plane: [COLUMNS] float32, zero beyond the last."""
     if interleaved(CODE):
         return _pairs(x, first // 2 + tl.arange(0, INPUTS // 2), inputs, EVEN)
     else:

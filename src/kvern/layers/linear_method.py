@@ -171,7 +171,7 @@ class LinearMethod(Module, ABC):
     def finish(self) -> None:
         """All is loaded: store it as the products want it. Nothing is loaded afterwards."""
 
-    def use_kernels(self, build: "Build") -> None:  # noqa: B027
+    def use_kernels(self, build: "Build") -> None:
         """Told once what a layer's products may be made of; formats that multiply by kernels of their own ask here."""
 
     def row_product(self) -> RowProduct | None:

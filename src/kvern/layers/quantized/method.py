@@ -6,7 +6,7 @@ at a time.
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +40,13 @@ class QuantizedMethod(LinearMethod):
     def rounded(self, x: Tensor) -> Tensor:
         """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
         return x
+
+    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
+
+        Then codes are multiplied by codes (`kernels/scaled_product.py`) where that is faster. None: x stays plain.
+        """
+        return None
 
     def own_products(self) -> Mapping[str, Product]:
         """Ways to multiply many rows on a GPU that only this format has, by name, once all is loaded."""

@@ -1,7 +1,7 @@
 """How quantized weights are multiplied on a GPU: by kernels that make numbers of codes inside the product.
 
-Few rows read the codes and compute little. Of many rows arithmetic counts: weights are made plain inside the product, or
-a run of rows at a time for cuBLAS, or the format's own products multiply codes of eight bits; the tuner times them.
+Few rows read the codes and compute little. Of many rows arithmetic counts: weights are made plain inside the product,
+or a run of rows at a time for cuBLAS, or the format's own products multiply codes of eight bits; the tuner times them.
 Activations are multiplied as they are, but for a format's own products, whose codes they become first.
 """
 
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
+from kvern.kernels.launch import capability
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.scaled_product import scaled_product
 from kvern.layers.linear_method import Product
 from kvern.layers.tuned_linear import MOST_TILES
 
@@ -35,7 +37,19 @@ class PlainRuns(NamedTuple):
     numbers: int
 
 
-Shape = MatvecShape | MatmulShape | PlainRuns | str
+class CodesShape(NamedTuple):
+    """How a product of codes with codes is cut: as `MatmulShape`."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    splits: int = 1
+    kind: str = "codes"
+
+
+Shape = MatvecShape | MatmulShape | CodesShape | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
@@ -85,7 +99,8 @@ FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 """Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
 
 MANY_ROWS = 64
-"""A format's own products are for more."""
+"""A format's own products, and those of codes with codes, are for more."""
+CODES_SHAPES = (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4))
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
 FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
 """The one way to multiply if a row's result must not depend on the number of rows."""
@@ -141,20 +156,27 @@ class PackedProducts:
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         """As `LinearMethod.candidates`."""
-        own = tuple(self._method.own_products())
         return {
-            most: {
-                shape if isinstance(shape, str) else tuple(shape): partial(self._multiply_by, shape)
-                for shape in (*shapes, *(own if most > MANY_ROWS else ()))
-            }
-            for most, shapes in self._candidates.items()
+            most: {_plain(shape): partial(self._multiply_by, shape) for shape in self._shapes(most)}
+            for most in self._candidates
         }
+
+    def _shapes(self, most: int) -> tuple[Shape, ...]:
+        shapes = self._candidates[most]
+        if most <= MANY_ROWS:
+            return shapes
+        codes = CODES_SHAPES if self._multiplies_codes() else ()
+        return (*shapes, *codes, *self._method.own_products())
+
+    def _multiplies_codes(self) -> bool:
+        weight, capable = self.weight, capability(self._method.shape.device)
+        fits = weight.zero is None and (weight.group == self._method.shape.inputs or weight.group % 128 == 0)
+        knows = weight.code == "int8" or (weight.code == "e4m3" and (capable == 0 or capable >= 89))
+        return fits and knows and self._method.activation_codes() is not None
 
     def choose(self, rows: int, candidate: Hashable) -> None:
         """As `LinearMethod.choose`."""
-        shapes = self._candidates[rows]
-        known = (shape for shape in shapes if not isinstance(shape, str) and tuple(shape) == candidate)
-        way = candidate if isinstance(candidate, str) else next(known)
+        way = next(shape for shape in self._shapes(rows) if _plain(shape) == candidate)
         self._ways[self._most.index(rows)] = way
         if rows == self._most[-1]:
             self._ways[-1] = way
@@ -163,6 +185,10 @@ class PackedProducts:
         weight = self.weight
         if isinstance(shape, str):
             return self._method.own_products()[shape](x, bias)
+        if isinstance(shape, CodesShape):
+            make_codes = self._method.activation_codes()
+            assert make_codes is not None
+            return scaled_product(*make_codes(x), weight, bias, MatmulShape(*shape[:-1]), x.dtype)
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
         if isinstance(shape, MatvecShape):
@@ -172,6 +198,10 @@ class PackedProducts:
         if apart or weight.order is not None:
             x = arrange(x, weight.order, apart)
         return packed_product(x, weight, bias, shape, counters(x.device))
+
+
+def _plain(shape: Shape) -> Hashable:
+    return shape if isinstance(shape, str) else tuple(shape)
 
 
 def multiplies(code: str, inputs: int) -> bool:
