@@ -8,7 +8,8 @@ from kvern.kernels.codes import NF4
 from kvern.kernels.packed import Packed
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.gguf import RANDOM_SCALES, GgufMethod
-from kvern.layers.quantized.gguf_blocks import NUMBERS, taken_apart
+from kvern.layers.quantized.gguf_blocks import NUMBERS
+from kvern.layers.quantized.gguf_parts import taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -13,7 +13,7 @@ from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.quantized.gguf import GgufFormat, GgufMethod
-from kvern.layers.quantized.gguf_blocks import PARTS
+from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
 
 
@@ -39,11 +39,18 @@ def test_a_layer_multiplies_by_its_blocks_taken_apart(name: str, device: torch.d
         torch.testing.assert_close(packed(x), plain(x), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", [block.name for block in QUANTIZED.values()])
+def test_blocks_taken_apart_are_put_together_again(name: str) -> None:
+    blocks = torch.randint(0, 256, (3, 2, BY_NAME[name].size), dtype=torch.uint8)
+    codes, scales = taken_apart(name, blocks)
+    assert codes.is_contiguous() and codes.nbytes + scales.nbytes == blocks.nbytes
+    assert torch.equal(put_together(name, codes, scales), blocks)
+
+
 def _launch(name: str, rows: int) -> None:
     block, outputs, inputs = BY_NAME[name], 4096, 4096
-    codes, scales = (
-        torch.empty(outputs, inputs // block.numbers, len(part), dtype=torch.uint8) for part in PARTS[name]
-    )
+    codes, scales = taken_apart(name, torch.zeros(1, inputs // block.numbers, block.size, dtype=torch.uint8))
+    codes, scales = (part.new_empty(outputs, *part.shape[1:]) for part in (codes, scales))
     x, weight = torch.empty(rows, inputs, dtype=torch.bfloat16), Packed(name, codes, scales)
     if rows == 1:
         packed_row(x, weight, None, MatvecShape(8, 2048, 4))

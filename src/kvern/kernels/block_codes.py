@@ -1,9 +1,10 @@
 """What the blocks of GGUF's types mean, for `kernels/codes.py`.
 
 The blocks of a row are taken apart so that loads are aligned: `codes [outputs, blocks, bytes]` has the bits of the
-numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted; `PARTS` says which bytes of ggml's
-blocks (`ggml-common.h`) stand where. A block has 32 numbers or 256. But for q8_0, a byte has bits of two numbers, of
-the two planes: those of neighbouring runs of 16, 32 or 64 inputs. Types of 2 and 3 bits use each byte in two columns.
+numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted (`layers/quantized/gguf_parts.py`). A
+block has 32 numbers or 256. But for q8_0, a byte has four bits of two numbers, of the two planes: those of neighbouring
+runs of 16, 32 or 64 inputs. One or two more bits of each number stand in words, one or two for 16 columns, and so do
+those of numbers of two and three bits.
 """
 
 from collections.abc import Mapping
@@ -28,8 +29,8 @@ BLOCKS: Mapping[str, tuple[int, int, int]] = {
     "q5_1": (2, 16, 32),
     "iq4_nl": (2, 16, 32),
     "mxfp4": (2, 16, 32),
-    "q2_k": (2, 16, 128),
-    "q3_k": (2, 16, 128),
+    "q2_k": (2, 16, 32),
+    "q3_k": (2, 16, 32),
     "q4_k": (2, 32, 64),
     "q5_k": (2, 32, 64),
     "q6_k": (2, 16, 128),
@@ -44,7 +45,7 @@ _BIAS = tl.constexpr(64.0)
 @triton.constexpr_function
 def _run(code: str) -> int:
     """Inputs of a plane that stand together."""
-    return {"q2_k": 64, "q3_k": 64, "q6_k": 64, "q4_k": 32, "q5_k": 32}.get(code, 16)
+    return {"q6_k": 64, "q4_k": 32, "q5_k": 32}.get(code, 16)
 
 
 @triton.constexpr_function
@@ -84,6 +85,13 @@ def _number(bits):
 
 
 @triton.jit
+def _of_columns(word, WIDTH: tl.constexpr, FIRST: tl.constexpr):
+    """Of words [rows, units] the bits of their 16 columns, WIDTH each from FIRST on, lowest: [rows, 16 * units]."""
+    spread = word[:, :, None] >> (tl.arange(0, 16) * WIDTH + FIRST)[None, None, :]
+    return tl.reshape(spread, [word.shape[0], word.shape[1] * 16])
+
+
+@triton.jit
 def block_numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
     """See `numbers` in `kernels/codes.py`."""
     if CODE == "q8_0":
@@ -101,38 +109,48 @@ def block_numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: 
                 return small_floats(found)
             else:
                 return biased_halves(found)
-        elif _is_among(CODE, "q5_0 q5_1"):
-            within = (column % 16)[None, :]
-            block = codes + row[:, None] * (inputs // 32 * 20) + (column // 16 * 20)[None, :]
-            found = _bytes(block + within, known, EVEN).to(tl.int32)
-            low = _bytes(block + (16 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
-            high = _bytes(block + (18 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
-            return _number((found & 15) | ((low & 1) << 4)), _number((found >> 4) | ((high & 1) << 4))
         else:
-            within = (column % 128)[None, :]
-            if CODE == "q5_k":
-                block = codes + row[:, None] * (inputs // 256 * 160) + (column // 128 * 160)[None, :]
-                found = _bytes(block + within, known, EVEN).to(tl.int32)
-                high = _bytes(block + (128 + within % 32), known, EVEN).to(tl.int32) >> (within // 32 * 2)
-                return _number((found & 15) | ((high & 1) << 4)), _number((found >> 4) | ((high & 2) << 3))
+            unit = first // 32 + tl.arange(0, INPUTS // 32)
+            in_units = (unit * 32 < inputs)[None, :]
+            words = codes.to(tl.pointer_type(tl.int32))
+            if _is_among(CODE, "q5_0 q5_1"):
+                block = codes + row[:, None] * (inputs // 32 * 20) + (column // 16 * 20 + column % 16)[None, :]
+                found = _bytes(block, known, EVEN).to(tl.int32)
+                high = _bytes(words + row[:, None] * (inputs // 32 * 5) + (unit * 5 + 4)[None, :], in_units, EVEN)
+                return (
+                    _number((found & 15) | ((_of_columns(high, 1, 0) & 1) << 4)),
+                    _number((found >> 4) | ((_of_columns(high, 1, 16) & 1) << 4)),
+                )
+            elif CODE == "q5_k":
+                block = codes + row[:, None] * (inputs // 256 * 160) + (column // 128 * 160 + column % 128)[None, :]
+                found = _bytes(block, known, EVEN).to(tl.int32)
+                place = row[:, None] * (inputs // 256 * 40) + (unit // 8 * 40 + 32 + unit % 8)[None, :]
+                high = _bytes(words + place, in_units, EVEN)
+                return (
+                    _number((found & 15) | ((_of_columns(high, 1, 0) & 1) << 4)),
+                    _number((found >> 4) | ((_of_columns(high, 1, 16) & 1) << 4)),
+                )
+            elif CODE == "q6_k":
+                block = codes + row[:, None] * (inputs // 256 * 192) + (column // 128 * 192 + column % 128)[None, :]
+                found = _bytes(block, known, EVEN).to(tl.int32)
+                place = row[:, None] * (inputs // 256 * 48) + (unit // 8 * 48 + 32 + unit % 8 * 2)[None, :]
+                low = _of_columns(_bytes(words + place, in_units, EVEN), 2, 0) & 3
+                high = _of_columns(_bytes(words + place + 1, in_units, EVEN), 2, 0) & 3
+                return _number((found & 15) | (low << 4)), _number((found >> 4) | (high << 4))
             else:
-                quarter = within % 64 // 32 * 2
-                pair = within // 64 * 32 + within % 32
-                if CODE == "q6_k":
-                    block = codes + row[:, None] * (inputs // 256 * 192) + (column // 128 * 192)[None, :]
-                    found = _bytes(block + within, known, EVEN).to(tl.int32)
-                    high = _bytes(block + (128 + pair), known, EVEN).to(tl.int32) >> quarter
-                    return _number((found & 15) | ((high & 3) << 4)), _number((found >> 4) | (high & 48))
-                elif CODE == "q2_k":
-                    block = codes + row[:, None] * (inputs // 256 * 64) + (column // 128 * 64)[None, :]
-                    found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
-                    return _number(found & 3), _number((found >> 4) & 3)
+                WORDS: tl.constexpr = 16 if CODE == "q2_k" else 24
+                place = row[:, None] * (inputs // 256 * WORDS) + (unit // 8 * WORDS + unit % 8 * 2)[None, :]
+                low = _of_columns(_bytes(words + place, in_units, EVEN), 2, 0) & 3
+                high = _of_columns(_bytes(words + place + 1, in_units, EVEN), 2, 0) & 3
+                if CODE == "q2_k":
+                    return _number(low), _number(high)
                 else:
-                    block = codes + row[:, None] * (inputs // 256 * 96) + (column // 128 * 96)[None, :]
-                    found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
-                    third = within // 64 * 4 + within % 64 // 32
-                    high = _bytes(block + (64 + within % 32), known, EVEN).to(tl.int32) >> third
-                    return _number((found & 3) | ((high & 1) << 2)), _number(((found >> 4) & 3) | (high & 4))
+                    place = row[:, None] * (inputs // 256 * WORDS) + (unit // 8 * WORDS + 16 + unit % 8)[None, :]
+                    third = _bytes(words + place, in_units, EVEN)
+                    return (
+                        _number(low | ((_of_columns(third, 1, 0) & 1) << 2)),
+                        _number(high | ((_of_columns(third, 1, 16) & 1) << 2)),
+                    )
 
 
 @triton.jit
@@ -202,7 +220,9 @@ def _large_scales(
         BIAS: tl.constexpr = _BIAS if CODE == "q5_k" else LOW_BIAS if PLANE == 0 else HIGH_BIAS
         return by, by * BIAS + least
     else:
-        run = within // 64 * 8 + PLANE * 4 + within % 64 // 16
+        run = within // 16 * 2 + PLANE
+        if CODE == "q6_k":
+            run = within // 64 * 8 + PLANE * 4 + within % 64 // 16
         if CODE == "q6_k":
             by *= _bytes(scale + (block + 2 + run), known, EVEN).to(tl.int8, bitcast=True).to(tl.float32)
             return by, by * (_BIAS + 32.0)

@@ -11,7 +11,8 @@ from kvern.errors import UnsupportedModel, shown
 from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, TensorLayout
-from kvern.layers.quantized.gguf_blocks import NUMBERS, put_together, taken_apart
+from kvern.layers.quantized.gguf_blocks import NUMBERS
+from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import PLAIN, QUANTIZED, BlockType
 from kvern.layers.quantized.method import Packed, QuantizedMethod
 from kvern.model_spec import MoeSpec

@@ -25,7 +25,7 @@ def _nibbles(data: Tensor, run: int) -> Tensor:
     return torch.cat((data & 15, data >> 4), 2).flatten(1)
 
 
-def _bits(data: Tensor, run: int, width: int) -> Tensor:
+def bits_of(data: Tensor, run: int, width: int) -> Tensor:
     """`[N, bytes] -> [N, 8 / width * bytes]`: of each run of bytes the lowest bits, then the next."""
     data = data.reshape(len(data), -1, 1, run)
     return torch.cat([data >> shift for shift in range(0, 8, width)], 2).flatten(1) & ((1 << width) - 1)
@@ -64,16 +64,16 @@ def q8_0(blocks: Tensor) -> Tensor:
 
 
 def q2_k(blocks: Tensor) -> Tensor:
-    scales, codes = blocks[:, :16], _bits(blocks[:, 16:80], 32, 2).float()
+    scales, codes = blocks[:, :16], bits_of(blocks[:, 16:80], 32, 2).float()
     scale, least = _half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float()
     return _spread(scale, 256) * codes - _spread(least, 256)
 
 
 def q3_k(blocks: Tensor) -> Tensor:
-    high, codes, packed = blocks[:, :32], _bits(blocks[:, 32:96], 32, 2).float(), blocks[:, 96:108]
-    scales = _nibbles(packed[:, :8], 8) | _bits(packed[:, 8:], 4, 2) << 4
+    high, codes, packed = blocks[:, :32], bits_of(blocks[:, 32:96], 32, 2).float(), blocks[:, 96:108]
+    scales = _nibbles(packed[:, :8], 8) | bits_of(packed[:, 8:], 4, 2) << 4
     scale = _half(blocks, 108) * (scales.float() - 32)
-    return _spread(scale, 256) * (codes - 4 * (1 - _bits(high, 32, 1).float()))
+    return _spread(scale, 256) * (codes - 4 * (1 - bits_of(high, 32, 1).float()))
 
 
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +94,11 @@ def q4_k(blocks: Tensor) -> Tensor:
 
 
 def q5_k(blocks: Tensor) -> Tensor:
-    return _with_minima(blocks, _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 32, 1) << 4)
+    return _with_minima(blocks, _nibbles(blocks[:, 48:], 32) | bits_of(blocks[:, 16:48], 32, 1) << 4)
 
 
 def q6_k(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 32, 2) << 4
+    codes = _nibbles(blocks[:, :128], 64) | bits_of(blocks[:, 128:192], 32, 2) << 4
     scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     return _spread(scale, 256) * (codes.float() - 32)
 
@@ -113,7 +113,7 @@ def iq4_nl(blocks: Tensor) -> Tensor:
 
 def iq4_xs(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, 4:8], 1)
-    high = _bits(blocks[:, 2:4], 1, 2)
+    high = bits_of(blocks[:, 2:4], 1, 2)
     scale = _half(blocks, 0) * ((low | high << 4).float() - 32)
     return _spread(scale, 256) * _looked_up(NON_LINEAR, _nibbles(blocks[:, 8:], 16))
 
@@ -123,41 +123,6 @@ def mxfp4(blocks: Tensor) -> Tensor:
     # half of 2^(e - 127), for the table holds doubled numbers; the two smallest are subnormal
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1).clamp_min(0) << 23)
     return bits.view(torch.float32) * _looked_up(E2M1_DOUBLED, _nibbles(blocks[:, 1:], 16))
-
-
-def _bytes_of(*runs: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(place for first, last in runs for place in range(first, last))
-
-
-PARTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "q4_0": (_bytes_of((2, 18)), _bytes_of((0, 2))),
-    "q4_1": (_bytes_of((4, 20)), _bytes_of((0, 4))),
-    "q5_0": (_bytes_of((6, 22), (2, 6)), _bytes_of((0, 2))),
-    "q5_1": (_bytes_of((8, 24), (4, 8)), _bytes_of((0, 4))),
-    "q8_0": (_bytes_of((2, 34)), _bytes_of((0, 2))),
-    "q2_k": (_bytes_of((16, 80)), _bytes_of((80, 84), (0, 16))),
-    "q3_k": (_bytes_of((32, 96), (0, 32)), _bytes_of((108, 110), (96, 108))),
-    "q4_k": (_bytes_of((16, 144)), _bytes_of((0, 16))),
-    "q5_k": (_bytes_of((48, 176), (16, 48)), _bytes_of((0, 16))),
-    "q6_k": (_bytes_of((0, 192)), _bytes_of((208, 210), (192, 208))),
-    "iq4_nl": (_bytes_of((2, 18)), _bytes_of((0, 2))),
-    "iq4_xs": (_bytes_of((8, 136)), _bytes_of((0, 8))),
-    "mxfp4": (_bytes_of((1, 17)), _bytes_of((0, 1))),
-}
-"""Which bytes of a block hold the bits of its numbers, in the order that kernels read them in, and which its scales."""
-
-
-def taken_apart(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of blocks `[..., bytes]`: together as large, and each on boundaries that loads are fast from."""
-    codes, scales = (blocks[..., torch.tensor(places, device=blocks.device)] for places in PARTS[name])
-    return codes, scales
-
-
-def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """The blocks again."""
-    codes_places, scale_places = PARTS[name]
-    back = torch.tensor([*codes_places, *scale_places], device=codes.device).argsort()
-    return torch.cat((codes, scales), -1)[..., back]
 
 
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
