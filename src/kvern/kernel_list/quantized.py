@@ -12,7 +12,8 @@ from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
-from kvern.kernels.codes import CODES, INTERLEAVED, NF4, readable
+from kvern.kernels.codes import CODES, INTERLEAVED, readable
+from kvern.kernels.halves import NF4
 from kvern.kernels.launch import capability
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
@@ -21,6 +22,9 @@ from kvern.kernels.scaled_product import scaled_product
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
+from kvern.layers.quantized.gguf_blocks import NUMBERS
+from kvern.layers.quantized.gguf_parts import put_together, taken_apart
+from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of
 from kvern.model_spec import ModelSpec
@@ -105,8 +109,13 @@ def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) ->
         )
         for form in forms
         for layer in linear_shapes(spec, dtype)
-        if layer.inputs % CODES[FORMS[form]["code"]].block == 0
+        if layer.inputs % whole_inputs(FORMS[form]["code"]) == 0
     )
+
+
+def whole_inputs(code: str) -> int:
+    """A row has a multiple of so many inputs."""
+    return BY_NAME[code].numbers if code in BLOCKS else CODES[code].block
 
 
 def kind_of_form(form: str, outputs: int, inputs: int, part: str = "") -> PackedKind:
@@ -119,8 +128,9 @@ def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
     """Random codes, and numbers of about one over the root of the inputs; no bits that are no number."""
     known = CODES[kind.code]
     if kind.code in BLOCKS:
-        codes = inputs.bytes(outputs, kind.inputs // known.block, known.block_bytes) & 0x3F
-        return Packed(kind.code, codes)
+        block = BY_NAME[kind.code]
+        blocks = inputs.bytes(outputs, kind.inputs // block.numbers, block.size) & 0x3F
+        return Packed(kind.code, *taken_apart(kind.code, blocks))
     codes = inputs.bytes(outputs, kind.inputs // known.planes)
     if kind.code == "e4m3":
         codes = (codes & 0xBF).view(torch.float8_e4m3fn)
@@ -142,11 +152,9 @@ def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
 def plain_of(packed: Packed) -> torch.Tensor:
     """The matrix in float64."""
     codes, outputs = packed.codes, len(packed.codes)
-    if packed.code in BLOCKS:
-        from kvern.layers.quantized.gguf_blocks import NUMBERS  # type: ignore[import-not-found, unused-ignore]
-
-        numbers: torch.Tensor = NUMBERS[packed.code](codes.flatten(0, 1))
-        return numbers.view(outputs, -1).double()
+    if packed.code in BLOCKS and packed.scale is not None:
+        blocks = put_together(packed.code, codes, packed.scale)
+        return NUMBERS[packed.code](blocks.flatten(0, 1)).view(outputs, -1).double()
     if packed.code in INTERLEAVED:
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
         table = {"nf4": NF4, "e2m1": E2M1}.get(packed.code)

@@ -97,7 +97,7 @@ _TABLES: dict[torch.device, torch.Tensor] = {}
 
 
 def table_of(device: torch.device) -> torch.Tensor:
-    """The 16 numbers of NF4 on a device, in float16: the interpreter looks them up, cards know them; then NON_LINEAR."""
+    """The numbers of NF4 and NON_LINEAR on a device, in float16: the interpreter looks them up, cards know them."""
     if device not in _TABLES:
         _TABLES[device] = torch.tensor((*NF4, *NON_LINEAR), dtype=torch.float16, device=device)
     return _TABLES[device]

@@ -149,5 +149,8 @@ def non_linear_numbers(found, table):
             NON_LINEAR_LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
         )
     else:
-        low, high = tl.load(table + (16 + (found & 15))).to(tl.float32), tl.load(table + (16 + (found >> 4))).to(tl.float32)
+        low, high = (
+            tl.load(table + (16 + (found & 15))).to(tl.float32),
+            tl.load(table + (16 + (found >> 4))).to(tl.float32),
+        )
     return low, high

@@ -1,8 +1,8 @@
 """GGUF's blocks taken apart for kernels (`kernels/block_codes.py`), and put together again.
 
-Codes and scales together are as large as the blocks. Scales are bytes of the block, its d first. Codes are the bytes with
-four or eight bits of each number; then words of 32 bits with the other bits: of each 16 columns, one word of a bit for
-both planes, the low plane first, or two words of two bits, one for each plane.
+Codes and scales together are as large as the blocks. Scales are bytes of the block, its d first. Codes are the bytes
+with four or eight bits of each number; then words of 32 bits with the other bits: of each 16 columns, one word of a bit
+for both planes, the low plane first, or two words of two bits, one for each plane.
 """
 
 import torch
@@ -54,7 +54,7 @@ PLANE_RUN = {"q5_k": 32, "q6_k": 64, "q2_k": 16, "q3_k": 16}
 def taken_apart(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of blocks `[rows, blocks, bytes]`."""
     step = max(1, RUN_NUMBERS // (blocks.shape[1] * BY_NAME[name].numbers))
-    codes = torch.cat([_codes(name, run) for run in blocks.split(step)])
+    codes = torch.cat([_codes(name, run) for run in torch.split(blocks, step)])
     return codes, torch.cat([blocks[..., first:last] for first, last in SCALES.get(name, ((0, 2),))], -1).contiguous()
 
 
@@ -88,7 +88,8 @@ def _codes(name: str, blocks: Tensor) -> Tensor:
 
 def _words_of_columns(bits: Tensor, width: int, run: int) -> Tensor:
     """`[rows, blocks, 256]`, of each number some bits, to words `[rows, blocks, 8 * width]` int32."""
-    columns = bits.unflatten(-1, (-1, 2, run)).transpose(-3, -2).flatten(-2).unflatten(-1, (8, 16)).int()
+    planes = bits.reshape(*bits.shape[:2], -1, 2, run).transpose(-3, -2)
+    columns = planes.reshape(*bits.shape[:2], 2, 8, 16).int()
     words = (columns << width * torch.arange(16, device=bits.device)).sum(-1, dtype=torch.int32)  # [..., plane, unit]
     if width == 2:
         return words.transpose(-2, -1).flatten(-2)
@@ -97,16 +98,14 @@ def _words_of_columns(bits: Tensor, width: int, run: int) -> Tensor:
 
 def _numbers_of_columns(words: Tensor, width: int, run: int) -> Tensor:
     """The bits of the words again: `[rows, blocks, 256]` uint8."""
-    if width == 2:
-        words = words.unflatten(-1, (8, 2)).transpose(-2, -1)
-    else:
-        words = torch.stack((words, words >> 16), -2)
-    columns = words[..., None] >> width * torch.arange(16, device=words.device) & (1 << width) - 1
-    return columns.to(torch.uint8).flatten(-2).unflatten(-1, (-1, run)).transpose(-3, -2).flatten(-3)
+    rows, blocks, _ = words.shape
+    pairs = words.view(rows, blocks, 8, 2).transpose(-2, -1) if width == 2 else torch.stack((words, words >> 16), -2)
+    columns = pairs[..., None] >> width * torch.arange(16, device=words.device) & (1 << width) - 1
+    return columns.to(torch.uint8).view(rows, blocks, 2, -1, run).transpose(-3, -2).reshape(rows, blocks, 256)
 
 
 def _bits_in_bytes(bits: Tensor, width: int) -> Tensor:
     """What `bits_of` makes of runs of 32 bytes, in bytes again."""
-    parts = bits.unflatten(-1, (-1, 8 // width, 32))
+    parts = bits.view(*bits.shape[:2], -1, 8 // width, 32)
     shifts = width * torch.arange(8 // width, device=bits.device, dtype=torch.uint8)[:, None]
     return (parts << shifts).sum(-2, dtype=torch.uint8).flatten(-2)
