@@ -101,11 +101,11 @@ def _numbers_of_columns(words: Tensor, width: int, run: int) -> Tensor:
     rows, blocks, _ = words.shape
     pairs = words.view(rows, blocks, 8, 2).transpose(-2, -1) if width == 2 else torch.stack((words, words >> 16), -2)
     columns = pairs[..., None] >> width * torch.arange(16, device=words.device) & (1 << width) - 1
-    return columns.to(torch.uint8).view(rows, blocks, 2, -1, run).transpose(-3, -2).reshape(rows, blocks, 256)
+    return columns.to(torch.uint8).reshape(rows, blocks, 2, -1, run).transpose(-3, -2).reshape(rows, blocks, 256)
 
 
 def _bits_in_bytes(bits: Tensor, width: int) -> Tensor:
     """What `bits_of` makes of runs of 32 bytes, in bytes again."""
-    parts = bits.view(*bits.shape[:2], -1, 8 // width, 32)
+    parts = bits.reshape(*bits.shape[:2], -1, 8 // width, 32)
     shifts = width * torch.arange(8 // width, device=bits.device, dtype=torch.uint8)[:, None]
     return (parts << shifts).sum(-2, dtype=torch.uint8).flatten(-2)
