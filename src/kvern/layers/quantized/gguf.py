@@ -144,4 +144,8 @@ def gguf(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMe
             raise UnsupportedModel(f"quantization_config has the GGUF type {shown(name)}; known: {', '.join(formats)}")
         return formats[name]
 
-    return GgufMethods(unquantized, formats={path: one(name) for path, name in quantization["types"].items()})
+    made = {path: one(name) for path, name in quantization["types"].items()}
+    for path, item in list(made.items()):
+        if isinstance(item, GgufExperts):
+            made |= {f"{path}.gate_proj": item.gate_up, f"{path}.up_proj": item.gate_up, f"{path}.down_proj": item.down}
+    return GgufMethods(unquantized, formats=made)
