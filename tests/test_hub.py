@@ -217,3 +217,29 @@ def test_what_is_no_model_is_explained(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", [None, "kvern-12m", "kvern-1m"])
 def test_embedded_models_are_found_by_name(name: str | None) -> None:
     assert resolve_model(name) == EMBEDDED_FOLDER / (name or "kvern-12m")
+
+
+def test_of_gguf_files_the_one_that_is_named_is_downloaded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FILES, "model.safetensors")
+    for name in ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-tiny.gguf", "big-Q2_K-00001-of-00002.gguf"):
+        monkeypatch.setitem(FILES, name, b"GGUF")
+    monkeypatch.setitem(FILES, "big-Q2_K-00002-of-00002.gguf", b"more")
+    listed = client.resolve("kvern-tests/tiny")
+    assert "holds 3 GGUF files: choose one by its ending, as kvern-tests/tiny:" in listed and "tiny-Q8_0" in listed
+    file = Path(client.resolve("kvern-tests/tiny:q8_0"))
+    assert file.name == "tiny-Q8_0.gguf" and not (file.parent / "tiny-Q4_K_M.gguf").exists()
+    assert client.resolve("kvern-tests/tiny:q8_0", HF_HUB_OFFLINE="1") == str(file)
+    split = Path(client.resolve("kvern-tests/tiny:Q2_K"))
+    assert split.name == "big-Q2_K-00001-of-00002.gguf" and (split.parent / "big-Q2_K-00002-of-00002.gguf").is_file()
+    assert "no, or more than one, GGUF file that ends in 'Q6_K'" in client.resolve("kvern-tests/tiny:Q6_K")
+
+
+def test_a_gguf_file_is_found_by_path_and_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "one-Q8_0.gguf").touch()
+    assert resolve_model(tmp_path) == resolve_model(tmp_path / "one-Q8_0.gguf") == tmp_path / "one-Q8_0.gguf"
+    (tmp_path / "one-Q4_0.gguf").touch()
+    with pytest.raises(
+        ModelNotFound, match=r"holds 2 GGUF files: choose one by its ending, as .*:Q4_0 \(one-Q4_0, one-Q"
+    ):
+        resolve_model(tmp_path)
+    assert resolve_model(f"{tmp_path}:Q8_0") == tmp_path / "one-Q8_0.gguf"

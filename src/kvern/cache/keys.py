@@ -69,18 +69,20 @@ def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:
 def model_identity(folder: Path, *layout: object) -> bytes:
     """Which model's keys and values these are: 16 bytes, equal for equal files wherever they lie.
 
-    Reads config.json and of each safetensors file the size, the header and SAMPLES pieces of the weights, which tell
+    Reads config.json and of each file of weights the size, the header and SAMPLES pieces of the weights, which tell
     a model from another one trained from it. `layout` is whatever else makes blocks differ: dtypes, block size.
     Raises OSError, ValueError or CorruptCheckpoint.
     """
     state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvern model")
     for part in (repr(layout).encode(), read_whole(folder / "config.json")):
         state.update(digest(part))
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             state.update(digest(file.name.encode()) + size.to_bytes(8, "little"))
             header = min(int.from_bytes(read_at(stream, 0, min(8, size)), "little") + 8, size)
+            if file.suffix == ".gguf":
+                header = 0  # config.json says what it does
             state.update(read_at(stream, 0, header))
             piece = min(SAMPLE_BYTES, size - header)
             for index in range(SAMPLES):

@@ -48,7 +48,7 @@ def embedded() -> Iterator[tuple[str, str, int, Path]]:
 
 
 def downloaded() -> Iterator[tuple[str, str, int, Path]]:
-    """Yield the same for the hub's cache, as far as it holds safetensors checkpoints."""
+    """Yield the same for the hub's cache, as far as it holds safetensors checkpoints or GGUF files."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -57,7 +57,7 @@ def downloaded() -> Iterator[tuple[str, str, int, Path]]:
         return
     for repository in sorted(cache.repos, key=lambda item: item.repo_id):
         names = {Path(file.file_name) for revision in repository.revisions for file in revision.files}
-        if repository.repo_type == "model" and any(path.suffix == ".safetensors" for path in names):
+        if repository.repo_type == "model" and any(path.suffix in (".safetensors", ".gguf") for path in names):
             yield repository.repo_id, "downloaded", repository.size_on_disk, repository.repo_path
 
 

@@ -24,6 +24,10 @@ from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearShape
+from kvern.layers.quantized.gguf import GgufMethod
+from kvern.layers.quantized.gguf_blocks import NUMBERS
+from kvern.layers.quantized.gguf_parts import put_together, taken_apart
+from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, _fitted, candidates_of
 from kvern.layers.row_experts import RowStackedExperts
@@ -52,9 +56,6 @@ class PackedKind(NamedTuple):
     order: bool = False
     biased: bool = False
 
-
-MOST_BLOCK = 256
-"""Numbers of a block of GGUF's, at most."""
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"code": "e4m3", "scale": "float32"},
@@ -115,10 +116,10 @@ def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) ->
         )
         for form in forms
         for layer in linear_shapes(spec, dtype)
-        if layer.inputs % (MOST_BLOCK if form in BLOCKS else 2) == 0
+        if layer.inputs % whole_inputs(FORMS[form]["code"]) == 0
     ]
     for moe, form in itertools.product(dict.fromkeys(layer.mlp for layer in spec.layers), forms):
-        if isinstance(moe, MoeSpec) and (form not in BLOCKS or math.gcd(moe.width, spec.hidden_size) % MOST_BLOCK == 0):
+        if isinstance(moe, MoeSpec) and math.gcd(moe.width, spec.hidden_size) % whole_inputs(FORMS[form]["code"]) == 0:
             both = (
                 kind_of_form(form, moe.experts * 2 * moe.width, spec.hidden_size, "experts.gate_up_proj"),
                 kind_of_form(form, moe.experts * spec.hidden_size, moe.width, "experts.down_proj"),
@@ -126,6 +127,11 @@ def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) ->
             rows = math.gcd(both[0].outputs_per_scale, moe.width, spec.hidden_size)
             kinds += [kind._replace(outputs_per_scale=rows) for kind in both]
     return tuple(kinds)
+
+
+def whole_inputs(code: str) -> int:
+    """A row has a multiple of so many inputs."""
+    return BY_NAME[code].numbers if code in BLOCKS else CODES[code].block
 
 
 def kind_of_form(form: str, outputs: int, inputs: int, part: str = "") -> PackedKind:
@@ -157,10 +163,6 @@ def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
 
 
 def _random_blocks(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
-    from kvern.layers.quantized.gguf import GgufMethod  # type: ignore[import-not-found, unused-ignore]
-    from kvern.layers.quantized.gguf_blocks import taken_apart  # type: ignore[import-not-found, unused-ignore]
-    from kvern.layers.quantized.gguf_types import BY_NAME  # type: ignore[import-not-found, unused-ignore]
-
     method = GgufMethod(LinearShape(outputs, kind.inputs, inputs.dtype, inputs.device), BY_NAME[kind.code])
     inputs.fill(method)
     return Packed(kind.code, *taken_apart(kind.code, method.weight))
@@ -169,12 +171,9 @@ def _random_blocks(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
 def plain_of(packed: Packed) -> torch.Tensor:
     """The matrix in float64."""
     codes, outputs = packed.codes, len(packed.codes)
-    if packed.code in BLOCKS:
-        from kvern.layers.quantized.gguf_blocks import NUMBERS, put_together  # type: ignore[import-not-found, unused-ignore]
-
-        assert packed.scale is not None
-        numbers: torch.Tensor = NUMBERS[packed.code](put_together(packed.code, codes, packed.scale).flatten(0, 1))
-        return numbers.view(outputs, -1).double()
+    if packed.code in BLOCKS and packed.scale is not None:
+        blocks = put_together(packed.code, codes, packed.scale)
+        return NUMBERS[packed.code](blocks.flatten(0, 1)).view(outputs, -1).double()
     if packed.code in INTERLEAVED:
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
         table = {"nf4": NF4, "e2m1": E2M1}.get(packed.code)

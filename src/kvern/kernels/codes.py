@@ -44,6 +44,7 @@ from kvern.kernels.halves import (
     HIGH_BIAS,
     LOW_BIAS,
     NF4,
+    NON_LINEAR,
     SMALL_FLOATS_UNIT,
     biased_halves,
     e4m3_of_bits,
@@ -59,14 +60,12 @@ class Code(NamedTuple):
 
     planes       numbers of a column
     run          columns of a plane that share scale and offset at least; 0: `Packed.group / planes`
-    block        inputs that stand together
-    block_bytes  and their bytes
+    block        inputs that stand together: a step has a multiple of them
     """
 
     planes: int
     run: int = 0
     block: int = 1
-    block_bytes: int = 1
 
 
 CODES: Mapping[str, Code] = {
@@ -98,9 +97,9 @@ _TABLES: dict[torch.device, torch.Tensor] = {}
 
 
 def table_of(device: torch.device) -> torch.Tensor:
-    """The 16 numbers of NF4 on a device, in float16: the interpreter looks them up, cards know them."""
+    """The numbers of NF4 and NON_LINEAR on a device, in float16: the interpreter looks them up, cards know them."""
     if device not in _TABLES:
-        _TABLES[device] = torch.tensor(NF4, dtype=torch.float16, device=device)
+        _TABLES[device] = torch.tensor((*NF4, *NON_LINEAR), dtype=torch.float16, device=device)
     return _TABLES[device]
 
 
@@ -165,7 +164,7 @@ def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.con
         else:
             return small_floats(found)
     else:
-        return block_numbers(codes, row, first, inputs, CODE, INPUTS, EVEN)
+        return block_numbers(codes, table, row, first, inputs, CODE, INPUTS, EVEN)
 
 
 @triton.jit
@@ -215,7 +214,7 @@ def scales(
             offset = by * 0.0
         return by, offset
     else:
-        return block_scales(codes, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
+        return block_scales(scale, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
 
 
 @triton.jit

@@ -123,7 +123,10 @@ def lookup(values: tuple[float, ...]) -> str:
     return " ".join([*lines, "}"])
 
 
+NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
 NF4_LOOKUP = tl.constexpr(lookup(NF4))
+NON_LINEAR_LOOKUP = tl.constexpr(lookup(NON_LINEAR))
 
 
 @triton.jit
@@ -135,4 +138,19 @@ def nf4_numbers(found, table):
         )
     else:
         low, high = tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def non_linear_numbers(found, table):
+    """The numbers of NON_LINEAR that the low and the high halves of bytes stand for, in float32."""
+    if COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            NON_LINEAR_LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+    else:
+        low, high = (
+            tl.load(table + (16 + (found & 15))).to(tl.float32),
+            tl.load(table + (16 + (found >> 4))).to(tl.float32),
+        )
     return low, high

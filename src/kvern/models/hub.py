@@ -8,9 +8,11 @@ from pathlib import Path
 
 from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
+from kvern.models.gguf.files import choose
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 WEIGHTS = "*.safetensors"
+GGUF = "*.gguf"
 NEEDED_FILES = (WEIGHTS, "*.json", "tokenizer*", "*.jinja")
 OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
 
@@ -28,11 +30,12 @@ def resolve_model(
     cache_folder: str | Path | None = None,
     weights: bool = True,
 ) -> Path:
-    """Return the folder that holds ``config.json`` and the weights of ``model``, downloading them if needed.
+    """Return the folder that holds ``config.json`` and the weights of ``model``, or its GGUF file; downloads if needed.
 
     Args:
-        model: ``None`` for the embedded chat model, the name of an embedded model, a folder, or a hub id
-            (``organisation/name``). A folder of that name goes before the hub.
+        model: ``None`` for the embedded chat model, the name of an embedded model, a folder, a GGUF file, or a hub id
+            (``organisation/name``). A folder of that name goes before the hub. Of a folder or repository with several
+            GGUF files, ``name:Q4_K_M`` is the one whose name ends so.
         revision: branch, tag or commit of a hub id; its default branch if ``None``.
         token: overrides ``HF_TOKEN`` and the token stored by ``hf auth login``.
         offline: ``True`` uses only what was downloaded before; ``None`` follows ``HF_HUB_OFFLINE``.
@@ -45,9 +48,12 @@ def resolve_model(
     name = os.fspath(model) if model is not None else DEFAULT_MODEL
     folder = Path(name).expanduser()
     if name and folder.exists():
-        return _checked_folder(folder)
+        return _checked(folder)
     if (EMBEDDED_FOLDER / name / "config.json").is_file():
         return EMBEDDED_FOLDER / name
+    stem, _, ending = name.rpartition(":")
+    if ending and (folder := Path(stem).expanduser()).is_dir() and stem:
+        return _chosen(folder, ending)
     if not name or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"model {name!r}: there is no such folder")
     if "/" not in name:
@@ -56,12 +62,29 @@ def resolve_model(
             f"model {name!r} is neither a folder nor an embedded model ({known}): "
             "give a folder, or a hub id as organisation/name"
         )
-    return _download(name, revision, token, offline, cache_folder, weights)
+    repository, _, ending = name.partition(":")
+    path = Path("") if ending else _download(repository, revision, token, offline, cache_folder, weights)
+    if ending or (weights and not any(path.glob(WEIGHTS))):
+        return _download_gguf(repository, ending, revision, token, offline, cache_folder)
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"model {name!r} has no config.json on the hub: kvern cannot tell what it is")
+    return path
+
+
+def _checked(path: Path) -> Path:
+    """A folder with a model's files, or a GGUF file."""
+    if path.is_dir():
+        if any(path.glob(WEIGHTS)) or not any(path.glob(GGUF)):
+            return _checked_folder(path)
+        return _chosen(path, "")
+    if path.suffix != ".gguf":
+        raise ModelNotFound(
+            f"model {str(path)!r} is a file: give the folder that holds its config.json, or a file that ends in .gguf"
+        )
+    return path
 
 
 def _checked_folder(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ModelNotFound(f"model {str(folder)!r} is a file: give the folder that holds its config.json")
     if not (folder / "config.json").is_file():
         found = sorted(path.name for path in folder.iterdir())
         listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing"
@@ -72,6 +95,12 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
+def _chosen(folder: Path, ending: str) -> Path:
+    """The GGUF file of a folder, of which the name has this ending."""
+    names = [path.relative_to(folder).as_posix() for pattern in (GGUF, f"*/{GGUF}") for path in folder.glob(pattern)]
+    return folder / choose(names, ending, str(folder))[0]
+
+
 def _download(
     repository: str,
     revision: str | None,
@@ -79,7 +108,9 @@ def _download(
     offline: bool | None,
     cache_folder: str | Path | None,
     weights: bool,
+    files: tuple[str, ...] = (),
 ) -> Path:
+    """The folder of a repository with what a model needs of it, or with these files."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported by a lazy table
@@ -94,14 +125,36 @@ def _download(
             token=token,
             cache_dir=cache_folder,
             local_files_only=offline,
-            allow_patterns=list(NEEDED_FILES),
-            ignore_patterns=[*OTHER_FORMATS, *([] if weights else [WEIGHTS])],
+            allow_patterns=list(files or NEEDED_FILES),
+            ignore_patterns=None if files else [*OTHER_FORMATS, *([] if weights else [WEIGHTS])],
         )
     except Exception as error:  # the hub's client raises the errors of its HTTP library, which share no base class
         raise ModelNotFound(_explain(error, repository, revision, offline)) from error
-    if not (Path(path) / "config.json").is_file():
-        raise ModelNotFound(f"model {repository!r} has no config.json on the hub: kvern cannot tell what it is")
     return Path(path)
+
+
+def _download_gguf(
+    repository: str,
+    ending: str,
+    revision: str | None,
+    token: str | None,
+    offline: bool | None,
+    cache_folder: str | Path | None,
+) -> Path:
+    """The GGUF file of a repository, of which the name has this ending; downloads no other."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE if offline is None else offline:
+        return _chosen(_download(repository, revision, token, True, cache_folder, True, ("no more of it",)), ending)
+    try:
+        names = huggingface_hub.HfApi(token=token).list_repo_files(repository, revision=revision)
+    except Exception as error:  # as in _download
+        raise ModelNotFound(_explain(error, repository, revision, False)) from error
+    if not any(name.endswith(".gguf") for name in names):
+        raise ModelNotFound(f"model {repository!r} has neither safetensors nor GGUF files on the hub")
+    files = choose(names, ending, repository)
+    return _download(repository, revision, token, False, cache_folder, True, tuple(files)) / files[0]
 
 
 def _explain(error: Exception, repository: str, revision: str | None, offline: bool) -> str:

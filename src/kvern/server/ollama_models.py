@@ -37,7 +37,7 @@ class ModelFiles:
         plain = str(self.config.get("torch_dtype") or self.config.get("dtype") or "")
         return {
             "parent_model": "",
-            "format": "safetensors",
+            "format": "gguf" if quantized.get("quant_method") == "gguf" else "safetensors",
             "family": family,
             "families": [family],
             "parameter_size": "" if quantized else shortened(self.parameters),  # packed weights hide how many they are
@@ -50,10 +50,10 @@ SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 def read_files(folder: Path) -> ModelFiles:
     """Look at a checkpoint that is loaded."""
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
     statuses = [file.stat() for file in weights]
     parameters = 0
-    for file in weights:
+    for file in (file for file in weights if file.suffix == ".safetensors"):
         with file.open("rb") as stream:
             parameters += sum(math.prod(entry.shape) for entry in read_entries(stream)[1].values())
     listing = [f"{file.name} {status.st_size}" for file, status in zip(weights, statuses, strict=True)]
