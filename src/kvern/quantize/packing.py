@@ -1,8 +1,8 @@
 """Codes as a compressed-tensors checkpoint stores them, and the configuration that says so.
 
 The format's names and layouts are those of https://github.com/vllm-project/compressed-tensors: "float-quantized" and
-"int-quantized" keep codes of one byte in `weight`, "pack-quantized" keeps those of 4 bits in `weight_packed`, int32, the
-first input in the lowest bits, each plus 8.
+"int-quantized" keep codes of one byte in `weight`, "pack-quantized" keeps those of 4 bits in `weight_packed`, int32,
+the first input in the lowest bits, each plus 8.
 """
 
 from collections.abc import Mapping
