@@ -168,7 +168,7 @@ class _Run:
         rounded = self._settings.method.round(weight, inputs, scheme, dtype)
         for ending, tensor in tensors_of(rounded, dtype).items():
             self._writer.add(f"{piece.matrix}.{ending}", tensor)
-        bits = scheme.bits_per_weight(*weight.shape, dtype)
+        bits = scheme.bits_per_weight(weight.shape[0], weight.shape[1], dtype)
         self._matrices.append(statistics_of(piece.matrix, block.index, weight, rounded, inputs, bits))
         self._weights += weight.numel()
         self._stored += bits * weight.numel()

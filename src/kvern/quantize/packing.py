@@ -38,7 +38,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """`[rows, n]` signed codes -> int32 `[rows, ceil(n / (32 / bits))]`, the first in the lowest bits."""
     count = 32 // bits
     unsigned = codes.to(torch.int64) + (1 << (bits - 1))
-    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % count)).unflatten(1, (-1, count))
+    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % count)).view(len(codes), -1, count)
     shifts = torch.arange(0, 32, bits, device=codes.device)
     words = (padded << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
