@@ -88,11 +88,11 @@ def test_the_walk_computes_the_model_and_scales_that_are_folded_change_nothing(f
         for fold in awq.folds(block):
             folded += 1
             scale = torch.rand(block.tensors[fold.readers[0]].shape[1], generator=generator) + 0.5
-            awq.apply(block, fold, awq.shared(scale, fold))
+            awq.apply(block, fold, scale)
         walk.advance(block)
     expected = torch.stack([reference_logits(tmp_path / "model", row.tolist()) for row in ROWS])
     torch.testing.assert_close(logits_of(walk), expected, rtol=2e-3, atol=2e-3)
-    assert folded >= (2 if family in ("gpt_neox", "phi", "olmo2", "stablelm_parallel") else 3)
+    assert folded >= (1 if family == "gpt_neox" else 3)
 
 
 def test_calibration_attends_within_windows_and_soft_caps() -> None:

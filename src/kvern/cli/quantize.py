@@ -36,8 +36,8 @@ class QuantizeCommand:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Folder, hub id or embedded model with float32, float16 or bfloat16 weights."""
-    method: str = "awq"
-    """fp8, int8 (weights and activations), int4 (weights, rounded to the nearest), awq or gptq (4 bits, calibrated)."""
+    method: str = "gptq"
+    """fp8, int8 (weights and activations), int4 (weights, rounded to the nearest), awq or gptq (weights, calibrated)."""
     out: Path | None = None
     """Folder for the new checkpoint. None: MODEL-METHOD in the current folder."""
     overwrite: bool = False

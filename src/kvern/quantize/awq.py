@@ -18,7 +18,6 @@ from kvern.model_spec import MlpSpec
 from kvern.quantize.blocks import Block
 from kvern.quantize.checkpoint import WEIGHT, Piece
 from kvern.quantize.grid import fit
-from kvern.quantize.inputs import Inputs
 from kvern.quantize.method import Plan
 from kvern.quantize.round_to_nearest import RoundToNearest
 from kvern.quantize.scheme import Scheme
@@ -36,14 +35,12 @@ _MLP_INPUT = re.compile(r"\.mlp\.(?!.*down_proj).*\.weight$")
 class Fold(NamedTuple):
     """What makes some inputs, and all that reads them.
 
-    `makers`: (tensor, its rows) that are divided; `readers`: matrices whose columns are multiplied. `repeats`: each
-    maker's row is read by so many inputs, in runs of `run` rows, as a head's values are by several queries' heads.
+    `makers`: (tensor, its rows) that are divided; `readers`: matrices whose columns are multiplied. A norm
+    multiplies by its weights plus `offset`.
     """
 
     makers: list[tuple[str, slice]]
     readers: list[str]
-    repeats: int = 1
-    run: int = 1
     offset: float = 0.0
 
 
@@ -64,7 +61,7 @@ class Awq(RoundToNearest):
         if not count:
             return None
         means = torch.stack([item.absolute for item in inputs]).sum(0) / count
-        means = shared(means, fold).clamp(min=1e-8)
+        means.clamp_(min=1e-8)
         samples = {id(item): few(item.rows, SEARCH_ROWS) for item in inputs}
         weights = {path: few(block.weight(path), SEARCH_OUTPUTS) for path in schemes}
         best, least = None, float("inf")
@@ -88,37 +85,29 @@ def few(rows: Tensor, most: int) -> Tensor:
 
 
 def output_error(weight: Tensor, rows: Tensor, scale: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> float:
-    """The squared error of the outputs if the columns are rounded times `scale`."""
+    """The squared error of the outputs, relative to them, if the columns are rounded times `scale`."""
     scaled = weight * scale
-    grid = fit(scaled, scheme, scale_dtype, search=False)
+    grid = fit(scaled, scheme, scale_dtype, rows.div(scale).square().mean(0) if len(rows) else None)
     error = (grid.decode(grid.encode(scaled)) - scaled) / scale
-    return float((rows @ error.t()).square().sum())
-
-
-def shared(means: Tensor, fold: Fold) -> Tensor:
-    """The same number for all inputs that one maker's row is read by."""
-    if fold.repeats == 1:
-        return means
-    runs = means.view(-1, fold.repeats, fold.run)
-    return runs.mean(1, keepdim=True).expand_as(runs).reshape(-1)
+    size = (rows @ weight.t()).square().sum().clamp(min=1e-30)
+    return float((rows @ error.t()).square().sum() / size)
 
 
 def apply(block: Block, fold: Fold, scale: Tensor) -> None:
-    """Divide what makes the inputs by `scale [inputs]`, and multiply the columns that read them.
+    """Divide what makes the inputs by `scale [inputs]`, and multiply the columns that read them by it.
 
     A norm's weights are rounded first: columns are multiplied by what its rounded weights divide by.
     """
-    dtype, made = block.checkpoint.dtype, scale.view(-1, fold.repeats, fold.run)[:, 0].reshape(-1)
     norm = block.tensors[fold.makers[0][0]]
     if norm.dim() == 1 and fold.makers[0][0].endswith(WEIGHT):
         old = norm.to(scale) + fold.offset
-        new = (old / made - fold.offset).to(dtype).float() + fold.offset
+        new = (old / scale - fold.offset).to(block.checkpoint.dtype).float() + fold.offset
         usable = (new != 0) & (old != 0)
-        scale = made = torch.where(usable, old / torch.where(usable, new, 1.0), 1.0)
+        scale = torch.where(usable, old / torch.where(usable, new, 1.0), 1.0)
     for path, rows in fold.makers:
         tensor = block.tensors[path].to(scale.device, torch.float32, copy=True)
         part, offset = tensor[rows], fold.offset if path.endswith(WEIGHT) else 0.0
-        tensor[rows] = (part + offset) / (made if part.dim() == 1 else made[:, None]) - offset
+        tensor[rows] = (part + offset) / (scale if part.dim() == 1 else scale[:, None]) - offset
         block.tensors[path] = tensor
     for path in fold.readers:
         block.tensors[path] = block.weight(path) * scale
@@ -138,11 +127,10 @@ def folds(block: Block) -> Iterator[Fold]:
         if readers and f"{name}{WEIGHT}" in block.tensors:
             makers = [(path, slice(None)) for path in (f"{name}{WEIGHT}", f"{name}.bias") if path in block.tensors]
             yield Fold(makers, readers, offset=spec.norm.offset)
-    heads = layer.attention
-    output, values = f"{block.prefix}.self_attn.o_proj{WEIGHT}", heads.heads * heads.head_dim
-    first, size = values + heads.kv_heads * heads.head_dim, heads.kv_heads * heads.head_dim
-    if makers := rows_of(block, f"{block.prefix}.self_attn", "v_proj", "qkv_proj", slice(first, first + size)):
-        yield Fold(makers, [output], heads.heads // heads.kv_heads, heads.head_dim)
+    attended = layer.attention.heads * layer.attention.head_dim
+    values = rows_of(block, f"{block.prefix}.self_attn", "v_proj", "qkv_proj", slice(2 * attended, 3 * attended))
+    if values and layer.attention.heads == layer.attention.kv_heads:  # else one value is several inputs
+        yield Fold(values, [f"{block.prefix}.self_attn.o_proj{WEIGHT}"])
     for path in [path for path in tensors if path.endswith(f".down_proj{WEIGHT}")]:
         gated = not isinstance(layer.mlp, MlpSpec) or layer.mlp.gated
         parent, width = path.removesuffix(f".down_proj{WEIGHT}"), tensors[path].shape[1]

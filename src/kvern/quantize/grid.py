@@ -64,16 +64,13 @@ def fit(
     scheme: Scheme,
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
-    *,
-    search: bool = True,
 ) -> Grid:
     """The grid for `weight [outputs, inputs]` float32, with scales that `scale_dtype` holds.
 
-    With `search`, few bits get the range for each cell that has the least squared error, each column times
-    `importance [inputs]`; else the whole range.
+    Few bits get the range for each cell that has the least squared error, each column times `importance [inputs]`.
     """
     low, high = (cells.float() for cells in _ranges(weight, scheme))
-    if scheme.bits > SEARCHED_BITS or not search:
+    if scheme.bits > SEARCHED_BITS:
         return _grid(low, high, weight.shape[1], scheme, scale_dtype)
     best = _grid(low, high, weight.shape[1], scheme, scale_dtype)
     least = _errors(best, weight, importance)
