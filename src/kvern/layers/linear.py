@@ -41,6 +41,8 @@ class Weighted(Loadable):
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
         self._shares = method is not None
         self.method = method or self._make_method(build)
+        for part in () if self._shares else self.method.methods():
+            part.use_kernels(build)
         self.bias = build.empty(sum(outputs.values()), dtype=dtype) if bias else None
 
     def _make_method(self, build: "Build") -> LinearMethod:
@@ -50,8 +52,13 @@ class Weighted(Loadable):
         return self._shapes(self.outputs)
 
     def optional_parts(self) -> set[str]:
-        outputs = self.outputs | ({self.fused: sum(self.outputs.values())} if self.fused else {})
-        return {f"{name}.{kind}" for name, kind, layout in self._layouts(outputs) if not layout.needed}
+        return {f"{name}.{kind}" for name, kind, layout in self._layouts(self._all_names()) if not layout.needed}
+
+    def part_dtypes(self) -> dict[str, torch.dtype]:
+        return {f"{name}.{kind}": layout.dtype for name, kind, layout in self._layouts(self._all_names())}
+
+    def _all_names(self) -> list[str]:
+        return [*self.outputs, *([self.fused] if self.fused else [])]
 
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
         return self._shapes({self.fused: sum(self.outputs.values())}) if self.fused else {}

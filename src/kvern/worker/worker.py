@@ -11,7 +11,7 @@ from kvern.adapters.peft import Adapter
 from kvern.adapters.store import AdapterStore
 from kvern.config import EngineConfig
 from kvern.errors import InvalidAdapter
-from kvern.layers.linear_format import linear_methods
+from kvern.layers.linear_format import LinearMethods, linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
@@ -28,7 +28,7 @@ from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
 
-MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear"})
+MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized"})
 """What the parts of a model may be made of."""
 
 
@@ -50,16 +50,16 @@ class Worker:
         config, device = self._config, self._device
         resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
         dtype = choose_dtype(config.dtype, self._spec, None if config.load_format == "dummy" else self._folder)
-        gpu = None
+        gpu, methods = None, LinearMethods(Unquantized())
         if device.type == "cuda":
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             check_dtype(dtype, device)
-            methods = linear_methods(read_config(self._folder), Unquantized())
+            methods = linear_methods(read_config(self._folder), Unquantized(), config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods)
         else:
             torch.set_num_threads(config.threads or available_cores())
-        kernels = usable_kernels(config, self._spec, dtype, device, self._startup)
+        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods)
         return Findings(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
 
     def load(self, plan: Plan) -> Room:
@@ -76,6 +76,7 @@ class Worker:
                 kernels=plan.kernels & MODEL_KERNELS,
                 unquantized=parts.unquantized,
                 deterministic=config.deterministic and bool(plan.kernels),
+                quantization=config.quantization,
             )
         parts.prepare(decoder)
         adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
@@ -131,13 +132,19 @@ class Worker:
 
 
 def usable_kernels(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, startup: Startup
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    startup: Startup,
+    methods: LinearMethods,
 ) -> frozenset[str]:
     """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset()
     from kvern.device.measurements import keep_builds
     from kvern.kernel_list import Inputs
+    from kvern.kernel_list.quantized import packed_kinds
     from kvern.worker.kernel_check import working_kernels
 
     check_head_dim(config, spec)
@@ -151,6 +158,7 @@ def usable_kernels(
         batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device.type],
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
+        packed=packed_kinds(spec, dtype, methods),
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)
