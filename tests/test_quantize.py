@@ -14,6 +14,7 @@ from kvern.errors import ConfigError
 from kvern.model_spec import AttentionSpec
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
+from kvern.models.loader import load_model
 from kvern.quantize import awq, job
 from kvern.quantize.blocks import CausalAttend, Walk
 from kvern.quantize.calibration import Calibration, calibration
@@ -186,6 +187,14 @@ def test_awq_is_better_than_the_nearest_codes(tmp_path: Path) -> None:
     assert error("awq") < 0.93 * error("int4")
 
 
+def logits_by_kvern(folder: Path) -> torch.Tensor:
+    """Of the first of ROWS, by the decoder that serves."""
+    decoder = load_model(folder)
+    attend = CausalAttend(decoder.spec.layers[0].attention, ROWS.shape[1])
+    with torch.inference_mode():
+        return decoder.logits(decoder(ROWS[0], torch.arange(ROWS.shape[1]), attend))
+
+
 CASES = [
     ("llama", "fp8", FP8),
     ("llama", "int8", INT8),
@@ -193,6 +202,27 @@ CASES = [
     ("llama", "gptq", int4(32)),
     ("mixtral", "awq", int4(32)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "scheme"),
+    [
+        *CASES,
+        ("llama", "awq", int4(32, False)),
+        ("mixtral", "int8", INT8),
+        ("gpt_neox", "gptq", int4(32)),
+        ("granitemoe", "fp8", FP8),
+        ("phi3", "gptq", int4(32)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_kvern_reads_what_is_written(family: str, method: str, scheme: Scheme, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.05, "intermediate_size": 96}
+    folder = make_checkpoint(family, tmp_path / "model", **sizes)
+    quantize(folder, tmp_path / "out", method, scheme)
+    expected = logits_by_kvern(folder)
+    error = float((logits_by_kvern(tmp_path / "out") - expected).norm() / expected.norm())
+    assert 0 < error < (0.15 if scheme.bits == 8 else 0.3)
 
 
 @pytest.mark.parametrize(("family", "method", "scheme"), CASES, ids=lambda value: getattr(value, "name", value))
