@@ -37,7 +37,7 @@ class QuantizeCommand:
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Folder, hub id or embedded model with float32, float16 or bfloat16 weights."""
     method: str = "gptq"
-    """fp8, int8 (weights and activations), int4 (weights, the nearest codes), awq or gptq (the same codes, calibrated)."""
+    """fp8, int8 (weights and activations), int4 (weights, the nearest codes), awq or gptq (int4, calibrated)."""
     out: Path | None = None
     """Folder for the new checkpoint. None: MODEL-METHOD in the current folder."""
     overwrite: bool = False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvern.model_spec import MlpSpec
 from kvern.quantize.blocks import Block
-from kvern.quantize.checkpoint import WEIGHT, Piece
+from kvern.quantize.checkpoint import WEIGHT
 from kvern.quantize.grid import fit
 from kvern.quantize.method import Plan
 from kvern.quantize.round_to_nearest import RoundToNearest
@@ -140,13 +140,9 @@ def folds(block: Block) -> Iterator[Fold]:
 
 def rows_of(block: Block, parent: str, part: str, fused: str, within: slice) -> list[tuple[str, slice]]:
     """The tensors that hold a part's weight and bias, and its rows there; none if the checkpoint reorders its rows."""
-    reordered = {piece.path for piece in block.pieces if reorders(piece)}
+    reordered = {piece.path for piece in block.pieces if piece.reordered}
     for name, rows in ((part, slice(None)), (fused, within)):
         found = [path for path in (f"{parent}.{name}{WEIGHT}", f"{parent}.{name}.bias") if path in block.tensors]
         if found and not reordered & set(found):
             return [(path, rows) for path in found]
     return []
-
-
-def reorders(piece: Piece) -> bool:
-    return piece.rename is not None and piece.rename.transform is not None

@@ -58,6 +58,16 @@ class Piece:
         """The name of its module, as plans, reports and configurations say it."""
         return self.name.removesuffix(WEIGHT)
 
+    @property
+    def reordered(self) -> bool:
+        """Its rows are stored in another order than Llama's."""
+        return self.rename is not None and self.rename.transform is not None
+
+    @property
+    def names(self) -> list[str]:
+        """Of its module: the checkpoint's, and Llama's if that is another."""
+        return list(dict.fromkeys((self.matrix, self.path.removesuffix(WEIGHT))))
+
     def of(self, tensor: Tensor) -> Tensor:
         """What of the stored tensor it is."""
         if self.place is None:
@@ -89,9 +99,10 @@ class Checkpoint:
             piece.matrix: piece
             for piece in self.pieces
             if piece.path.removesuffix(WEIGHT) in watched and piece.path.endswith(WEIGHT)
-            if not LEFT_PLAIN.search(piece.matrix)
+            if not LEFT_PLAIN.search(piece.matrix) and not piece.reordered
         }
-        """Those that may be quantized, by name: all linear layers of the blocks but routers and gates."""
+        """Those that may be quantized, by name: all linear layers of the blocks but routers and gates, and but those
+        whose rows are stored in another order, which packed codes cannot be brought into."""
 
     def build(self, length: int) -> Build:
         """How blocks are built, for rows of `length` tokens."""

@@ -116,10 +116,10 @@ def quantize(
         run.layers(calibration.rows)
         result = run.result(time.monotonic() - started)
         plain = [
-            piece.matrix
+            name
             for piece in checkpoint.pieces
             if piece.name.endswith(".weight") and len(piece.shape) == 2 and piece.matrix not in settings.plan
-            if piece.path != "model.embed_tokens.weight"
+            for name in piece.names
         ]
         plain += ["lm_head"] if checkpoint.spec.tie_word_embeddings else []
         config = dict(checkpoint.config)
