@@ -48,7 +48,8 @@ class Inputs:
     @property
     def mean_squares(self) -> Tensor:
         """`[inputs]` float32."""
-        return self.squares / max(1, self.count)
+        mean: Tensor = self.squares / max(1, self.count)
+        return mean
 
     def divide(self, scale: Tensor) -> None:
         """From here on the matrix multiplies x / `scale [inputs]`."""
