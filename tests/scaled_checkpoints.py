@@ -21,10 +21,13 @@ from torch import Tensor
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.unquantized import UnquantizedMethod
-from kvern.models.loader import llama_name, read_config
+from kvern.models.loader import llama_name, load_model, read_config
 from kvern.models.registry import spec_from_config
+from tests.families import make_checkpoint
 from tests.scaled_rows import Checkpoints
+from tests.test_linear_methods import methods
 
 PLAIN = re.compile(r"^lm_head|embed_tokens|\.mlp\.(gate|shared_expert_gate)\.weight$")
 NOT_PACKED = "embed_tokens|lm_head|mlp.gate$|shared_expert_gate"
@@ -168,3 +171,135 @@ def asymmetric(x: Tensor) -> Tensor:
     scale = (high - low) / 255
     zero = (-128 - low / scale).round().clamp(-128, 127)
     return ((x / scale + zero).round().clamp(-128, 127) - zero) * scale
+
+
+INPUT_SCALE = {"input_scale": torch.tensor(0.02)}
+FP8, INT8 = by_token(448), by_token(127)
+RE_PLAIN = [f"re:.*({NOT_PACKED})"]
+
+
+def ct(weights: dict[str, Any], activations: dict[str, Any] | None, **others: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors, one group of all linear layers."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    form = "float-quantized" if weights["type"] == "float" else "int-quantized"
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    return config | {"ignore": RE_PLAIN} | others
+
+
+def args(kind: str, strategy: str, **others: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | others
+
+
+def ao(kind: str, **data: Any) -> dict[str, Any]:
+    described = {"_type": kind, "_version": 2, "_data": data}
+    return {"quant_method": "torchao", "quant_type": {"default": described}, "modules_to_not_convert": ["lm_head"]}
+
+
+AO_NAMES = {"weight": "_weight_qdata", "scale": "_weight_scale", "column": True}
+CHECKPOINTS: dict[str, tuple[str, Packing, dict[str, Any]]] = {
+    "fp8, a scale for each tensor": ("llama_bias", Packing(block=(0, 0), round=FP8), {"quant_method": "fp8"}),
+    "fp8, static": (
+        "qwen3",
+        Packing(block=(0, 0), extra=INPUT_SCALE, round=by_scale(448, 0.02)),
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ),
+    "fp8, static, of transformers": (
+        "llama",
+        Packing(
+            block=(0, 0),
+            scale="weight_scale_inv",
+            extra={"activation_scale": torch.tensor(0.02)},
+            round=by_scale(448, 0.02),
+        ),
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    ),
+    "fp8 of fused tensors": ("phi3", Packing(block=(0, 0), round=FP8), {"quant_method": "fp8"}),
+    "fp8, tied": ("llama3", Packing(block=(0, 0), round=FP8), {"quant_method": "fp8"}),
+    "fp8 of experts": ("mixtral", Packing(block=(0, 0), round=FP8), {"quant_method": "fp8"}),
+    "fp8 by blocks": (
+        "llama_bias",
+        Packing(block=(16, 32), scale="weight_scale_inv", round=by_token(448, 32)),
+        {"quant_method": "fp8", "weight_block_size": [16, 32]},
+    ),
+    "fp8 by blocks at which no part begins": (
+        "mistral",
+        Packing(block=(128, 128), scale="weight_scale_inv", round=by_token(448, 128)),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+    "fp8 by blocks at which no expert begins": (
+        "qwen2_moe",
+        Packing(block=(16, 16), scale="weight_scale_inv", round=by_token(448, 16)),
+        {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head", "mlp.gate"]},
+    ),
+    "fbgemm_fp8": (
+        "llama_bias",
+        Packing(column=True, round=by_token(448, limit=2.0)),
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 2.0},
+    ),
+    "compressed-tensors, static": (
+        "llama",
+        Packing(block=(0, 0), extra={"input_scale": torch.tensor([0.02])}, round=by_scale(448, 0.02)),
+        ct(args("float", "tensor"), args("float", "tensor")),
+    ),
+    "compressed-tensors, dynamic": (
+        "starcoder2",
+        Packing(column=True, round=FP8),
+        ct(args("float", "channel"), args("float", "token", dynamic=True)),
+    ),
+    "compressed-tensors, blocks": (
+        "qwen3_moe",
+        Packing(block=(24, 16), round=by_token(448, 16)),
+        ct(
+            args("float", "block", block_structure=[24, 16]),
+            args("float", "group", group_size=16, dynamic=True),
+        ),
+    ),
+    "compressed-tensors, int8": (
+        "qwen2",
+        Packing("int8", column=True, round=INT8),
+        ct(args("int", "channel"), args("int", "token", dynamic=True)),
+    ),
+    "compressed-tensors, asymmetric int8": (
+        "llama_bias",
+        Packing("int8", column=True, zero="weight_zero_point", round=asymmetric),
+        ct(args("int", "channel", symmetric=False), args("int", "token", dynamic=True, symmetric=False)),
+    ),
+    "compressed-tensors, weights alone": (
+        "mixtral",
+        Packing("int8", (1, 16), zero="weight_zero_point"),
+        ct(args("int", "group", symmetric=False, group_size=16), None),
+    ),
+    "bitsandbytes": (
+        "qwen2",
+        Packing("int8", scale="SCB", factor=1 / 127, extra={"weight_format": torch.tensor(0, dtype=torch.uint8)}),
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_skip_modules": None},
+    ),
+    "torchao, int8 weights": ("llama", Packing("int8", **AO_NAMES), ao("Int8WeightOnlyConfig", granularity=None)),
+    "torchao, int8 groups": (
+        "phi3",
+        Packing("int8", (1, 16), zero="_weight_zero_point", **AO_NAMES),
+        ao("Int8WeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 16}}),
+    ),
+    "torchao, int8": (
+        "llama_bias",
+        Packing("int8", round=INT8, **AO_NAMES),
+        ao("Int8DynamicActivationInt8WeightConfig", act_mapping_type={"_type": "MappingType", "_data": "SYMMETRIC"}),
+    ),
+    "torchao, fp8": (
+        "gpt_neox",
+        Packing(round=FP8, **AO_NAMES),
+        ao("Float8DynamicActivationFloat8WeightConfig", granularity=[{"_type": "PerRow", "_data": {"dim": -1}}] * 2),
+    ),
+}
+
+
+def packed_llama(tmp_path: Path, name: str, family: str = "llama", **config: Any) -> Path:
+    """A checkpoint of one of `CHECKPOINTS`, and some other values of its quantization_config."""
+    _, packing, described = CHECKPOINTS[name]
+    return quantize(make_checkpoint(family, tmp_path / "model"), tmp_path, packing, described | config).quantized
+
+
+def quantized(folder: Path, **options: Any) -> set[str]:
+    """The paths of the layers that are not plain."""
+    found = methods(load_model(folder, **options))
+    return {path for path, method in found.items() if isinstance(method, QuantizedMethod)}

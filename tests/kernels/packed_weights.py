@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvern.kernels.codes import NF4
+from kvern.kernels.halves import NF4
 from kvern.kernels.packed import Packed
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -28,7 +28,7 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
 
 def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inputs, "hopper", True)
-    packed = kinds_of_forms(spec_of("llama"), torch.bfloat16, PACKED)
+    packed = kinds_of_forms(spec_of("llama"), torch.bfloat16, tuple(FORMS))
     inputs = Inputs(device, torch.bfloat16, adapter_rank=16, packed=packed)
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
     idle = [kernel.name for kernel in KERNELS if not any(list(kernel.launched(spec, inputs)) for spec in specs)]

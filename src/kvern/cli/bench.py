@@ -105,7 +105,7 @@ class Kernels:
         unknown = set(self.codes) - {"all", *FORMS}
         if unknown:
             raise ConfigError(f"codes are {', '.join(sorted(unknown))}; there are {', '.join(FORMS)}, and all")
-        packed = packed_kinds(spec, dtype, linear_methods(described, Unquantized()))
+        packed = packed_kinds(spec, dtype, linear_methods(described, Unquantized(), self.engine.quantization))
         packed += kinds_of_forms(spec, dtype, tuple(FORMS) if "all" in self.codes else self.codes)
         bandwidth, rate = ceilings(device)
         table = Table(

@@ -1,6 +1,6 @@
 """All kernels. The check at an engine's start, the benchmark, tests and cross-compilation walk this list."""
 
-from kvern.kernel_list import attention, batch, dense, experts, hopper, quantized
+from kvern.kernel_list import attention, batch, dense, experts, hopper, quantized, rounding
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 
 __all__ = ["KERNELS", "Call", "Inputs", "Kernel"]
@@ -8,6 +8,7 @@ __all__ = ["KERNELS", "Call", "Inputs", "Kernel"]
 KERNELS: tuple[Kernel, ...] = (
     *dense.KERNELS,
     *quantized.KERNELS,
+    *rounding.KERNELS,
     *batch.KERNELS,
     *attention.KERNELS,
     *experts.KERNELS,

@@ -10,6 +10,7 @@ import triton
 
 from kvern.adapters.targets import linear_layers
 from kvern.layers.build import Build
+from kvern.layers.linear_method import LinearMethod
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 
@@ -77,6 +78,11 @@ class Inputs:
         """Any bytes, uint8."""
         found = torch.empty(shape, dtype=torch.uint8, device=self.device)
         return found.random_(generator=self._generator) if self._fill == "random" else found.zero_()
+
+    def fill(self, method: LinearMethod) -> None:
+        """Random weights, if numbers are random."""
+        if self._fill == "random":
+            method.fill_random(self._generator)
 
     def integers(self, values: Iterable[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """These, on the device."""

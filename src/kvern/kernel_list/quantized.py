@@ -12,7 +12,8 @@ from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
-from kvern.kernels.codes import CODES, INTERLEAVED, NF4, readable
+from kvern.kernels.codes import CODES, INTERLEAVED, readable
+from kvern.kernels.halves import NF4
 from kvern.kernels.launch import capability
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
@@ -21,8 +22,9 @@ from kvern.kernels.scaled_product import scaled_product
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of
+from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, _fitted, candidates_of
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 
@@ -48,6 +50,9 @@ class PackedKind(NamedTuple):
     order: bool = False
     biased: bool = False
 
+
+MOST_BLOCK = 256
+"""Numbers of a block of GGUF's, at most."""
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"code": "e4m3", "scale": "float32"},
@@ -105,7 +110,7 @@ def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) ->
         )
         for form in forms
         for layer in linear_shapes(spec, dtype)
-        if layer.inputs % CODES[FORMS[form]["code"]].block == 0
+        if layer.inputs % (MOST_BLOCK if form in BLOCKS else 2) == 0
     )
 
 
@@ -117,11 +122,9 @@ def kind_of_form(form: str, outputs: int, inputs: int, part: str = "") -> Packed
 
 def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
     """Random codes, and numbers of about one over the root of the inputs; no bits that are no number."""
-    known = CODES[kind.code]
     if kind.code in BLOCKS:
-        codes = inputs.bytes(outputs, kind.inputs // known.block, known.block_bytes) & 0x3F
-        return Packed(kind.code, codes)
-    codes = inputs.bytes(outputs, kind.inputs // known.planes)
+        return _random_blocks(inputs, kind, outputs)
+    codes = inputs.bytes(outputs, kind.inputs // CODES[kind.code].planes)
     if kind.code == "e4m3":
         codes = (codes & 0xBF).view(torch.float8_e4m3fn)
     elif kind.code == "int8":
@@ -139,13 +142,24 @@ def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
     return Packed(kind.code, codes, scale, zero, kind.group, kind.outputs_per_scale, order, factor)
 
 
+def _random_blocks(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
+    from kvern.layers.quantized.gguf import GgufMethod  # type: ignore[import-not-found, unused-ignore]
+    from kvern.layers.quantized.gguf_blocks import taken_apart  # type: ignore[import-not-found, unused-ignore]
+    from kvern.layers.quantized.gguf_types import BY_NAME  # type: ignore[import-not-found, unused-ignore]
+
+    method = GgufMethod(LinearShape(outputs, kind.inputs, inputs.dtype, inputs.device), BY_NAME[kind.code])
+    inputs.fill(method)
+    return Packed(kind.code, *taken_apart(kind.code, method.weight))
+
+
 def plain_of(packed: Packed) -> torch.Tensor:
     """The matrix in float64."""
     codes, outputs = packed.codes, len(packed.codes)
     if packed.code in BLOCKS:
-        from kvern.layers.quantized.gguf_blocks import NUMBERS  # type: ignore[import-not-found, unused-ignore]
+        from kvern.layers.quantized.gguf_blocks import NUMBERS, put_together  # type: ignore[import-not-found, unused-ignore]
 
-        numbers: torch.Tensor = NUMBERS[packed.code](codes.flatten(0, 1))
+        assert packed.scale is not None
+        numbers: torch.Tensor = NUMBERS[packed.code](put_together(packed.code, codes, packed.scale).flatten(0, 1))
         return numbers.view(outputs, -1).double()
     if packed.code in INTERLEAVED:
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
@@ -270,7 +284,7 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in _forms(inputs):
         for shape in candidates_of(inputs.dtype)[1]:
             if isinstance(shape, MatvecShape):
-                launched[kind._replace(part=""), kind.outputs, shape] = None
+                launched[kind._replace(part=""), kind.outputs, _fitted(shape, kind.code)] = None
         if not kind.order:
             for around in _arounds(spec, kind):
                 cut = ONE_ROW if around[1] is None else ONE_ACTIVATED_ROW
@@ -283,7 +297,7 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind, (rows, shapes) in itertools.product(_forms(inputs), candidates_of(inputs.dtype).items()):
         for shape in shapes:
             if isinstance(shape, MatmulShape):
-                launched[kind._replace(part=""), min(rows, 256), kind.outputs, shape] = None
+                launched[kind._replace(part=""), min(rows, 256), kind.outputs, _fitted(shape, kind.code)] = None
     yield from launched
 
 
@@ -309,7 +323,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
         most = min((most for most in candidates if most >= rows), default=max(candidates))
         shape = candidates[most][0]
         if isinstance(shape, MatmulShape):
-            yield kind, rows, kind.outputs, shape
+            yield kind, rows, kind.outputs, _fitted(shape, kind.code)
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

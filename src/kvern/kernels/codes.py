@@ -43,9 +43,11 @@ from kvern.kernels.block_codes import BLOCKS, block_numbers, block_places, block
 from kvern.kernels.halves import (
     HIGH_BIAS,
     LOW_BIAS,
+    NF4,
     SMALL_FLOATS_UNIT,
     biased_halves,
     e4m3_of_bits,
+    nf4_numbers,
     small_floats,
 )
 from kvern.kernels.launch import capability
@@ -79,13 +81,6 @@ CODES: Mapping[str, Code] = {
 INTERLEAVED = ("int4", "nf4", "e2m1")
 """Those whose column is an even input and the odd one behind it."""
 
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
-
 
 def readable(weight: Packed) -> Packed:
     """The same matrix as kernels take it on its card: numbers of e4m3 that it does not know as their bits, int8."""
@@ -103,7 +98,7 @@ _TABLES: dict[torch.device, torch.Tensor] = {}
 
 
 def table_of(device: torch.device) -> torch.Tensor:
-    """The 16 numbers of NF4 on a device, in float16, which is nearer than weights in 16 bits are."""
+    """The 16 numbers of NF4 on a device, in float16: the interpreter looks them up, cards know them."""
     if device not in _TABLES:
         _TABLES[device] = torch.tensor(NF4, dtype=torch.float16, device=device)
     return _TABLES[device]
@@ -166,7 +161,7 @@ def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.con
         elif CODE == "int4":
             return biased_halves(found)
         elif CODE == "nf4":
-            return tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
+            return nf4_numbers(found, table)
         else:
             return small_floats(found)
     else:

@@ -1,6 +1,7 @@
 """The two halves of bytes as floating-point numbers, in one and a half instructions each."""
 
 import os
+import struct
 
 import triton
 import triton.language as tl
@@ -85,3 +86,53 @@ def e4m3_of_bits(found):
     """The numbers of e4m3, for cards that do not know them, of their bits as int8: in float32."""
     bits = found.to(tl.int32)
     return (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256
+
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
+
+
+def lookup(values: tuple[float, ...]) -> str:
+    """What looks up the low and high halves of four bytes among 16 numbers, as float16, in four instructions each.
+
+    Bytes of the numbers are permuted: those of the first eight by three bits of a half, those of the others too, and
+    the fourth bit chooses, which a permutation spreads over a byte.
+    """
+    halves = [struct.pack("<e", value) for value in values]
+    words = {
+        f"{part}{first}": int.from_bytes(bytes(half[part] for half in halves[first : first + 4]), "little")
+        for part in (0, 1)
+        for first in (0, 4, 8, 12)
+    }
+    lines = ["{ .reg .b32 which, sign, bits, mask, one, other, lows, highs; .reg .b16 first, second;"]
+    for shift, at in ((0, 0), (16, 2)):
+        lines.append(f"shr.b32 sign, $8, {shift}; and.b32 which, sign, 0x7777; and.b32 sign, sign, 0xffff;")
+        lines.append("prmt.b32 bits, 0x7f7f7f7f, 0x7f7f7f7f, sign; shl.b32 mask, bits, 1;")
+        lines.append("lop3.b32 mask, mask, 0x80808080, bits, 0xea;")
+        for part, name in ((0, "lows"), (1, "highs")):
+            lines.append(f"prmt.b32 one, {words[f'{part}0']}, {words[f'{part}4']}, which;")
+            lines.append(f"prmt.b32 other, {words[f'{part}8']}, {words[f'{part}12']}, which;")
+            lines.append(f"lop3.b32 {name}, mask, one, other, 0xca;")
+        for order, byte in ((0x5140, at), (0x7362, at + 1)):
+            lines.append(f"prmt.b32 one, lows, highs, {order}; mov.b32 {{first, second}}, one;")
+            lines.append(f"cvt.f32.f16 ${byte}, first; cvt.f32.f16 ${byte + 4}, second;")
+    return " ".join([*lines, "}"])
+
+
+NF4_LOOKUP = tl.constexpr(lookup(NF4))
+
+
+@triton.jit
+def nf4_numbers(found, table):
+    """The numbers of NF4 that the low and the high halves of bytes stand for, in float32."""
+    if COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            NF4_LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
+    return low, high

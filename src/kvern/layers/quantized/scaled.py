@@ -99,6 +99,8 @@ class ScaledMethod(QuantizedMethod):
         self.form = form
         self._library_products: Mapping[str, Product] | None = None
         self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
+        if form.activations is not None:
+            self.name += f", rounded by {form.activations.group}{' as they were' if form.static else ''}"
         super().__init__(shape)
         if not form.zeros:
             self.zero = None
@@ -169,6 +171,8 @@ class ScaledMethod(QuantizedMethod):
         """Zero points that are all zero are none."""
         if self.zero is not None and not self.zero.any():
             self.zero = None
+        if self.zero is not None or not (self.form.activations is None or self.form.activations.symmetric):
+            self.name += ", with zeros"
 
     def rows(self, index: Tensor | slice) -> Tensor:
         codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype).float()

@@ -1,0 +1,80 @@
+"""What assembly makes of the halves of bytes: its instructions, followed on a CPU for every byte."""
+
+import re
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from kvern.kernels.halves import HALVES, HIGH_BIAS, LOW_BIAS, NF4, SMALL_FLOATS, SMALL_FLOATS_UNIT, lookup
+from tests.kernels.packed_weights import E2M1
+
+WORD = 0xFFFFFFFF
+
+
+def follow(assembly: str, word: int) -> list[float]:
+    """The eight float32 that are made of a word of four bytes."""
+    known = {"$8": word}
+
+    def value(name: str) -> int:
+        return known[name] if name in known else int(name, 0)
+
+    for line in re.split(r";", re.sub(r"\.reg[^;]*;", "", assembly.strip().strip("{}"))):
+        parts = line.strip().split(None, 1)
+        if not parts:
+            continue
+        operation, operands = parts[0], re.findall(r"\{[^}]*\}|[^,\s]+", parts[1])
+        inputs = [value(name) for name in operands[1:]]
+        if operands[0].startswith("{"):
+            low, high = (name.strip() for name in operands[0].strip("{}").split(","))
+            known[low], known[high] = inputs[0] & 0xFFFF, inputs[0] >> 16
+        else:
+            known[operands[0]] = OPERATIONS[operation](*inputs) & WORD
+    return [struct.unpack("<f", struct.pack("<I", known[f"${index}"]))[0] for index in range(8)]
+
+
+def choose(a: int, b: int, c: int, table: int) -> int:
+    bits = ((a >> bit & 1, b >> bit & 1, c >> bit & 1) for bit in range(32))
+    return sum((table >> (4 * x + 2 * y + z) & 1) << bit for bit, (x, y, z) in enumerate(bits))
+
+
+def permute(a: int, b: int, selector: int) -> int:
+    found = 0
+    for place in range(4):
+        which = selector >> 4 * place & 15
+        byte = (a | b << 32) >> 8 * (which & 7) & 0xFF
+        found |= ((0xFF if byte & 0x80 else 0) if which & 8 else byte) << 8 * place
+    return found
+
+
+def widen(half: int) -> int:
+    number = struct.unpack("<e", struct.pack("<H", half))[0]
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "shl.b32": lambda a, by: a << by,
+    "shr.b32": lambda a, by: a >> by,
+    "and.b32": lambda a, b: a & b,
+    "mov.b32": lambda a: a,
+    "lop3.b32": choose,
+    "prmt.b32": permute,
+    "cvt.f32.f16": widen,
+}
+
+
+@pytest.mark.parametrize(
+    ("assembly", "low", "high"),
+    [
+        (HALVES.value, [LOW_BIAS.value + code for code in range(16)], [HIGH_BIAS.value + code for code in range(16)]),
+        (SMALL_FLOATS.value, *[[number / SMALL_FLOATS_UNIT.value for number in E2M1]] * 2),
+        (lookup(NF4), *[[struct.unpack("<e", struct.pack("<e", number))[0] for number in NF4]] * 2),
+        (lookup(tuple(range(-7, 9))), *[[float(number) for number in range(-7, 9)]] * 2),
+    ],
+    ids=["int4", "e2m1", "nf4", "others"],
+)
+def test_every_byte(assembly: str, low: list[float], high: list[float]) -> None:
+    for byte in range(256):
+        four = [byte, byte * 7 + 3 & 255, 255 - byte, byte ^ 0x5A]
+        found = follow(assembly, sum(one << 8 * place for place, one in enumerate(four)))
+        assert found == [*(low[one & 15] for one in four), *(high[one >> 4] for one in four)]
