@@ -275,7 +275,10 @@ def test_the_folder_is_whole_in_shards_with_all_that_was_beside_the_weights(mode
     assert result.bytes_after == sum(tensor.nbytes for tensor in after.values())
     assert 4 < result.bits_per_weight <= 5  # scales of float32
     quantization = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert quantization["quant_method"] == "compressed-tensors" and quantization["ignore"] == ["lm_head"]
+    assert quantization["quant_method"] == "compressed-tensors" and set(quantization["ignore"]) == {
+        "lm_head",
+        "model.embed_tokens",
+    }
 
 
 def test_the_report_tells_of_each_matrix_and_can_be_read_as_a_plan(model: Path, tmp_path: Path) -> None:
