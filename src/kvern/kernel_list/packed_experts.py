@@ -17,6 +17,7 @@ from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import ROWS, coded_experts
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
+from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.model_spec import ModelSpec, MoeSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -112,8 +113,8 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _byte_share(kind: PackedKind) -> float:
     """Bytes of an input's code."""
-    known = CODES[kind.code]
-    return known.block_bytes / known.block if known.block > 2 else 1 / known.planes
+    block = BY_NAME.get(kind.code)
+    return 1 / CODES[kind.code].planes if block is None else block.size / block.numbers
 
 
 def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -1,6 +1,6 @@
 """The one decoder: modules chosen from a `ModelSpec`, run over a flat line of tokens from many requests."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +30,21 @@ class TensorTarget:
     load: Callable[[Tensor, int], None]
     needed: bool = True
     dtype: torch.dtype | None = None
+
+
+def targets_of(modules: Iterable[Loadable], stored: Collection[str] = ()) -> dict[str, TensorTarget]:
+    """Map the names of a Llama-style checkpoint to where these modules take each tensor: fused and stacked ones as stored."""
+    targets: dict[str, TensorTarget] = {}
+    for module in modules:
+        prefix = f"{module.path}." if module.path else ""
+        sets = (module.parts(), module.fused_parts(), module.stacked_parts())
+        parts = max(sets, key=lambda names: sum(prefix + name in stored for name in names))
+        optional, dtypes = module.optional_parts(), module.part_dtypes()
+        targets |= {
+            prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional, dtypes.get(name))
+            for name, shape in parts.items()
+        }
+    return targets
 
 
 class Decoder(nn.Module):
@@ -101,17 +116,7 @@ class Decoder(nn.Module):
 
         Modules that a checkpoint may store fused, or stacked, are listed so if those names are among `stored`.
         """
-        targets: dict[str, TensorTarget] = {}
-        for module in self.loadables():
-            prefix = f"{module.path}." if module.path else ""
-            sets = (module.parts(), module.fused_parts(), module.stacked_parts())
-            parts = max(sets, key=lambda names: sum(prefix + name in stored for name in names))
-            optional, dtypes = module.optional_parts(), module.part_dtypes()
-            targets |= {
-                prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional, dtypes.get(name))
-                for name, shape in parts.items()
-            }
-        return targets
+        return targets_of(self.loadables(), stored)
 
     def loadables(self) -> Iterator[Loadable]:
         """The modules that take weights from a checkpoint."""

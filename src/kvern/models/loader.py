@@ -116,8 +116,7 @@ def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[Store
         raise CorruptCheckpoint(
             f"weights in {folder} do not fit config.json: {len(stored)} tensors for {len(spec.layers)} layers"
         )
-    layers = tuple(replace(layer, rope=None) for layer in spec.layers)
-    outline = Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
+    outline = outline_of(spec, build)
     if stored is not None:
         _assign(outline, folder, stored)
     if build.device.type == "cpu":
@@ -129,6 +128,17 @@ def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[Store
                 f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
                 f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
             )
+
+
+def outline_of(spec: ModelSpec, build: Build) -> Decoder:
+    """The model without memory, for its names, shapes and sizes."""
+    layers = tuple(replace(layer, rope=None) for layer in spec.layers)
+    return Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
+
+
+def check_fits(outline: Decoder, folder: Path, stored: list[StoredTensor]) -> None:
+    """Raises CorruptCheckpoint with all tensors that are missing, unexpected or misshapen."""
+    _assign(outline, folder, stored)
 
 
 def load_weights(decoder: Decoder, folder: Path) -> None:
