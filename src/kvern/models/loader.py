@@ -101,8 +101,7 @@ def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[Store
         raise CorruptCheckpoint(
             f"weights in {folder} do not fit config.json: {len(stored)} tensors for {len(spec.layers)} layers"
         )
-    layers = tuple(replace(layer, rope=None) for layer in spec.layers)
-    outline = Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
+    outline = _outline(spec, build)
     if stored is not None:
         _assign(outline, folder, stored)
     if build.device.type == "cpu":
@@ -114,6 +113,26 @@ def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[Store
                 f"the weights take {weights / 1e9:.1f} GB, the positions {2 * rotations / 1e9:.1f} GB, and this "
                 f"machine has {memory / 1e9:.1f} GB: use a smaller model, or lower max_model_len"
             )
+
+
+def _outline(spec: ModelSpec, build: Build) -> Decoder:
+    """The model without memory: its parameters have shapes and dtypes alone."""
+    layers = tuple(replace(layer, rope=None) for layer in spec.layers)
+    return Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
+
+
+def outline_model(folder: Path, dtype: str = "auto") -> Decoder:
+    """The model of a folder without memory, told by the headers of its files, which are checked; no weight is read.
+
+    Its formats are those of a CPU. Raises what `load_model` raises.
+    """
+    config = read_config(folder)
+    linear = linear_methods(config, Unquantized())
+    spec = spec_from_config(config)
+    stored = read_headers(folder)
+    build = Build(choose_dtype(dtype, spec, folder), torch.device("meta"), 1, linear=linear)
+    _check_sizes(spec, build, folder, stored)
+    return _outline(spec, build)
 
 
 def load_weights(decoder: Decoder, folder: Path) -> None:
