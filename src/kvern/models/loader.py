@@ -101,7 +101,7 @@ def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[Store
         raise CorruptCheckpoint(
             f"weights in {folder} do not fit config.json: {len(stored)} tensors for {len(spec.layers)} layers"
         )
-    outline = _outline(spec, build)
+    outline = outline_of(spec, build)
     if stored is not None:
         _assign(outline, folder, stored)
     if build.device.type == "cpu":
@@ -115,8 +115,8 @@ def _check_sizes(spec: ModelSpec, build: Build, folder: Path, stored: list[Store
             )
 
 
-def _outline(spec: ModelSpec, build: Build) -> Decoder:
-    """The model without memory: its parameters have shapes and dtypes alone."""
+def outline_of(spec: ModelSpec, build: Build) -> Decoder:
+    """The model without memory, for its names, shapes and sizes."""
     layers = tuple(replace(layer, rope=None) for layer in spec.layers)
     return Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
 
@@ -132,7 +132,7 @@ def outline_model(folder: Path, dtype: str = "auto") -> Decoder:
     stored = read_headers(folder)
     build = Build(choose_dtype(dtype, spec, folder), torch.device("meta"), 1, linear=linear)
     _check_sizes(spec, build, folder, stored)
-    return _outline(spec, build)
+    return outline_of(spec, build)
 
 
 def load_weights(decoder: Decoder, folder: Path) -> None:

@@ -11,6 +11,8 @@ from kvern.errors import ConfigError
 from kvern.files import read_object
 from kvern.quantize.assignment import Choice, Frontier, frontier
 
+PLAIN = "plain"
+"""The name of what is not quantized."""
 MOST_SHOWN_POINTS = 200
 
 
