@@ -1,6 +1,6 @@
 """The one decoder: modules chosen from a `ModelSpec`, run over a flat line of tokens from many requests."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +27,21 @@ class TensorTarget:
     shape: tuple[int, ...]
     load: Callable[[Tensor, int], None]
     needed: bool = True
+
+
+def targets_of(modules: Iterable[Loadable], stored: Collection[str] = ()) -> dict[str, TensorTarget]:
+    """Map the names of a Llama-style checkpoint to where these modules take each tensor; fused ones as stored."""
+    targets: dict[str, TensorTarget] = {}
+    for module in modules:
+        prefix = f"{module.path}." if module.path else ""
+        fused = module.fused_parts()
+        parts = fused if any(prefix + name in stored for name in fused) else module.parts()
+        optional = module.optional_parts()
+        targets |= {
+            prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional)
+            for name, shape in parts.items()
+        }
+    return targets
 
 
 class Decoder(nn.Module):
@@ -98,17 +113,7 @@ class Decoder(nn.Module):
 
         Modules that a checkpoint may store fused are listed fused if those names are among `stored`.
         """
-        targets: dict[str, TensorTarget] = {}
-        for module in self.loadables():
-            prefix = f"{module.path}." if module.path else ""
-            fused = module.fused_parts()
-            parts = fused if any(prefix + name in stored for name in fused) else module.parts()
-            optional = module.optional_parts()
-            targets |= {
-                prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional)
-                for name, shape in parts.items()
-            }
-        return targets
+        return targets_of(self.loadables(), stored)
 
     def loadables(self) -> Iterator[Loadable]:
         """The modules that take weights from a checkpoint."""

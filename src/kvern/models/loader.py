@@ -135,6 +135,11 @@ def outline_model(folder: Path, dtype: str = "auto") -> Decoder:
     return outline_of(spec, build)
 
 
+def check_fits(outline: Decoder, folder: Path, stored: list[StoredTensor]) -> None:
+    """Raises CorruptCheckpoint with all tensors that are missing, unexpected or misshapen."""
+    _assign(outline, folder, stored)
+
+
 def load_weights(decoder: Decoder, folder: Path) -> None:
     """Fill `decoder` from the safetensors files in `folder`; all names and shapes are checked before data is read.
 

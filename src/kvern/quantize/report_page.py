@@ -136,8 +136,7 @@ def _choices(report: MixedReport) -> str:
     for layer, units in layers.items():
         cells = [f"<td>{escape(layer)}</td>"]
         for kind in kinds:
-            unit = units.get(kind)
-            cells.append("<td></td>" if unit is None else _choice_cell(unit))
+            cells.append(_choice_cell(units[kind]) if kind in units else "<td></td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     names = [name for name in HUES if any(name == unit.chosen for unit in report.units)]
     names += sorted({unit.chosen for unit in report.units} - set(names))

@@ -8,12 +8,12 @@ takes one layer's memory, that of the variants' hidden states, and on average ha
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kvern.layers.experts import Experts
 from kvern.layers.linear import Linear
 from kvern.models.decoder import Decoder
 from kvern.quantize.assignment import Choice
@@ -22,6 +22,7 @@ from kvern.quantize.checkpoint import WEIGHT, Checkpoint, Piece
 from kvern.quantize.mixed_report import PLAIN, Unit
 from kvern.quantize.round_to_nearest import RoundToNearest
 from kvern.quantize.scheme import FP8, GROUPS, INT8, Scheme, int4
+from kvern.quantize.watched import WatchedExperts, WatchedMethod
 
 SCHEMES = (FP8, INT8, *(int4(group) for group in GROUPS))
 """What each unit is measured in, and what mixtures are made of beside plain weights."""
@@ -38,9 +39,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Group:
-    """The matrices of a unit, with the precisions that all of them can have."""
+    """The matrices of a unit, what multiplies by them, and the precisions that all of them can have."""
 
     name: str
+    owner: WatchedMethod | WatchedExperts
     pieces: tuple[Piece, ...]
     schemes: tuple[Scheme, ...]
 
@@ -56,18 +58,20 @@ class Group:
 def groups_of(block: Block) -> Iterator[Group]:
     """The units of a layer: each linear layer whose weights may be quantized, and all experts together."""
     pieces = {piece.path: piece for piece in block.pieces if piece.matrix in block.checkpoint.matrices}
+    owner: WatchedMethod | WatchedExperts
     for name, module in block.module.named_modules():
-        if isinstance(module, Linear):
-            names = [*module.outputs, *([module.fused] if module.fused else [])]
+        if isinstance(module, Linear) and isinstance(module.method, WatchedMethod):
+            owner, names = module.method, [*module.outputs, *([module.fused] if module.fused else [])]
             found = [pieces.get(f"{module.path}.{part}{WEIGHT}") for part in names]
-        elif isinstance(module, Experts):
+        elif isinstance(module, WatchedExperts):
+            owner = module
             found = [piece for path, piece in pieces.items() if path.startswith(f"{module.path}.experts.")]
         else:
             continue
         members = tuple(piece for piece in found if piece is not None)
         if members:
             schemes = tuple(item for item in SCHEMES if all(_fits(item, piece) for piece in members))
-            yield Group(f"{block.prefix}.{name}", members, schemes)
+            yield Group(f"{block.prefix}.{name}", owner, members, schemes)
 
 
 def _fits(scheme: Scheme, piece: Piece) -> bool:
@@ -100,7 +104,7 @@ class Variants:
         """Take all variants through a layer, and begin those of its own units."""
         self.walk.observe(block)
         for key, hidden in self.hidden.items():
-            self.hidden[key] = self._run(block, hidden)
+            self.hidden[key] = self.walk.through(block, hidden)
         groups = list(groups_of(block))
         self.groups += groups
         plain = dict(block.tensors)
@@ -109,7 +113,9 @@ class Variants:
                 for piece in group.pieces:
                     block.tensors[piece.path] = self._rounded(block, piece, scheme)
                 block.load()
-                self.hidden[group.name, scheme.name] = self._run(block, self.walk.hidden)
+                group.owner.rounding = partial(round_rows, scheme=scheme) if scheme.activations else None
+                self.hidden[group.name, scheme.name] = self.walk.through(block, self.walk.hidden)
+                group.owner.rounding = None
                 block.tensors.update(plain)
         self.walk.advance(block)
 
@@ -118,9 +124,14 @@ class Variants:
         rounded = self._rounding.round(block.weight(piece.path), inputs, scheme, checkpoint.scale_dtype)
         return rounded.plain().to(checkpoint.dtype)
 
-    def _run(self, block: Block, hidden: Tensor) -> Tensor:
-        step = self.walk.batch
-        return torch.cat([self.walk.run(block, rows) for rows in hidden.split(step)])
+
+def round_rows(x: Tensor, scheme: Scheme) -> Tensor:
+    """`x [T, inputs]` in the codes of a scheme, with a scale for each row."""
+    largest = scheme.code_range[1]
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / largest
+    codes = x.float() / scale
+    codes = codes.round() if scheme.kind == "int" else codes.to(torch.float8_e4m3fn).float()
+    return (codes * scale).to(x.dtype)
 
 
 def measure(walk: Walk, progress: Progress) -> list[Unit]:

@@ -1,0 +1,162 @@
+"""AWQ: inputs that are large are made smaller, and the weights that multiply them larger, before these are rounded.
+
+A weight's error counts as much as its input is large. Dividing an input by s and multiplying its column of weights by s
+changes no output, but leaves the weights of large inputs with relatively finer steps. Whatever makes the inputs takes
+the division in: the norm before, or the rows of another matrix.
+
+Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration".
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvern.model_spec import MlpSpec
+from kvern.quantize.blocks import Block
+from kvern.quantize.checkpoint import WEIGHT, Piece
+from kvern.quantize.grid import fit
+from kvern.quantize.inputs import Inputs
+from kvern.quantize.method import Plan, Rounded
+from kvern.quantize.round_to_nearest import RoundToNearest
+from kvern.quantize.scheme import Scheme
+
+POWERS = tuple(step / 20 for step in range(21))
+"""Of the inputs' mean sizes, tried as scales."""
+
+SEARCH_ROWS = 256
+_QKV = re.compile(r"\.self_attn\.(q|k|v|qkv)_proj\.weight$")
+_MLP_INPUT = re.compile(r"\.mlp\.(?!.*down_proj).*\.weight$")
+
+
+class Fold(NamedTuple):
+    """What makes some inputs, and all that reads them.
+
+    `makers`: (tensor, its rows) that are divided; `readers`: matrices whose columns are multiplied. `repeats`: each
+    maker's row is read by so many inputs, in runs of `run` rows, as a head's values are by several queries' heads.
+    """
+
+    makers: list[tuple[str, slice]]
+    readers: list[str]
+    repeats: int = 1
+    run: int = 1
+    offset: float = 0.0
+
+
+class Awq(RoundToNearest):
+    def prepare(self, block: Block, plan: Plan) -> None:
+        names = {piece.path: plan[piece.matrix] for piece in block.pieces if piece.matrix in plan}
+        for fold in folds(block):
+            rounded = {path: names[path] for path in fold.readers if path in names and names[path].bits < 8}
+            if rounded:
+                scale = self._search(block, fold, rounded)
+                if scale is not None:
+                    apply(block, fold, scale)
+
+    def _search(self, block: Block, fold: Fold, schemes: dict[str, Scheme]) -> Tensor | None:
+        """The scales `[inputs]` that cost the sampled outputs least; None: those of ones."""
+        inputs = list({id(item): item for item in (block.inputs[path] for path in schemes)}.values())
+        count = sum(item.count for item in inputs)
+        if not count:
+            return None
+        means = torch.stack([item.absolute for item in inputs]).sum(0) / count
+        means = shared(means, fold).clamp(min=1e-8)
+        samples = {id(item): thinned(item) for item in inputs}
+        weights = {path: block.weight(path) for path in schemes}
+        best, least = None, float("inf")
+        for power in POWERS:
+            scale = means.pow(power)
+            scale = scale / (scale.max() * scale.min()).sqrt()
+            errors = [
+                output_error(
+                    weights[path], samples[id(block.inputs[path])], scale, scheme, block.checkpoint.scale_dtype
+                )
+                for path, scheme in schemes.items()
+            ]
+            if (error := sum(errors)) < least:
+                best, least = (scale if power else None), error
+        return best
+
+
+def thinned(inputs: Inputs) -> Tensor:
+    rows = inputs.rows
+    return rows[:: max(1, -(-len(rows) // SEARCH_ROWS))]
+
+
+def output_error(weight: Tensor, rows: Tensor, scale: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> float:
+    """The squared error of the outputs if the columns are rounded times `scale`."""
+    scaled = weight * scale
+    grid = fit(scaled, scheme, scale_dtype, rows.div(scale).square().mean(0) if len(rows) else None)
+    error = (grid.decode(grid.encode(scaled)) - scaled) / scale
+    return float((rows @ error.t()).square().sum())
+
+
+def shared(means: Tensor, fold: Fold) -> Tensor:
+    """The same number for all inputs that one maker's row is read by."""
+    if fold.repeats == 1:
+        return means
+    runs = means.view(-1, fold.repeats, fold.run)
+    return runs.mean(1, keepdim=True).expand_as(runs).reshape(-1)
+
+
+def apply(block: Block, fold: Fold, scale: Tensor) -> None:
+    """Divide what makes the inputs by `scale [inputs]`, and multiply the columns that read them.
+
+    A norm's weights are rounded first: columns are multiplied by what its rounded weights divide by.
+    """
+    dtype, made = block.checkpoint.dtype, scale.view(-1, fold.repeats, fold.run)[:, 0].reshape(-1)
+    norm = block.tensors[fold.makers[0][0]]
+    if norm.dim() == 1 and fold.makers[0][0].endswith(WEIGHT):
+        old = norm.to(scale) + fold.offset
+        new = (old / made - fold.offset).to(dtype).float() + fold.offset
+        usable = (new != 0) & (old != 0)
+        scale = made = torch.where(usable, old / torch.where(usable, new, 1.0), 1.0)
+    for path, rows in fold.makers:
+        tensor = block.tensors[path].to(scale.device, torch.float32, copy=True)
+        part, offset = tensor[rows], fold.offset if path.endswith(WEIGHT) else 0.0
+        tensor[rows] = (part + offset) / (made if part.dim() == 1 else made[:, None]) - offset
+        block.tensors[path] = tensor
+    for path in fold.readers:
+        block.tensors[path] = block.weight(path) * scale
+    for inputs in {id(item): item for path in fold.readers if (item := block.inputs.get(path))}.values():
+        inputs.divide(scale)
+
+
+def folds(block: Block) -> Iterator[Fold]:
+    """What can be taken in where, in the layers of a model."""
+    spec, layer = block.checkpoint.spec, block.checkpoint.spec.layers[block.index]
+    tensors = {path: tensor for path, tensor in block.tensors.items() if tensor.dim() == 2}
+    attention = [path for path in tensors if _QKV.search(path)]
+    mlp = [path for path in tensors if _MLP_INPUT.search(path)]
+    together = spec.parallel and "mlp_in" not in spec.block_norms
+    for placement, readers in (("attention_in", attention + (mlp if together else [])), ("mlp_in", mlp)):
+        name = f"{block.prefix}.{spec.block_norms.get(placement)}"  # type: ignore[call-overload]
+        if readers and f"{name}{WEIGHT}" in block.tensors:
+            makers = [(path, slice(None)) for path in (f"{name}{WEIGHT}", f"{name}.bias") if path in block.tensors]
+            yield Fold(makers, readers, offset=spec.norm.offset)
+    heads = layer.attention
+    output, values = f"{block.prefix}.self_attn.o_proj{WEIGHT}", heads.heads * heads.head_dim
+    first, size = values + heads.kv_heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    if makers := rows_of(block, f"{block.prefix}.self_attn", "v_proj", "qkv_proj", slice(first, first + size)):
+        yield Fold(makers, [output], heads.heads // heads.kv_heads, heads.head_dim)
+    for path in [path for path in tensors if path.endswith(f".down_proj{WEIGHT}")]:
+        gated = not isinstance(layer.mlp, MlpSpec) or layer.mlp.gated
+        parent, width = path.removesuffix(f".down_proj{WEIGHT}"), tensors[path].shape[1]
+        if gated and (makers := rows_of(block, parent, "up_proj", "gate_up_proj", slice(width, 2 * width))):
+            yield Fold(makers, [path])
+
+
+def rows_of(block: Block, parent: str, part: str, fused: str, within: slice) -> list[tuple[str, slice]]:
+    """The tensors that hold a part's weight and bias, and its rows there; none if the checkpoint reorders its rows."""
+    reordered = {piece.path for piece in block.pieces if reorders(piece)}
+    for name, rows in ((part, slice(None)), (fused, within)):
+        found = [path for path in (f"{parent}.{name}{WEIGHT}", f"{parent}.{name}.bias") if path in block.tensors]
+        if found and not reordered & set(found):
+            return [(path, rows) for path in found]
+    return []
+
+
+def reorders(piece: Piece) -> bool:
+    return piece.rename is not None and piece.rename.transform is not None

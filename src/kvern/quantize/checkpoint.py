@@ -1,0 +1,175 @@
+"""A folder with plain weights, read block by block."""
+
+import mmap
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel, shown
+from kvern.layers.build import Build
+from kvern.layers.linear_format import LinearMethods
+from kvern.model_spec import Rename
+from kvern.models.checkpoint import StoredTensor, open_map, read_headers
+from kvern.models.loader import check_fits, choose_dtype, llama_name, outline_of, read_config
+from kvern.models.registry import spec_from_config
+from kvern.quantize.watched import Watched, places
+
+PLAIN = (torch.float32, torch.float16, torch.bfloat16)
+WEIGHT = ".weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+LEFT_PLAIN = re.compile(r"\.shared_expert_gate$")
+"""Linear layers of a single output."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the new checkpoint: one of the old one, or an expert's matrix in a stack of them.
+
+    `name` is the checkpoint's, `path` Llama's; `layer` None: not of a layer. `place` (expert, first row, rows) is within
+    a stack.
+    """
+
+    name: str
+    path: str
+    stored: StoredTensor
+    rename: Rename | None
+    place: tuple[int, int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape if self.place is None else (self.place[2], *self.stored.shape[2:])
+
+    @property
+    def layer(self) -> int | None:
+        match = _LAYER.match(self.path)
+        return int(match[1]) if match else None
+
+    @property
+    def matrix(self) -> str:
+        """The name of its module, as plans, reports and configurations say it."""
+        return self.name.removesuffix(WEIGHT)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What of the stored tensor it is."""
+        if self.place is None:
+            return tensor
+        expert, first, rows = self.place
+        return tensor[expert, first : first + rows]
+
+
+class Checkpoint:
+    """A model whose weights are plain, and whose names and shapes have been checked.
+
+    Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError if the weights are quantized.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder, self.device = folder, device
+        self.config: Mapping[str, Any] = read_config(folder)
+        _refuse_quantized(folder, self.config)
+        self.spec = spec_from_config(dict(self.config))
+        self.stored = read_headers(folder)
+        _refuse_codes(self.stored)
+        self.dtype = choose_dtype("auto", self.spec, folder)
+        self._maps: dict[Path, mmap.mmap] = {}
+        outline = outline_of(self.spec, self.build(1))
+        check_fits(outline, folder, self.stored)
+        self.pieces = [piece for tensor in self.stored for piece in self._pieces(tensor)]
+        watched = {path for layer in outline.layers for place in places(layer) for path in place.paths}
+        self.matrices = {
+            piece.matrix: piece
+            for piece in self.pieces
+            if piece.path.removesuffix(WEIGHT) in watched and piece.path.endswith(WEIGHT)
+            if not LEFT_PLAIN.search(piece.matrix)
+        }
+        """Those that may be quantized, by name: all linear layers of the blocks but routers and gates."""
+
+    def build(self, length: int) -> Build:
+        """How blocks are built, for rows of `length` tokens."""
+        return Build(self.dtype, self.device, length, linear=LinearMethods(Watched()))
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype:
+        """Of scales in the new checkpoint: bfloat16 has the range for them, float16 has not."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+
+    def of_layer(self, layer: int | None) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.layer == layer]
+
+    def read(self, piece: Piece) -> Tensor:
+        """The tensor, as a view of the file."""
+        tensor = piece.stored
+        if tensor.file not in self._maps:
+            self._maps[tensor.file] = open_map(tensor.file)
+        if not tensor.nbytes:
+            return piece.of(torch.empty(tensor.shape, dtype=tensor.dtype))
+        data, count = self._maps[tensor.file], tensor.nbytes // tensor.dtype.itemsize
+        flat = torch.frombuffer(data, dtype=tensor.dtype, count=count, offset=tensor.begin)
+        return piece.of(flat.view(tensor.shape))
+
+    def _pieces(self, tensor: StoredTensor) -> Iterator[Piece]:
+        path, rename = llama_name(tensor.name, self.spec.renames)
+        match = _STACKED.fullmatch(path)
+        if match is None:
+            yield Piece(tensor.name, path, tensor, rename)
+            return
+        rows = tensor.shape[1]
+        parts = (
+            {"down_proj": (0, rows)}
+            if match[2] == "down"
+            else {
+                "gate_proj": (0, rows // 2),
+                "up_proj": (rows // 2, rows // 2),
+            }
+        )
+        for expert in range(tensor.shape[0]):
+            for part, (first, count) in parts.items():
+                name = f"{match[1]}.{expert}.{part}.weight"
+                yield Piece(name, name, tensor, None, (expert, first, count))
+
+
+def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization or (folder / "hf_quant_config.json").exists():
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ConfigError(
+            f"the model in {folder} is quantized already ({shown(method or 'by hf_quant_config.json')}): quantize the "
+            "model with float32, float16 or bfloat16 weights that it was made from"
+        )
+
+
+def _refuse_codes(stored: list[StoredTensor]) -> None:
+    for tensor in stored:
+        if tensor.name.endswith(WEIGHT) and tensor.dtype not in PLAIN:
+            raise UnsupportedModel(
+                f"tensor {tensor.name} has the dtype {str(tensor.dtype).removeprefix('torch.')}: weights to quantize "
+                "are float32, float16 or bfloat16"
+            )
+
+
+def load_into(
+    module: torch.nn.Module, pieces: list[Piece], tensors: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> None:
+    """Fill a module of the model from tensors by Llama's names. Raises CorruptCheckpoint if one is missing."""
+    from kvern.layers.loadable import Loadable
+    from kvern.models.decoder import targets_of
+
+    loadables = [part for part in module.modules() if isinstance(part, Loadable)]
+    targets = targets_of(loadables, tensors.keys())
+    missing = [name for name, target in targets.items() if target.needed and name not in tensors]
+    if missing:
+        raise CorruptCheckpoint(f"weights in {checkpoint.folder} lack {missing[0]} {list(targets[missing[0]].shape)}")
+    with torch.no_grad():
+        for piece in pieces:
+            target = targets.get(piece.path)
+            if target is not None:
+                tensor, transform = tensors[piece.path], piece.rename and piece.rename.transform
+                rows = transform(tensor, checkpoint.spec) if transform else tensor
+                target.load(rows.reshape(target.shape), 0)

@@ -1,0 +1,76 @@
+"""GPTQ: weights are rounded column by column, and those still to come make up for the error.
+
+Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
+"""
+
+import torch
+from torch import Tensor
+
+from kvern.quantize.blocks import Block
+from kvern.quantize.grid import Grid, fit
+from kvern.quantize.inputs import Inputs
+from kvern.quantize.method import Plan, Rounded
+from kvern.quantize.round_to_nearest import importance_of
+from kvern.quantize.scheme import Scheme
+
+DAMPING = 0.01
+"""Of the mean of the Hessian's diagonal, added to it."""
+
+MOST_DAMPING = 10.0
+RUN = 128
+"""Columns whose errors are handed to the others in one product."""
+
+
+class Gptq:
+    """`act_order` rounds columns of large inputs first; groups and their scales stay those of neighbouring columns."""
+
+    products = True
+
+    def __init__(self, *, act_order: bool = True, damping: float = DAMPING) -> None:
+        self._act_order, self._damping = act_order, damping
+
+    def prepare(self, block: Block, plan: Plan) -> None:
+        """Nothing to do."""
+
+    def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
+        grid = fit(weight, scheme, scale_dtype, importance_of(inputs))
+        if inputs.products is None or not inputs.count:
+            return Rounded(grid.encode(weight), grid)
+        return Rounded(self._codes(weight, inputs.products / inputs.count, grid), grid)
+
+    def _codes(self, weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
+        order = hessian.diagonal().argsort(descending=True) if self._act_order else torch.arange(len(hessian))
+        order = order.to(weight.device)
+        upper = inverse_factor(hessian[order][:, order], self._damping)
+        left, codes = weight[:, order].clone(), torch.empty_like(weight)
+        columns = order.tolist()
+        for first in range(0, len(columns), RUN):
+            last = min(first + RUN, len(columns))
+            errors = torch.empty_like(left[:, first:last])
+            for place in range(first, last):
+                column = left[:, place : place + 1]
+                code = grid.encode(column, columns[place])
+                error = (column - grid.decode(code, columns[place])) / upper[place, place]
+                left[:, place + 1 : last].addmm_(error, upper[place : place + 1, place + 1 : last], alpha=-1)
+                codes[:, columns[place]], errors[:, place - first] = code[:, 0], error[:, 0]
+            left[:, last:].addmm_(errors, upper[first:last, last:], alpha=-1)
+        return codes
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped Hessian, float32.
+
+    Columns that no input reached stand alone: they are rounded to the nearest. What cannot be factored is damped more.
+    """
+    hessian = hessian.double()
+    diagonal = hessian.diagonal()
+    mean = float(diagonal.mean())
+    diagonal[diagonal == 0] = mean or 1.0
+    while True:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * (mean or 1.0))
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed or damping >= MOST_DAMPING:
+            break
+        damping *= 10
+    return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()

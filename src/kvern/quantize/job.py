@@ -1,0 +1,185 @@
+"""A whole run: what is asked, checked before memory or disk is taken, then layer by layer."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvern.errors import ConfigError, shown
+from kvern.quantize.awq import Awq
+from kvern.quantize.blocks import Block, Walk
+from kvern.quantize.calibration import Calibration
+from kvern.quantize.checkpoint import Checkpoint, Piece
+from kvern.quantize.gptq import Gptq
+from kvern.quantize.method import Method, Plan
+from kvern.quantize.packing import quantization_config, tensors_of
+from kvern.quantize.round_to_nearest import RoundToNearest
+from kvern.quantize.scheme import Scheme
+from kvern.quantize.statistics import REPORT_NAME, MatrixStatistics, report, statistics_of
+from kvern.quantize.writer import SHARD_BYTES, Writer, check_target, writing
+
+Progress = Callable[[int, int], None]
+"""Takes the matrices done and the weights in them."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is quantized how: `plan` names matrices of the checkpoint, `method` chooses their codes.
+
+    `about` goes into the report: "method" and "settings" as the user gave them.
+    """
+
+    plan: Plan
+    method: Method
+    act_order: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Result:
+    """What has been written: bytes of weights before and after, and what is told of each matrix."""
+
+    matrices: list[MatrixStatistics]
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    seconds: float
+
+
+def uniform_plan(checkpoint: Checkpoint, scheme: Scheme) -> Plan:
+    """Every matrix in one scheme. Raises ConfigError if its groups do not divide one."""
+    plan = dict.fromkeys(checkpoint.matrices, scheme)
+    check_plan(checkpoint, plan)
+    return plan
+
+
+def check_plan(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Raises ConfigError for names that are no matrices, and groups that do not divide."""
+    if not plan:
+        raise ConfigError("the plan leaves every matrix plain: nothing is to be quantized")
+    for name, scheme in plan.items():
+        if name not in checkpoint.matrices:
+            raise ConfigError(f"the plan names {shown(name)}: the model has no such matrix that can be quantized")
+        scheme.check_fits(name, checkpoint.matrices[name].shape[1])
+
+
+def make_method(name: str, *, act_order: bool = True) -> Method:
+    """The method of a name of the command line."""
+    return Gptq(act_order=act_order) if name == "gptq" else Awq() if name == "awq" else RoundToNearest()
+
+
+def estimated_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
+    """What the new folder's weights take."""
+    total = 0
+    for piece in checkpoint.pieces:
+        scheme = plan.get(piece.matrix)
+        outputs, *inputs = piece.shape or (1,)
+        if scheme is None or len(inputs) != 1:
+            total += torch.Size(piece.shape).numel() * piece.stored.dtype.itemsize
+        else:
+            total += scheme.stored_bytes(outputs, inputs[0], checkpoint.scale_dtype)
+    return total
+
+
+def quantize(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    calibration: Calibration,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda matrices, weights: None,
+) -> Result:
+    """Write the model to the folder `out`, with the matrices of the plan in codes.
+
+    One block's weights are on the device at a time. Raises ConfigError or CorruptCheckpoint; whatever is raised,
+    KeyboardInterrupt included, nothing is left of `out`.
+    """
+    started = time.monotonic()
+    check_plan(checkpoint, settings.plan)
+    check_target(out, checkpoint.folder, overwrite, estimated_bytes(checkpoint, settings.plan))
+    with writing(out, 4 * len(checkpoint.pieces), settings.shard_bytes) as writer:
+        run = _Run(checkpoint, settings, writer, progress)
+        for piece in checkpoint.of_layer(None):
+            writer.add(piece.name, checkpoint.read(piece))
+        run.layers(calibration.rows)
+        result = run.result(time.monotonic() - started)
+        plain = [
+            piece.matrix
+            for piece in checkpoint.pieces
+            if piece.name.endswith(".weight") and len(piece.shape) == 2 and piece.matrix not in settings.plan
+            if piece.path != "model.embed_tokens.weight"
+        ]
+        plain += ["lm_head"] if checkpoint.spec.tie_word_embeddings else []
+        config = dict(checkpoint.config)
+        config["quantization_config"] = quantization_config(settings.plan, plain, settings.act_order)
+        rows, length = calibration.rows.shape
+        told = report(
+            result.matrices,
+            model=str(checkpoint.folder),
+            **settings.about,
+            calibration={"source": calibration.source, "rows": rows, "row_tokens": length},
+            totals=run.totals(result),
+        )
+        writer.finish(config, told, checkpoint.folder, REPORT_NAME)
+    return result
+
+
+class _Run:
+    """The state of a run between two layers."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings, writer: Writer, progress: Progress) -> None:
+        self._checkpoint, self._settings, self._writer, self._progress = checkpoint, settings, writer, progress
+        self._matrices: list[MatrixStatistics] = []
+        self._weights = 0
+        self._stored = 0.0
+
+    def layers(self, rows: Tensor) -> None:
+        settings, walk = self._settings, Walk(self._checkpoint, rows)
+        for index in range(walk.layers):
+            block = walk.block(index)
+            walk.observe(block, products=settings.method.products)
+            settings.method.prepare(block, settings.plan)
+            for piece in block.pieces:
+                self._piece(block, piece)
+            walk.advance(block)
+            del block
+            gc.collect()
+
+    @torch.no_grad()
+    def _piece(self, block: Block, piece: Piece) -> None:
+        """Round a tensor of a block and write it, or write it as it is."""
+        scheme = self._settings.plan.get(piece.matrix) if piece.matrix != piece.name else None
+        if scheme is None:
+            self._writer.add(piece.name, block.tensors[piece.path].to(piece.stored.dtype))
+            return
+        weight, inputs, dtype = block.weight(piece.path), block.inputs[piece.path], self._checkpoint.scale_dtype
+        rounded = self._settings.method.round(weight, inputs, scheme, dtype)
+        for ending, tensor in tensors_of(rounded, dtype).items():
+            self._writer.add(f"{piece.matrix}.{ending}", tensor)
+        bits = scheme.bits_per_weight(*weight.shape, dtype)
+        self._matrices.append(statistics_of(piece.matrix, block.index, weight, rounded, inputs, bits))
+        self._weights += weight.numel()
+        self._stored += bits * weight.numel()
+        block.tensors[piece.path] = rounded.plain().to(self._checkpoint.dtype)
+        self._progress(len(self._matrices), self._weights)
+
+    def result(self, seconds: float) -> Result:
+        before = sum(tensor.nbytes for tensor in self._checkpoint.stored)
+        return Result(self._matrices, before, self._writer.nbytes, self._stored / self._weights, seconds)
+
+    def totals(self, result: Result) -> dict[str, Any]:
+        return {
+            "weights": sum(torch.Size(piece.shape).numel() for piece in self._checkpoint.pieces),
+            "quantized_weights": self._weights,
+            "bits_per_weight": round(result.bits_per_weight, 4),
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "seconds": round(result.seconds, 1),
+        }

@@ -1,0 +1,37 @@
+"""How weights become codes: what all ways of choosing them have in common."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvern.quantize.blocks import Block
+from kvern.quantize.grid import Grid
+from kvern.quantize.inputs import Inputs
+from kvern.quantize.scheme import Scheme
+
+Plan = dict[str, Scheme]
+"""By the matrices' names in the checkpoint; what it does not name stays plain."""
+
+
+class Rounded(NamedTuple):
+    """A matrix in codes `[outputs, inputs]`, float32, and the grid that says which numbers they are."""
+
+    codes: Tensor
+    grid: Grid
+
+    def plain(self) -> Tensor:
+        """`[outputs, inputs]` float32."""
+        return self.grid.decode(self.codes)
+
+
+class Method(Protocol):
+    """Chooses codes. `products`: it wants X^T X of what matrices multiply."""
+
+    products: bool
+
+    def prepare(self, block: Block, plan: Plan) -> None:
+        """Change an observed block's tensors and inputs, if that makes rounding cheaper; its outputs stay the same."""
+
+    def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
+        """The codes of `weight [outputs, inputs]` float32, which multiplies what `inputs` tell."""

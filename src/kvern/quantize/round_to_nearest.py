@@ -1,0 +1,29 @@
+"""Each weight becomes the nearest code, whatever the others become."""
+
+import torch
+from torch import Tensor
+
+from kvern.quantize.blocks import Block
+from kvern.quantize.grid import fit
+from kvern.quantize.inputs import Inputs
+from kvern.quantize.method import Plan, Rounded
+from kvern.quantize.scheme import Scheme
+
+
+class RoundToNearest:
+    """Few bits get the range that costs the outputs least, as far as that is seen from single inputs."""
+
+    products = False
+
+    def prepare(self, block: Block, plan: Plan) -> None:
+        """Nothing to do."""
+
+    def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
+        grid = fit(weight, scheme, scale_dtype, importance_of(inputs))
+        return Rounded(grid.encode(weight), grid)
+
+
+def importance_of(inputs: Inputs) -> Tensor | None:
+    """What an error of a column's weights costs: its inputs' mean square; None where no row was seen."""
+    squares = inputs.mean_squares
+    return squares if inputs.count and bool(squares.any()) else None

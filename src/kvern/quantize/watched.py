@@ -1,0 +1,106 @@
+"""Linear layers and experts of plain weights that tell an `Inputs` what they multiply."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvern.layers.experts import Experts, StackedExperts
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.unquantized import UnquantizedMethod
+from kvern.model_spec import MoeSpec
+from kvern.quantize.inputs import Inputs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kvern.layers.build import Build
+
+
+Rounding = Callable[[Tensor], Tensor]
+"""Rows `[T, inputs]` -> the same as a format has them multiplied."""
+
+
+class WatchedMethod(UnquantizedMethod):
+    """A plain weight, and its `inputs`; None: nobody asks. `rounding`, if any, is done to what it multiplies."""
+
+    inputs: Inputs | None = None
+    rounding: Rounding | None = None
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.inputs is not None:
+            self.inputs.add(x)
+        if self.rounding is not None:
+            x = self.rounding(x)
+        return super().multiply(x, bias)
+
+
+class WatchedExperts(StackedExperts):
+    """Plain experts: `inputs["gate_up", e]` and `inputs["down", e]` are those of the expert e; empty: nobody asks.
+
+    `rounding`, if any, is done to what they multiply.
+    """
+
+    rounding: Rounding | None = None
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
+        super().__init__(hidden_size, spec, build)
+        self.inputs: dict[tuple[str, int], Inputs] = {}
+
+    def gate_up(self, expert: int, x: Tensor) -> Tensor:
+        if self.inputs:
+            self.inputs["gate_up", expert].add(x)
+        return super().gate_up(expert, x if self.rounding is None else self.rounding(x))
+
+    def down(self, expert: int, x: Tensor) -> Tensor:
+        if self.inputs:
+            self.inputs["down", expert].add(x)
+        return super().down(expert, x if self.rounding is None else self.rounding(x))
+
+
+class Watched(LinearFormat):
+    """Plain weights that can be watched."""
+
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        return WatchedMethod(shape)
+
+    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
+        return WatchedExperts(hidden_size, spec, build)
+
+
+class Place:
+    """Where matrices of a block that multiply the same rows are: a `Linear`, or an expert's matrix.
+
+    `paths` are Llama's names of the matrices, fused ones included.
+    """
+
+    def __init__(
+        self, owner: "Linear | WatchedExperts", matrix: tuple[str, int], inputs: int, paths: list[str]
+    ) -> None:
+        self._owner, self._matrix, self.inputs, self.paths = owner, matrix, inputs, paths
+
+    def watch(self, inputs: Inputs | None) -> None:
+        """Have the products with these matrices tell `inputs`; None: no longer."""
+        if isinstance(self._owner, WatchedExperts):
+            if inputs is None:
+                self._owner.inputs.pop(self._matrix, None)
+            else:
+                self._owner.inputs[self._matrix] = inputs
+        elif isinstance(self._owner.method, WatchedMethod):
+            self._owner.method.inputs = inputs
+
+
+def places(module: "nn.Module") -> Iterator[Place]:
+    """All that can be watched in a block."""
+    for part in module.modules():
+        if isinstance(part, Linear):
+            names = [*part.outputs, *([part.fused] if part.fused else [])]
+            yield Place(part, ("", 0), part.inputs, [f"{part.path}.{name}" if part.path else name for name in names])
+        elif isinstance(part, WatchedExperts):
+            for expert in range(part.spec.experts):
+                prefix = f"{part.path}.experts.{expert}"
+                both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+                yield Place(part, ("gate_up", expert), part.hidden_size, both)
+                yield Place(part, ("down", expert), part.spec.width, [f"{prefix}.down_proj"])
