@@ -134,10 +134,8 @@ def _choices(report: MixedReport) -> str:
         layers.setdefault(_layer(unit), {})[_kind(unit)] = unit
     rows = []
     for layer, units in layers.items():
-        cells = [f"<td>{escape(layer)}</td>"]
-        for kind in kinds:
-            cells.append(_choice_cell(units[kind]) if kind in units else "<td></td>")
-        rows.append(f"<tr>{''.join(cells)}</tr>")
+        cells = [_choice_cell(units[kind]) if kind in units else "<td></td>" for kind in kinds]
+        rows.append(f"<tr><td>{escape(layer)}</td>{''.join(cells)}</tr>")
     names = [name for name in HUES if any(name == unit.chosen for unit in report.units)]
     names += sorted({unit.chosen for unit in report.units} - set(names))
     share = {name: sum(unit.parameters for unit in report.units if unit.chosen == name) for name in names}

@@ -175,12 +175,3 @@ def log_probabilities(ends: Decoder, hidden: Tensor) -> Tensor:
     """`[T, hidden]` behind the last layer -> float32 `[T, vocab]`."""
     normal: Tensor = ends.norm(hidden)
     return ends.logits(normal).log_softmax(-1)
-
-
-def perplexity(ends: Decoder, hidden: Tensor, rows: Tensor) -> float:
-    """Of the tokens `rows [N, L]`, each by those before it, of a model with these hidden states behind its layers."""
-    total = 0.0
-    for ids, states in zip(rows, hidden, strict=True):
-        scores = log_probabilities(ends, states[:-1])
-        total -= float(scores.gather(1, ids[1:, None].to(scores.device)).sum(dtype=torch.float64))
-    return float(torch.tensor(total / (rows.shape[0] * (rows.shape[1] - 1))).exp())
