@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -49,7 +50,9 @@ class Build:
         formats = {part: self.linear_format(part) for part in parts}
         first = next(iter(formats.values()))
         if len(parts) == 1 or (first.joins and all(item is first for item in formats.values())):
-            return first.linear(shape, self)
+            whole = first.linear(shape, self)
+            if all(begin % whole.cuts()[0] == 0 for begin in accumulate(list(parts.values())[:-1])):
+                return whole
         return PartedMethod(
             shape, [formats[part].linear(shape._replace(outputs=size), self) for part, size in parts.items()]
         )

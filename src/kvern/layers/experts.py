@@ -160,6 +160,14 @@ class SeparateExperts(Experts):
                 shapes[f"experts.{matrix}_proj{ending}"] = (self.spec.experts, *shape)
         return shapes
 
+    def part_dtypes(self) -> dict[str, torch.dtype]:
+        return {
+            part: layout.dtype
+            for part in (*self.parts(), *self.fused_parts())
+            for kind, layout in self._methods["down"][0].layouts().items()
+            if part.endswith(kind) or (kind == "weight" and part.endswith("_proj"))
+        }
+
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         if match := _EXPERT_PART.fullmatch(part):
             matrix, place = self._place(match[2])

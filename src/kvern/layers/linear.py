@@ -50,8 +50,13 @@ class Weighted(Loadable):
         return self._shapes(self.outputs)
 
     def optional_parts(self) -> set[str]:
-        outputs = self.outputs | ({self.fused: sum(self.outputs.values())} if self.fused else {})
-        return {f"{name}.{kind}" for name, kind, layout in self._layouts(outputs) if not layout.needed}
+        return {f"{name}.{kind}" for name, kind, layout in self._layouts(self._all_names()) if not layout.needed}
+
+    def part_dtypes(self) -> dict[str, torch.dtype]:
+        return {f"{name}.{kind}": layout.dtype for name, kind, layout in self._layouts(self._all_names())}
+
+    def _all_names(self) -> list[str]:
+        return [*self.outputs, *([self.fused] if self.fused else [])]
 
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
         return self._shapes({self.fused: sum(self.outputs.values())}) if self.fused else {}

@@ -8,14 +8,14 @@ A format is one file with a `LinearFormat` and a function, registered under the 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvern.errors import KvernError, UnsupportedModel
+from kvern.errors import ConfigError, KvernError, UnsupportedModel
 from kvern.files import reason
 from kvern.layers.experts import Experts, SeparateExperts
 from kvern.layers.linear_method import LinearMethod, LinearShape
-from kvern.model_spec import MoeSpec
+from kvern.model_spec import MoeSpec, Rename
 from kvern.plugins import Plugins
 
 if TYPE_CHECKING:
@@ -44,20 +44,42 @@ class LinearFormat(ABC):
         return SeparateExperts(hidden_size, spec, build, self)
 
 
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+"""The tensor in which some checkpoints store a part with others."""
+
+
 @dataclass(frozen=True)
 class LinearMethods:
     """The format of each layer: that of the first of `rules`, (regular expression, format), found in its path.
 
     Paths are those of a Llama-style checkpoint: "model.layers.3.mlp.down_proj", "model.layers.3.mlp.experts",
-    "model.embed_tokens", "lm_head".
+    "model.embed_tokens", "lm_head". Expressions are also searched for in other names that a layer may have: that of
+    the tensor in which parts are fused, those of the first of its experts, and the checkpoint's own, `names`, by
+    Llama's. `renames` make of the names of a checkpoint's tensors, once they are Llama's, those that formats know.
     """
 
     default: LinearFormat
     rules: tuple[tuple[re.Pattern[str], LinearFormat], ...] = ()
+    renames: tuple[Rename, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def of(self, path: str) -> LinearFormat:
         """The format of the checkpoint's tensors of this path. Raises UnsupportedModel."""
-        return next((item for pattern, item in self.rules if pattern.search(path)), self.default)
+        names = self._names(path)
+        return next((item for pattern, item in self.rules if any(map(pattern.search, names))), self.default)
+
+    def renamed(self, renames: tuple[Rename, ...]) -> "LinearMethods":
+        """The same, of a checkpoint whose tensors are called otherwise."""
+        return replace(self, renames=renames)
+
+    def _names(self, path: str) -> list[str]:
+        parent, _, part = path.rpartition(".")
+        names = [path]
+        if part in FUSED:
+            names.append(f"{parent}.{FUSED[part]}")
+        elif part == "experts":
+            names += [f"{path}.0.{name}_proj" for name in ("gate", "up", "down")]
+        return names + [self.names[name] for name in names if name in self.names]
 
 
 MakeMethods = Callable[[Mapping[str, Any], LinearFormat], LinearMethods]
@@ -66,15 +88,24 @@ MakeMethods = Callable[[Mapping[str, Any], LinearFormat], LinearMethods]
 LINEAR_METHODS: Plugins[MakeMethods] = Plugins("linear method", "kvern.linear_methods", OWN_FORMATS)
 
 
-def linear_methods(config: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
+def linear_methods(
+    config: Mapping[str, Any], unquantized: LinearFormat, quantization: str | None = None
+) -> LinearMethods:
     """How the weights of the model of a `config.json` are stored; `unquantized` is for those that are plain.
 
-    Raises UnsupportedModel if its `quantization_config` is of no registered kind, or cannot be read as one.
+    `quantization`: what plain weights are made while they are loaded, "fp8" or "int8"; None: nothing. Raises
+    UnsupportedModel if the `quantization_config` is of no registered kind, or cannot be read as one; ConfigError if it
+    is another than `quantization`.
     """
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return LinearMethods(unquantized)
-    name = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    stored = config.get("quantization_config")
+    if not stored:
+        return LinearMethods(unquantized) if quantization is None else _made_online(quantization, unquantized)
+    name = stored.get("quant_method") if isinstance(stored, dict) else stored
+    if quantization not in (None, name):
+        raise ConfigError(
+            f"quantization is {quantization}, but the model's weights are stored quantized by {str(name)[:60]!r}: leave "
+            f"quantization out"
+        )
     make = LINEAR_METHODS.get(name) if isinstance(name, str) else None
     if make is None:
         raise UnsupportedModel(
@@ -82,8 +113,14 @@ def linear_methods(config: Mapping[str, Any], unquantized: LinearFormat) -> Line
             f"what is registered: {', '.join(LINEAR_METHODS.names) or 'nothing yet'}"
         )
     try:
-        return make(quantization, unquantized)
+        return make(stored, unquantized)
     except KvernError:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError, re.error) as error:
         raise UnsupportedModel(f"quantization_config cannot be read as {name!r:.60}: {reason(error)}") from error
+
+
+def _made_online(code: str, unquantized: LinearFormat) -> LinearMethods:
+    from kvern.layers.quantized.online import made_online
+
+    return made_online(code, unquantized)

@@ -33,6 +33,10 @@ class Loadable(Module, ABC):
         """Those of either that a checkpoint need not have."""
         return ()
 
+    def part_dtypes(self) -> Mapping[str, torch.dtype]:
+        """What tensors of either are read as; those that are not here, as any numbers."""
+        return {}
+
     @abstractmethod
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         """Copy `tensor`, the rows of `part` from `first_row` on, into place; any dtype, any device.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters
@@ -21,12 +22,13 @@ from kvern.model_spec import ModelSpec
 class TensorTarget:
     """Where one checkpoint tensor goes: its shape there, and `load(tensor, first_row)`, see `Loadable.load`.
 
-    `needed`: a checkpoint has to have it.
+    `needed`: a checkpoint has to have it. `dtype`: what it is read as; None: any numbers.
     """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor, int], None]
     needed: bool = True
+    dtype: torch.dtype | None = None
 
 
 def targets_of(modules: Iterable[Loadable], stored: Collection[str] = ()) -> dict[str, TensorTarget]:
@@ -36,9 +38,9 @@ def targets_of(modules: Iterable[Loadable], stored: Collection[str] = ()) -> dic
         prefix = f"{module.path}." if module.path else ""
         fused = module.fused_parts()
         parts = fused if any(prefix + name in stored for name in fused) else module.parts()
-        optional = module.optional_parts()
+        optional, dtypes = module.optional_parts(), module.part_dtypes()
         targets |= {
-            prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional)
+            prefix + name: TensorTarget(shape, partial(module.load, name), name not in optional, dtypes.get(name))
             for name, shape in parts.items()
         }
     return targets

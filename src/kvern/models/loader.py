@@ -60,19 +60,22 @@ def load_model(
     kernels: frozenset[str] = frozenset(),
     unquantized: LinearFormat | None = None,
     deterministic: bool = False,
+    quantization: str | None = None,
 ) -> Decoder:
     """Build the model of a folder and load its weights.
 
     `dtype` "auto" is the checkpoint's. `max_model_len` is the longest sequence in tokens (None: all the model has
     positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file. `unquantized` is how
-    plain weights multiply (None: PyTorch). `kernels` and `deterministic` are those of `Build`.
+    plain weights multiply (None: PyTorch). `quantization` is what plain weights are made while they are loaded, "fp8"
+    or "int8"; None: nothing. `kernels` and `deterministic` are those of `Build`.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
     config = read_config(folder)
-    linear = linear_methods(config, unquantized or Unquantized())
     spec = spec_from_config(config)
+    linear = linear_methods(config, unquantized or Unquantized(), quantization)
     stored = [] if load_format == "dummy" else read_headers(folder)
+    linear = replace(linear, names=_own_names(stored, spec))
     length = max_model_len or spec.max_position_embeddings
     build = Build(
         choose_dtype(dtype, spec, None if load_format == "dummy" else folder),
@@ -203,16 +206,24 @@ def llama_name(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None
     return name, transforming
 
 
+def _own_names(stored: list[StoredTensor], spec: ModelSpec) -> dict[str, str]:
+    """What a checkpoint calls its layers, by Llama's names, where these are others."""
+    names = ((llama_name(tensor.name, spec.renames)[0], tensor.name) for tensor in stored)
+    paths = ((name.rpartition(".")[0], own.rpartition(".")[0]) for name, own in names)
+    return {path: own for path, own in paths if path != own}
+
+
 def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[_Assignment]:
     """Pair stored tensors with their targets; CorruptCheckpoint lists all that are missing, unexpected or misshapen."""
     spec = decoder.spec
-    names = {tensor.name: llama_name(tensor.name, spec.renames) for tensor in stored}
+    renames = (*spec.renames, *decoder.build.linear.renames)
+    names = {tensor.name: llama_name(tensor.name, renames) for tensor in stored}
     targets = decoder.tensor_targets({name for name, _ in names.values()})
     optional = {name for name, target in targets.items() if not target.needed}
     harmless = re.compile(
         "|".join((*HARMLESS, *spec.ignored, *((r"^lm_head\.(?!bias$)",) if spec.tie_word_embeddings else ())))
     )
-    result, extra, misshapen, missing = [], [], [], dict(targets)
+    result, extra, misshapen, mistyped, missing = [], [], [], [], dict(targets)
     for tensor in stored:
         name, rename = names[tensor.name]
         target = targets.get(name)
@@ -228,12 +239,16 @@ def _assign(decoder: Decoder, folder: Path, stored: list[StoredTensor]) -> list[
             misshapen.append(
                 f"{tensor.name} has {list(shape or tensor.shape)}, the configuration asks for {list(target.shape)}"
             )
+        if target.dtype is not None and not _readable(tensor.dtype, target.dtype):
+            found, wanted = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, target.dtype))
+            mistyped.append(f"{tensor.name} is {found}, the configuration asks for {wanted}")
         result.append(_Assignment(tensor, target, rename))
     _report(
         folder,
         {
             "missing": [f"{name} {list(target.shape)}" for name, target in missing.items() if name not in optional],
             "misshapen": misshapen,
+            "mistyped": mistyped,
             "unexpected": extra,
         },
     )
@@ -249,6 +264,13 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
             length in (ANY, found) for found, length in zip(shape, wanted, strict=True)
         )
     return [length for length in shape if length != 1] == [length for length in wanted if length != 1]
+
+
+def _readable(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """They are the same, or both integers, or both plain numbers; floats of one byte are codes, and nothing else is."""
+    if stored.is_floating_point != wanted.is_floating_point:
+        return False
+    return stored == wanted or not stored.is_floating_point or min(stored.itemsize, wanted.itemsize) > 1
 
 
 def _shape(tensor: StoredTensor, rename: Rename | None, spec: ModelSpec) -> tuple[int, ...]:

@@ -1,0 +1,64 @@
+"""Numbers of one byte and their scales, made of plain numbers: activations as formats round them, weights online."""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Code = Literal["e4m3", "int8"]
+
+DTYPES: dict[Code, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST: dict[Code, float] = {"e4m3": 448.0, "int8": 127.0}
+SMALLEST_SCALE = 1e-12
+"""Of rows of zeros."""
+
+
+class Rounding(NamedTuple):
+    """How activations are rounded: a scale for each token, or for each `group` inputs of one.
+
+    `limit`: the scale is that of no larger number. Asymmetric ones of int8 have a zero point for each scale.
+    """
+
+    code: Code
+    group: int = 0
+    limit: float | None = None
+    symmetric: bool = True
+
+
+def scaled(x: Tensor, code: Code, scale: Tensor) -> Tensor:
+    """`x / scale` as the nearest codes; what is out of range becomes the largest one."""
+    largest = LARGEST[code]
+    codes = (x / scale).clamp(-largest, largest)
+    return (codes.round() if code == "int8" else codes).to(DTYPES[code])
+
+
+def quantized_rows(x: Tensor, code: Code, limit: float | None = None) -> tuple[Tensor, Tensor]:
+    """Rows `x [..., N]` as codes, and a float32 scale `[..., 1]` for each: that of its largest number."""
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest.clamp(SMALLEST_SCALE * LARGEST[code], limit) / LARGEST[code]
+    return scaled(x, code, scale), scale
+
+
+def rounded(x: Tensor, how: Rounding, static: Tensor | None = None) -> Tensor:
+    """`x [T, I]` as the numbers that its codes stand for, in its own dtype; `static [1]`: a scale known before."""
+    if static is not None:
+        return (scaled(x.float(), how.code, static).float() * static).to(x.dtype)
+    width = x.shape[-1]
+    group = how.group or width
+    grouped = F.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
+    if how.symmetric:
+        codes, scale = quantized_rows(grouped, how.code, how.limit)
+        plain = codes.float() * scale
+    else:
+        plain = _rounded_asymmetric(grouped.float())
+    return plain.flatten(-2)[..., :width].to(x.dtype)
+
+
+def _rounded_asymmetric(x: Tensor) -> Tensor:
+    """Through 256 values from the smallest number, or zero, to the largest."""
+    low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
+    scale = ((high - low) / 255).clamp_min(SMALLEST_SCALE)
+    zero = (-128 - low / scale).round().clamp(-128, 127)
+    return ((x / scale + zero).round().clamp(-128, 127) - zero) * scale

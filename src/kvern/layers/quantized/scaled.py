@@ -1,0 +1,195 @@
+"""Weights of one byte, FP8 (e4m3) or INT8, times float32 scales: of the tensor, of rows, of groups, or of blocks.
+
+    weight [outputs, inputs] of codes          scale                                       zero (int8 alone)
+    TENSOR   one number for a checkpoint's tensor; here its rows have it each, so that parts can be joined
+    ROWS     [outputs]                         one for each output
+    groups   [outputs, inputs / group]         a row's runs of `group` inputs              of the same shape
+    blocks   [outputs / 128, inputs / 128]     the last of either axis may be partial
+
+A plain number is (code - zero) * scale.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvern.layers.experts import Experts
+from kvern.layers.linear_format import LinearFormat
+from kvern.layers.linear_method import (
+    INPUTS,
+    OUTPUTS,
+    RANDOM_SPREAD,
+    Axis,
+    LinearMethod,
+    LinearShape,
+    Part,
+    TensorLayout,
+    copy_part,
+)
+from kvern.layers.quantized.method import Packed, QuantizedMethod
+from kvern.layers.quantized.rounding import DTYPES, LARGEST, Code, Rounding, rounded
+from kvern.model_spec import MoeSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+
+RANDOM_ACTIVATION = 8.0
+"""The largest activation that random weights expect."""
+
+
+class Block(NamedTuple):
+    """So many outputs and inputs share a scale; 0: all of them."""
+
+    outputs: int
+    inputs: int
+
+
+TENSOR, ROWS = Block(0, 0), Block(1, 0)
+
+
+@dataclass(frozen=True)
+class Scaled(LinearFormat):
+    """How codes and scales lie in a checkpoint. `scale_name` is the ending of their tensors' names.
+
+    Stored scales times `factor` are what codes are multiplied by. `activations`: how they are rounded before they are
+    multiplied (None: not at all), `static` by scales of the checkpoint's, `input_scale`. `zeros`: there are zero points
+    beside the scales, `weight_zero_point`. `granule`: outputs that share a scale here, if parts do not begin at blocks.
+    """
+
+    code: Code
+    block: Block = ROWS
+    activations: Rounding | None = None
+    static: bool = False
+    scale_name: str = "weight_scale"
+    factor: float = 1.0
+    zeros: bool = False
+    granule: int = 0
+
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        return ScaledMethod(shape, self)
+
+    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
+        """Gate and up, and the experts, begin where no block does, if their width is no multiple of one."""
+        rows = max(self.block.outputs, 1)
+        granule = math.gcd(rows, spec.width, hidden_size)
+        form = self if granule == rows else replace(self, granule=granule)
+        return LinearFormat.experts(form, hidden_size, spec, build)
+
+
+class ScaledMethod(QuantizedMethod):
+    """`codes [outputs, inputs]` times `scale [outputs / rows, inputs / group]` float32.
+
+    `input_scale [1]` float32, of activations that are rounded by a scale of the checkpoint's: the largest of its parts.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    input_scale: Tensor
+
+    def __init__(self, shape: LinearShape, form: Scaled) -> None:
+        self.form = form
+        self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
+        super().__init__(shape)
+        if form.static:
+            self.input_scale.data.zero_()
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        form, (outputs, inputs) = self.form, self.form.block
+        axes: list[Axis] = [Axis("outputs", outputs)] if outputs else []
+        axes += [Axis("inputs", inputs)] if inputs else []
+        found = {
+            "weight": TensorLayout(DTYPES[form.code], (OUTPUTS, INPUTS)),
+            form.scale_name: TensorLayout(torch.float32, tuple(axes)),
+        }
+        if form.zeros:
+            found["weight_zero_point"] = TensorLayout(torch.int8, tuple(axes))
+        if form.static:
+            found["input_scale"] = TensorLayout(torch.float32, ())
+        return found
+
+    def storage(self) -> Mapping[str, TensorLayout]:
+        form, inputs = self.form, self.form.block.inputs
+        axes = (Axis("outputs", self._rows), Axis("inputs", inputs) if inputs else Axis("others", 1))
+        found = {
+            "codes": TensorLayout(DTYPES[form.code], (OUTPUTS, INPUTS)),
+            "scale": TensorLayout(torch.float32, axes),
+        }
+        if form.zeros:
+            found["zero"] = TensorLayout(torch.int8, axes)
+        if form.static:
+            found["input_scale"] = TensorLayout(torch.float32, (Axis("others", 1),))
+        return found
+
+    @property
+    def _rows(self) -> int:
+        """Outputs that share a scale here."""
+        return self.form.granule or self.form.block.outputs or 1
+
+    @property
+    def _group(self) -> int:
+        return self.form.block.inputs or self.shape.inputs
+
+    def cuts(self) -> tuple[int, int]:
+        return self._rows, max(self.form.block.inputs, 1)
+
+    def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
+        if kind == "weight":
+            copy_part(self.storage()["codes"], self.codes, tensor, part, first_row)
+        elif kind == "input_scale":
+            self.input_scale.copy_(torch.maximum(self.input_scale, tensor.to(self.input_scale).view(1)))
+        elif kind == "weight_zero_point":
+            self._load_scales("zero", tensor, part, first_row)
+        else:
+            self._load_scales("scale", tensor.float() * self.form.factor, part, first_row)
+
+    def _load_scales(self, name: str, tensor: Tensor, part: Part, first_row: int) -> None:
+        """Of the rows from `first_row` on; if fewer outputs share one here than in the checkpoint, it is repeated."""
+        rows = self.form.block.outputs or len(part.outputs)
+        repeats = -(-rows // self._rows)
+        tensor = tensor.reshape(max(len(tensor), 1) if tensor.dim() else 1, -1).repeat_interleave(repeats, 0)
+        if not self.form.block.outputs:
+            part = Part(part.first, range(rows), part.inputs)
+        copy_part(self.storage()[name], getattr(self, name), tensor, part, first_row * repeats)
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype).float()
+        scale = self._of_rows(self.scale, index)
+        if self.form.zeros:
+            codes = codes - self._of_rows(self.zero, index)
+        return (codes * scale).to(self.shape.dtype)
+
+    def _of_rows(self, scales: Tensor, index: Tensor | slice) -> Tensor:
+        """Those of the rows' numbers: `[N, inputs]`, or `[N, 1]`."""
+        if self._rows > 1:
+            at = torch.arange(self.shape.outputs, device=scales.device)[index] if isinstance(index, slice) else index
+            index = at // self._rows
+        chosen = scales[index]
+        if not self.form.block.inputs:
+            return chosen
+        return chosen.repeat_interleave(self._group, 1)[:, : self.shape.inputs]
+
+    def packed(self) -> Packed:
+        zero = self.zero if self.form.zeros else None
+        return Packed(self.form.code, self.codes, self.scale, zero, self._group, self._rows)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        if self.form.activations is None:
+            return x
+        return rounded(x, self.form.activations, self.input_scale if self.form.static else None)
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        """As `LinearMethod.fill_random`; the numbers spread as plain weights do."""
+        largest = LARGEST[self.form.code]
+        for first in range(0, self.shape.outputs, 1024):
+            run = self.codes[first : first + 1024]
+            run.copy_(torch.empty(run.shape, device=run.device).uniform_(-largest, largest, generator=generator))
+        self.scale.data.fill_(RANDOM_SPREAD / largest)
+        if self.form.zeros:
+            self.zero.data.zero_()
+        if self.form.static:
+            self.input_scale.data.fill_(RANDOM_ACTIVATION / largest)
