@@ -42,13 +42,14 @@ class RowProduct(Protocol):
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor: an entry for each `per` outputs or inputs; for "others" it has `per` entries.
+    """A dimension of a stored tensor: `times` entries for each `per` outputs or inputs; for "others" it has `per`.
 
     `per` is `ANY` where a checkpoint decides.
     """
 
     of: Literal["outputs", "inputs", "others"]
     per: int = 1
+    times: int = 1
 
 
 ANY = -1
@@ -68,7 +69,9 @@ class TensorLayout(NamedTuple):
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Of the tensor of a matrix, or of a part of one."""
         counts = {"outputs": outputs, "inputs": inputs}
-        return tuple(-(-counts[axis.of] // axis.per) if axis.of in counts else axis.per for axis in self.axes)
+        return tuple(
+            -(-counts[axis.of] // axis.per) * axis.times if axis.of in counts else axis.per for axis in self.axes
+        )
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,21 @@ class Part:
     inputs: range
 
 
-def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, first_row: int) -> None:
-    """Copy into a matrix's `target` what `part` takes of `tensor`: rows, from `first_row` on, of the part's tensor."""
-    for dim, (of, per) in enumerate(layout.axes):
-        begin = first_row if dim == 0 else 0
+def copy_part(
+    layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, first_row: int, along: int = 0
+) -> None:
+    """Copy into a matrix's `target` what `part` takes of `tensor`, a run of the part's tensor.
+
+    Its entries of the dimension `along` begin at `first_row`; of all others it has all.
+    """
+    for dim, (of, per, times) in enumerate(layout.axes):
+        begin = first_row if dim == along else 0
         first, end, place = begin, begin + tensor.shape[dim], 0
         if of != "others":
             wanted = part.outputs if of == "outputs" else part.inputs
-            place = (part.first // per if of == "outputs" else 0) - wanted.start // per
-            first, end = max(first, wanted.start // per), min(end, -(-wanted.stop // per))
+            start, stop = wanted.start // per * times, -(-wanted.stop // per) * times
+            place = (part.first // per * times if of == "outputs" else 0) - start
+            first, end = max(first, start), min(end, stop)
         if first >= end:
             return
         tensor = tensor.narrow(dim, first - begin, end - first)

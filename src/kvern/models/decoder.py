@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from kvern.errors import CorruptCheckpoint
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters
 from kvern.layers.block import block_class
 from kvern.layers.build import Build
@@ -122,9 +123,16 @@ class Decoder(nn.Module):
         return (module for module in self.modules() if isinstance(module, Loadable))
 
     def finish(self) -> None:
-        """All weights are loaded: store them as their products want them."""
+        """All weights are loaded: store them as their products want them.
+
+        Raises CorruptCheckpoint where what was loaded does not make a weight.
+        """
         for module in self.loadables():
-            module.finish()
+            try:
+                module.finish()
+            except ValueError as error:
+                parts = ", ".join(dict.fromkeys(name.split(".")[0] for name in module.parts()))
+                raise CorruptCheckpoint(f"{module.path or 'the model'} ({parts}): {error}") from None
 
     @property
     def weight_bytes(self) -> int:

@@ -193,7 +193,11 @@ def _copy(spec: ModelSpec, assignment: _Assignment, data: Any) -> None:
         wanted = assignment.target.shape
         if rows.dim() != len(wanted):  # a dimension of one entry is there or not
             rows = rows.reshape(wanted if rows.numel() == math.prod(wanted) else (-1, *wanted[1:]))
-        assignment.target.load(rows, first_row)
+        try:
+            assignment.target.load(rows, first_row)
+        except ValueError as error:
+            tensor = assignment.tensor
+            raise CorruptCheckpoint(f"{tensor.name} in {tensor.file}: {error}") from None
 
 
 def llama_name(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None]:

@@ -1,0 +1,331 @@
+"""Weights as codes of four or eight bits, and a scale for each group of a row's inputs.
+
+What checkpoints hold is turned into this one form run by run, as it is loaded, where the weight will be: nothing else is
+ever allocated for a whole layer. Formats say in `layouts` and `load` how theirs becomes this.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvern.errors import UnsupportedModel
+from kvern.layers.linear_format import LinearFormat, LinearMethods
+from kvern.layers.linear_method import (
+    INPUTS,
+    OUTPUTS,
+    Axis,
+    LinearMethod,
+    LinearShape,
+    Part,
+    TensorLayout,
+    copy_part,
+)
+from kvern.layers.quantized.method import Packed, QuantizedMethod
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of FP4 (OCP Microscaling Formats 1.0, 5.3.3): a sign, two bits of exponent, one of mantissa."""
+
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The numbers of NormalFloat4 (Dettmers et al., QLoRA, 2023, appendix E): quantiles of the normal distribution."""
+
+NUMBERS: Mapping[str, tuple[float, ...]] = {"int4": tuple(range(16)), "e2m1": E2M1, "nf4": NF4}
+"""What the codes of four bits mean, before zero and scale."""
+
+MIDDLE = {"int4": 8, "int8": 0}
+"""The zero of a matrix without zeros."""
+
+EXACT = ("int4", "int8", "e2m1")
+"""Codes whose numbers, less a zero, any dtype of activations holds."""
+
+
+class Form(NamedTuple):
+    """How a matrix is stored: the code's name, and how many inputs share a scale of this dtype; -1: all of a row.
+
+    `zero`: groups have a code that means zero. `factor`: rows have a factor. `ordered`: groups are made of any inputs.
+    """
+
+    code: str
+    group: int
+    scale: torch.dtype = torch.float16
+    zero: bool = False
+    factor: bool = False
+    ordered: bool = False
+
+
+class GroupedMethod(QuantizedMethod):
+    """`(code - zero) * scale`, or a number of the code's times `scale`, times the row's `factor`.
+
+    `codes` uint8 [outputs, inputs / 2], whose low four bits are the even input's, or int8 [outputs, inputs]; `scale`
+    and `zero` [outputs, inputs / group]. E8M0 scales are uint8, the exponent plus 127.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    factor: Tensor | None
+    order: Tensor | None
+    """[inputs] int32: until all is loaded the group of each input, then `Packed.order`."""
+
+    def __init__(self, shape: LinearShape, form: Form) -> None:
+        self.form = form
+        self.group = shape.inputs if form.group == -1 else form.group
+        super().__init__(shape)
+        for kind in {"zero", "factor", "order"} - self.storage().keys():
+            setattr(self, kind, None)
+        self.name = f"{form.code} in groups of {self.group}"
+        self._scaled = False
+        self._ordered_by: int | None = None
+
+    def storage(self) -> Mapping[str, TensorLayout]:
+        form, groups = self.form, (OUTPUTS, Axis("inputs", self.group))
+        wide = form.code == "int8"
+        layouts = {
+            "codes": TensorLayout(torch.int8, (OUTPUTS, INPUTS))
+            if wide
+            else TensorLayout(torch.uint8, (OUTPUTS, Axis("inputs", 2))),
+            "scale": TensorLayout(form.scale, groups),
+        }
+        if form.zero:
+            layouts["zero"] = TensorLayout(torch.int8 if wide else torch.uint8, groups)
+        if form.factor:
+            layouts["factor"] = TensorLayout(torch.float32, (OUTPUTS,))
+        if form.ordered:
+            layouts["order"] = TensorLayout(torch.int32, (INPUTS,))
+        return layouts
+
+    def put(self, kind: str, tensor: Tensor, part: Part, first: int, along: int = 0) -> None:
+        """Copy a run of a part of `codes`, `scale` or `zero`, as they are stored here: see `copy_part`.
+
+        Scales keep the checkpoint's precision. Raises ValueError for a scale that is no number.
+        """
+        target = getattr(self, kind)
+        if tensor.dtype.itemsize > target.dtype.itemsize == 1 and not target.dtype.is_floating_point:
+            raise ValueError(f"it is {tensor.dtype}, and codes of one byte are wanted")
+        if tensor.dtype.itemsize == 1 and tensor.dtype != target.dtype:
+            tensor = tensor.view(target.dtype)
+        if kind == "scale" and target.dtype.itemsize > 1:
+            if not bool(tensor.isfinite().all()):
+                raise ValueError("a scale is not finite; the file is damaged, download it again")
+            target = self._scale_in(tensor.dtype)
+        copy_part(self.storage()[kind], target, tensor, part, first, along)
+
+    def put_factor(self, value: Tensor, part: Part, divides: bool = False) -> None:
+        """The one number that multiplies, or `divides`, all rows of a part. Raises ValueError unless it is above 0."""
+        number = float(value)
+        if not 0 < number < float("inf"):
+            raise ValueError(f"the scale of the whole weight is {number}; it has to be above 0")
+        assert self.factor is not None
+        self.factor[part.first : part.first + len(part.outputs)] = 1 / number if divides else number
+
+    def put_group_index(self, groups: Tensor, part: Part, first: int) -> None:
+        """A run of the group of each input. Raises ValueError where this matrix cannot be stored so."""
+        count = self.shape.inputs // self.group
+        wrong = groups[(groups < 0) | (groups >= count)]
+        if len(wrong):
+            raise ValueError(f"an input is in group {int(wrong[0])} of {count} groups; the file is damaged")
+        if self.order is None:
+            if not torch.equal(groups.int(), torch.arange(first, first + len(groups), device=groups.device).int() // self.group):
+                raise ValueError(
+                    "its inputs are not in the order of their groups, as they are where the quantization_config says "
+                    "desc_act (GPTQ) or actorder (compressed-tensors): correct it there"
+                )
+        elif self._ordered_by in (None, part.first):
+            self._ordered_by = part.first
+            self.order[first : first + len(groups)] = groups
+        elif not torch.equal(groups.int(), self.order[first : first + len(groups)]):
+            raise ValueError(
+                "its inputs are in another order than those of the parts that share its product; quantize the model "
+                "without desc_act"
+            )
+
+    def finish(self) -> None:
+        if self.zero is not None and bool((self.zero == MIDDLE[self.form.code]).all()):
+            self.zero = None
+        if self.order is not None:
+            self._sort_inputs(self.order)
+
+    def _sort_inputs(self, groups: Tensor) -> None:
+        """Bring the inputs of each group together. Raises ValueError if groups are not equally large."""
+        counts = torch.bincount(groups, minlength=self.shape.inputs // self.group)
+        if not bool((counts == self.group).all()):
+            raise ValueError(f"groups of inputs have {int(counts.min())} to {int(counts.max())}, not {self.group} each")
+        order = torch.argsort(groups, stable=True)
+        if torch.equal(order, torch.arange(len(order), device=order.device)):
+            self.order = None
+            return
+        for run in self._runs():
+            codes = self.codes[run]
+            self.codes[run] = codes[:, order] if self._wide else pack_pairs(unpack_pairs(codes)[:, order])
+        self.order = nn.Parameter(order.int(), requires_grad=False)
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        scale = self._scales(index)
+        number = scale.dtype
+        plain = self._plain(self.codes[index], number).view(*scale.shape, self.group)
+        if self.zero is not None:
+            plain = plain - self.zero[index].to(number).unsqueeze(-1)
+        plain = plain.mul_(scale.unsqueeze(-1)).view(-1, self.shape.inputs).to(self.shape.dtype)
+        return plain if self.order is None else torch.empty_like(plain).index_copy_(1, self.order.long(), plain)
+
+    def packed(self) -> Packed:
+        return Packed(
+            self.form.code, self.codes, self.scale, self.zero, self.group, order=self.order, factor=self.factor
+        )
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        super().fill_random(generator)
+        if self.scale.dtype == torch.uint8:
+            self.scale.random_(118, 123, generator=generator)
+        if self.zero is not None:
+            self.zero.fill_(MIDDLE[self.form.code] - 1)
+        if self.order is not None:
+            inputs = torch.randperm(self.shape.inputs, generator=generator, device=self.order.device)
+            self.order.copy_(inputs // self.group)
+
+    @property
+    def _wide(self) -> bool:
+        """Codes have a byte each."""
+        return self.codes.dtype == torch.int8
+
+    def _scale_in(self, dtype: torch.dtype) -> Tensor:
+        """`scale` in a dtype that holds what was loaded and what is to be."""
+        dtype = dtype if dtype.itemsize <= 4 else torch.float32
+        wanted = torch.promote_types(self.scale.dtype, dtype) if self._scaled else dtype
+        self._scaled = True
+        if wanted != self.scale.dtype:
+            self.scale = nn.Parameter(self.scale.to(wanted), requires_grad=False)
+        return self.scale
+
+    def _scales(self, index: Tensor | slice) -> Tensor:
+        """The scales of rows, their factors in them, in the dtype to multiply in: so that only a product is rounded."""
+        scale = self.scale
+        if scale.dtype == torch.uint8:
+            exponents = _exponents(scale.device)
+            return exponents[scale[index].int()]
+        if scale.dtype == torch.float8_e4m3fn:  # which has no index of its own
+            scale = scale.view(torch.uint8)[index].view(torch.float8_e4m3fn).float()
+        else:
+            exact = self.form.code in EXACT and scale.dtype == self.shape.dtype
+            scale = scale[index] if exact else scale[index].float()
+        return scale if self.factor is None else scale * self.factor[index].unsqueeze(-1)
+
+    def _plain(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers of `codes [N, ...]`, to be written to: `[N, inputs]`."""
+        if self._wide:
+            return codes.to(dtype)
+        middle = MIDDLE.get(self.form.code, 0) if self.zero is None else 0
+        table = _pairs(self.form.code, middle, dtype, codes.device)
+        return table[codes.int()].view(dtype)
+
+
+@lru_cache(maxsize=64)
+def _pairs(code: str, middle: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256]: the two numbers of each byte, as one integer of twice their width."""
+    numbers = torch.tensor(NUMBERS[code], dtype=torch.float32, device=device) - middle
+    byte = torch.arange(256, device=device)
+    pairs = torch.stack([numbers[byte & 15], numbers[byte >> 4]], -1).to(dtype)
+    return pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32).flatten()
+
+
+@lru_cache(maxsize=8)
+def _exponents(device: torch.device) -> Tensor:
+    """[256] float32: the numbers of E8M0 (OCP Microscaling Formats 1.0, 5.4.1), of which the last is none."""
+    return torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [float("nan")], device=device)
+
+
+def unpack_pairs(codes: Tensor) -> Tensor:
+    """uint8 [..., N]: two codes in a byte, the low four bits first -> [..., 2 * N], a code in each."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    """uint8 [..., 2 * N], below 16 -> [..., N], what `unpack_pairs` takes apart."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def words_to_bytes(words: Tensor) -> Tensor:
+    """int32 [..., N] -> uint8 [..., 4 * N], the lowest byte of each first."""
+    return words.to(torch.int32).contiguous().view(torch.uint8)
+
+
+def signed(codes: Tensor) -> Tensor:
+    """uint8 codes, of which 128 means zero -> int8 codes, of which 0 does."""
+    return (codes ^ 128).view(torch.int8)
+
+
+class GroupedFormat(LinearFormat):
+    """Makes a `GroupedMethod` of matrices that can be cut into groups of `group` inputs and words of `per_word`.
+
+    `name` is that of the format in messages. `per_word_of_outputs`: codes are packed along outputs, too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[LinearShape], GroupedMethod],
+        group: int,
+        *,
+        per_word: int = 2,
+        per_word_of_outputs: int = 1,
+        joins: bool = True,
+    ) -> None:
+        self.name, self._make, self.joins = name, make, joins
+        self._inputs, self._outputs = [per_word] + [group] * (group != -1), [per_word_of_outputs]
+
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        for what, size, pieces in (("inputs", shape.inputs, self._inputs), ("outputs", shape.outputs, self._outputs)):
+            for piece in pieces:
+                if size % piece:
+                    raise UnsupportedModel(
+                        f"{build.path or 'the model'}: a weight of {size} {what} cannot be cut into groups of {piece}, "
+                        f"as {self.name} is; quantize it with a group size that divides {size}, or leave it plain"
+                    )
+        return self._make(shape)
+
+
+def check_group(name: str, group: Any) -> int:
+    """A group size of a configuration: a multiple of 8 above 0, or -1. Raises UnsupportedModel."""
+    if isinstance(group, bool) or not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
+        raise UnsupportedModel(f"{name} has the group size {group!r:.40}; it may be -1 (a whole row) or a multiple of 8")
+    return group
+
+
+PLAIN = (r"embed_tokens$", r"\.gate$", r"shared_expert_gate$")
+"""Embeddings and routers, which tools leave as they are."""
+
+
+def named(name: str) -> str:
+    """A regular expression of the paths that have a module's name, or a part of it, in them; "*" is anything."""
+    middle = ".*".join(map(re.escape, name.strip(".").split("*")))
+    return rf"(^|\.){middle}(\.|$)"
+
+
+def all_but(quantized: LinearFormat, unquantized: LinearFormat, plain: Iterable[str]) -> LinearMethods:
+    """`quantized` but for embeddings, routers, and the paths in which a regular expression of `plain` is found."""
+    return LinearMethods(quantized, tuple((re.compile(pattern), unquantized) for pattern in (*PLAIN, *plain)))
+
