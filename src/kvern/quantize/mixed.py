@@ -19,7 +19,7 @@ from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.job import Progress, Result, Settings, quantize
 from kvern.quantize.method import Method, Plan
-from kvern.quantize.mixed_report import MixedReport
+from kvern.quantize.mixed_report import SECTION, MixedReport
 from kvern.quantize.report_page import page
 from kvern.quantize.scheme import named
 from kvern.quantize.sensitivity import log_probabilities, measure, tokens_for
@@ -28,8 +28,6 @@ from kvern.quantize.statistics import REPORT_NAME
 PAGE_NAME = "quantization_report.html"
 MOST_TRIES = 3
 """How often a mixture is made that should keep to a loss."""
-SECTION = "mixed"
-"""Of the report: what `MixedReport.as_json` says."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from kvern.quantize.assignment import Choice, Frontier, frontier
 
 PLAIN = "plain"
 """The name of what is not quantized."""
+SECTION = "mixed"
+"""Of the report beside the weights: what `MixedReport.as_json` says."""
 MOST_SHOWN_POINTS = 200
 
 
@@ -109,7 +111,7 @@ class MixedReport:
         if bits * self.parameters < found.sizes[0]:
             least = float(found.sizes[0]) / self.parameters
             raise ConfigError(
-                f"target_bits is {bits:g}; the smallest mixture has {least:.3f} bits a weight: ask for more"
+                f"target_bits is {bits:g}: the smallest mixture has {least:.3f} bits a weight, ask for more"
             )
         return self.choose(found.choices(found.within_size(bits * self.parameters)))
 
@@ -127,7 +129,6 @@ class MixedReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "method": "mixed",
             "model": self.model,
             "plain": self.plain,
             "budget": dict(self.budget),
@@ -150,16 +151,16 @@ class MixedReport:
 
 
 def read_report(path: Path) -> MixedReport:
-    """A report that `as_json` made and somebody edited perhaps. Raises ConfigError, CorruptCheckpoint."""
+    """The mixture of a report, which somebody edited perhaps. Raises ConfigError, CorruptCheckpoint."""
     try:
-        values = read_object(path)
+        told = read_object(path).get(SECTION)
     except FileNotFoundError:
         raise ConfigError(f"report {str(path)!r}: there is no such file") from None
+    if not isinstance(told, Mapping):
+        raise ConfigError(f"{path} is no report of a mixture: it has no section {SECTION!r}")
     try:
-        if values["method"] != "mixed":
-            raise ConfigError(f"{path} is a report of method {values['method']!r:.40}, not of a mixture")
-        units = tuple(map(_unit, values["units"]))
-        return MixedReport(str(values["model"]), str(values["plain"]), units, calibration=values.get("calibration", {}))
+        units = tuple(map(_unit, told["units"]))
+        return MixedReport(str(told["model"]), str(told["plain"]), units, calibration=told.get("calibration", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         said = f"lacks {error}" if isinstance(error, KeyError) else json.dumps(str(error))
         raise ConfigError(f"{path} cannot be read as a report of kvern quantize: it {said}") from None
