@@ -43,6 +43,9 @@ class EngineConfig:
     """Number format of weights and activations; auto takes the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the safetensors files; dummy makes random weights from config.json, for benchmarks."""
+    quantization: Literal["fp8", "int8"] | None = None
+    """What plain weights are made while they are loaded: fp8 or int8, with a scale for each row. None: they stay as they
+    are; weights that are stored quantized are recognised without it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
     threads: int | None = None
@@ -158,7 +161,8 @@ class EngineConfig:
             read_seconds("target_itl", self.target_itl)
         for name, options in _CHOICES.items():
             if getattr(self, name) not in options:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(options)}")
+                choices = ", ".join(filter(None, options))
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {choices}")
 
     @property
     def target_itl_seconds(self) -> float | None:
@@ -198,8 +202,14 @@ def read_seconds(name: str, text: str) -> float:
     return number
 
 
-_CHOICES = {
-    name: typing.get_args(kind)
-    for name, kind in typing.get_type_hints(EngineConfig).items()
-    if typing.get_origin(kind) is Literal
-}
+def choices_of(kind: Any) -> tuple[str | None, ...]:
+    """The values of an option that has a few, None among them where it may be left out; empty for other options."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    kinds = typing.get_args(kind)
+    if len(kinds) == 2 and kinds[1] is type(None) and typing.get_origin(kinds[0]) is Literal:
+        return (*typing.get_args(kinds[0]), None)
+    return ()
+
+
+_CHOICES = {name: found for name, kind in typing.get_type_hints(EngineConfig).items() if (found := choices_of(kind))}

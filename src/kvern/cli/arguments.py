@@ -102,7 +102,7 @@ def _translated(
         raise ConfigError(f"{written} {error}") from None
     if any(option not in own and flag(option) != ADAPTER for option, _ in options):
         raise ConfigError(f"{written} is an option of kvern serve alone")
-    if on and (note := rule.note()):
+    if on and (note := rule.note(values)):
         notes.append(f"{written} {note}")
     return options
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvern.config import EngineConfig
+from kvern.config import EngineConfig, choices_of
 from kvern.errors import ConfigError
 
 Options = list[tuple[str, str | bool]]
@@ -27,7 +27,7 @@ class Rule(Protocol):
     def options(self, values: Sequence[str], on: bool) -> Options:
         """What kvern is told instead; `on` is False for --no-FLAG. Raises ConfigError with the reason of a refusal."""
 
-    def note(self) -> str | None:
+    def note(self, values: Sequence[str]) -> str | None:
         """What the user should know; None: the flag did what it says."""
 
     def help(self) -> str:
@@ -35,6 +35,7 @@ class Rule(Protocol):
 
 
 MANY = 1 << 30
+NOTHING = ("none", "null")
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,31 @@ class Named:
     def options(self, values: Sequence[str], on: bool) -> Options:
         return [(self.option, self.read(value)) for value in values]
 
-    def note(self) -> None:
+    def note(self, values: Sequence[str]) -> None:
         return None
 
     def help(self) -> str:
         return f"is kvern's {flag(self.option)}"
+
+
+@dataclass(frozen=True)
+class Partly:
+    """Some values are an option's own, `idle` ones need nothing to be done, `why`; others are refused."""
+
+    option: str
+    idle: tuple[str, ...]
+    why: str
+    takes: int = 1
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        read = one_of(self.option, dict.fromkeys((*self.idle, *NOTHING), "None"), self.why)
+        return [(self.option, read(value)) for value in values]
+
+    def note(self, values: Sequence[str]) -> str | None:
+        return f"has no effect: {self.why}" if any(value.lower() in self.idle for value in values) else None
+
+    def help(self) -> str:
+        return f"is kvern's {flag(self.option)}; {', '.join(self.idle)} have no effect: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,7 @@ class Switch:
     def options(self, values: Sequence[str], on: bool) -> Options:
         return [(self.option, self.yes if on else self.no)]
 
-    def note(self) -> None:
+    def note(self, values: Sequence[str]) -> None:
         return None
 
     def help(self) -> str:
@@ -90,7 +111,7 @@ class Idle:
             raise ConfigError(f"{wrong[0]} is refused: {self.why}")
         return []
 
-    def note(self) -> str | None:
+    def note(self, values: Sequence[str]) -> str | None:
         return None if self.silent or self.only else f"has no effect: {self.why}"
 
     def help(self) -> str:
@@ -109,7 +130,7 @@ class Refused:
             raise ConfigError(f"is refused: {self.why}")
         return []
 
-    def note(self) -> None:
+    def note(self, values: Sequence[str]) -> None:
         return None
 
     def help(self) -> str:
@@ -130,7 +151,7 @@ class Backend:
                 raise ConfigError(f"{key} is refused: kvern reads the backend there and nothing else")
         return self.named.options([str(given["backend"])], on) if "backend" in given else []
 
-    def note(self) -> None:
+    def note(self, values: Sequence[str]) -> None:
         return None
 
     def help(self) -> str:
@@ -162,12 +183,11 @@ def length(text: str) -> str:
 
 def one_of(option: str, names: Mapping[str, str], otherwise: str) -> Callable[[str], str]:
     """Reads a value that kvern may call otherwise; its own names are values, too."""
-    kinds = typing.get_type_hints(EngineConfig)
-    own = typing.get_args(kinds[option])
+    own = tuple(filter(None, choices_of(typing.get_type_hints(EngineConfig)[option])))
 
     def read(text: str) -> str:
         value = names.get(text.lower(), text.lower())
-        if value not in own:
+        if value != "None" and value not in own:
             raise ConfigError(f"{text} is refused: {otherwise}; {option} is one of {', '.join(own)}")
         return value
 

@@ -16,13 +16,13 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from kvern.cli.flag_rules import json_object
 from kvern.cli.vllm_flags import VLLM
-from kvern.config import EngineConfig
+from kvern.config import EngineConfig, choices_of
 from kvern.errors import ConfigError
 from kvern.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
@@ -130,7 +130,7 @@ def translated(name: str, value: Any, types: Mapping[str, Any], source: str, not
         options = rule.options(texts, on)
     except ConfigError as error:
         raise ConfigError(f"{source} {error}") from None
-    if on and (note := rule.note()):
+    if on and (note := rule.note(texts)):
         notes.append(f"{source} {note}")
     adapters = [str(text) for option, text in options if option == "adapter"]
     found: dict[str, Any] = {"adapters": adapters_of(",".join(adapters))} if adapters else {}
@@ -189,7 +189,7 @@ def converted(name: str, value: Any, types: Mapping[str, Any], source: str, stri
     try:
         return msgspec.convert(value, types[name], strict=strict, dec_hook=as_path)
     except msgspec.ValidationError as error:
-        choices = typing.get_args(types[name]) if typing.get_origin(types[name]) is Literal else ()
+        choices = tuple(filter(None, choices_of(types[name])))
         reason = f"{str(error)[:1].lower()}{str(error)[1:].replace('`', '').replace(' | null', '')}"
         reason = reason if strict else reason.removesuffix(", got str")  # every value of a flag is a text
         raise ConfigError(

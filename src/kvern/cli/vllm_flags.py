@@ -10,6 +10,7 @@ from kvern.cli.flag_rules import (
     Backend,
     Idle,
     Named,
+    Partly,
     Refused,
     Rule,
     Switch,
@@ -20,7 +21,6 @@ from kvern.cli.flag_rules import (
 )
 
 ONE = ("1",)
-NONE = ("none", "null")
 ONE_DEVICE = "kvern runs on one device"
 ONE_PROCESS = "a server is one process, and its engine another"
 NO_CODE = "kvern runs no code from a model's folder: see kvern models --families, or install a package that adds one"
@@ -46,6 +46,10 @@ TOOL_PARSERS = {
 REASONING_PARSERS = {"qwen3": "think", "deepseek_r1": "think", "glm45": "think", "seed_oss": "seed"}
 BACKENDS = {"triton_attn": "triton"}
 LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
+STORED_FORMATS = (
+    "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_marlin",
+    "modelopt", "modelopt_fp4", "mxfp4", "torchao",
+)  # fmt: skip
 GRAMMARS = {"auto": "llguidance", "guidance": "llguidance"}
 
 grammar_backend = Named("grammar_backend", one_of("grammar_backend", GRAMMARS, "there is no such backend"))
@@ -56,9 +60,7 @@ VLLM: dict[str, Rule] = {
     "max_model_len": Named("max_model_len", length),
     "generation_config": Named("generation_config", lambda text: "none" if text == "vllm" else text),
     "load_format": Named("load_format", one_of("load_format", LOAD_FORMATS, NO_FORMAT)),
-    "quantization": Idle(
-        "kvern reads the format of weights off config.json, and of itself knows bf16, fp16 and fp32", 1, only=NONE
-    ),
+    "quantization": Partly("quantization", STORED_FORMATS, "how weights are stored is read from the checkpoint itself"),
     "trust_remote_code": Refused(NO_CODE, 0),
     "tokenizer_mode": Idle("tokenizers come from tokenizer.json", 1, only=("auto", "hf", "fast")),
     "skip_tokenizer_init": Idle("a folder without tokenizer.json serves token ids"),

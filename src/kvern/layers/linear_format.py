@@ -44,7 +44,9 @@ class LinearFormat(ABC):
         return SeparateExperts(hidden_size, spec, build, self)
 
 
-FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
 """The tensor in which some checkpoints store a part with others."""
 
 
@@ -103,8 +105,8 @@ def linear_methods(
     name = stored.get("quant_method") if isinstance(stored, dict) else stored
     if quantization not in (None, name):
         raise ConfigError(
-            f"quantization is {quantization}, but the model's weights are stored quantized by {str(name)[:60]!r}: leave "
-            f"quantization out"
+            f"quantization is {quantization}, but the model's weights are stored quantized by {str(name)[:60]!r}: "
+            "leave quantization out"
         )
     make = LINEAR_METHODS.get(name) if isinstance(name, str) else None
     if make is None:

@@ -35,15 +35,20 @@ DTYPES = {
 # Buffers that older checkpoints carry and that follow from the configuration.
 HARMLESS = (r"rotary_emb\.inv_freq$", r"attention\.(masked_)?bias$", r"rotary_emb\.(cos|sin)_cached$")
 SHOWN = 5
+QUANTIZATION_NAME = "hf_quant_config.json"
+"""Where Model Optimizer says what it did."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder.
+    """The `config.json` of a model folder, with the `quantization_config` that may stand beside it in another file.
 
     Raises ModelNotFound if there is none, CorruptCheckpoint if it is not a JSON object.
     """
     try:
-        return read_object(folder / "config.json")
+        config = read_object(folder / "config.json")
+        if "quantization_config" not in config and os.path.lexists(folder / QUANTIZATION_NAME):
+            config["quantization_config"] = {"quant_method": "modelopt", **read_object(folder / QUANTIZATION_NAME)}
+        return config
     except FileNotFoundError:
         raise ModelNotFound(
             f"{folder / 'config.json'} does not exist; a model folder has config.json beside its *.safetensors files"

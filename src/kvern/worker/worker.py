@@ -55,7 +55,7 @@ class Worker:
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             check_dtype(dtype, device)
-            methods = linear_methods(read_config(self._folder), Unquantized())
+            methods = linear_methods(read_config(self._folder), Unquantized(), config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods)
         else:
             torch.set_num_threads(config.threads or available_cores())
@@ -76,6 +76,7 @@ class Worker:
                 kernels=plan.kernels & MODEL_KERNELS,
                 unquantized=parts.unquantized,
                 deterministic=config.deterministic and bool(plan.kernels),
+                quantization=config.quantization,
             )
         parts.prepare(decoder)
         adapters = self._make_adapters(decoder, "adapters" in plan.kernels)

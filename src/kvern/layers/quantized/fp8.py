@@ -1,8 +1,7 @@
 """Checkpoints of `quant_method` "fp8", with one scale a tensor or blocks of 128 x 128, and "fbgemm_fp8", of rows.
 
-Sources: DeepSeek-V3's `inference/fp8_cast_bf16.py` for `weight_block_size` and `weight_scale_inv` (which multiplies, its
-name notwithstanding); the `FineGrainedFP8Config` and `FbgemmFp8Config` of transformers; AutoFP8 for `weight_scale` and
-`input_scale`.
+Sources: DeepSeek-V3's `inference/fp8_cast_bf16.py` for `weight_block_size` and `weight_scale_inv`, which multiplies;
+`FineGrainedFP8Config` and `FbgemmFp8Config` of transformers; AutoFP8 for `weight_scale` and `input_scale`.
 """
 
 from collections.abc import Mapping

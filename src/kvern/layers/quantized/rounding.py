@@ -47,7 +47,7 @@ def rounded(x: Tensor, how: Rounding, static: Tensor | None = None) -> Tensor:
         return (scaled(x.float(), how.code, static).float() * static).to(x.dtype)
     width = x.shape[-1]
     group = how.group or width
-    grouped = F.pad(x, (0, -width % group)).unflatten(-1, (-1, group))
+    grouped = F.pad(x, (0, -width % group)).view(len(x), -1, group)
     if how.symmetric:
         codes, scale = quantized_rows(grouped, how.code, how.limit)
         plain = codes.float() * scale

@@ -57,7 +57,8 @@ class Scaled(LinearFormat):
 
     Stored scales times `factor` are what codes are multiplied by. `activations`: how they are rounded before they are
     multiplied (None: not at all), `static` by scales of the checkpoint's, `input_scale`. `zeros`: there are zero points
-    beside the scales, `weight_zero_point`. `granule`: outputs that share a scale here, if parts do not begin at blocks.
+    beside the scales, `weight_zero_point`, or, if they are not needed, may be. `granule`: outputs that share a scale
+    here, if parts do not begin at blocks.
     """
 
     code: Code
@@ -67,6 +68,7 @@ class Scaled(LinearFormat):
     scale_name: str = "weight_scale"
     factor: float = 1.0
     zeros: bool = False
+    zeros_needed: bool = True
     granule: int = 0
 
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
@@ -88,15 +90,19 @@ class ScaledMethod(QuantizedMethod):
 
     codes: Tensor
     scale: Tensor
-    zero: Tensor
+    zero: Tensor | None
     input_scale: Tensor
 
     def __init__(self, shape: LinearShape, form: Scaled) -> None:
         self.form = form
         self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
         super().__init__(shape)
+        if not form.zeros:
+            self.zero = None
         if form.static:
             self.input_scale.data.zero_()
+        if self.zero is not None:
+            self.zero.data.zero_()
 
     def layouts(self) -> Mapping[str, TensorLayout]:
         form, (outputs, inputs) = self.form, self.form.block
@@ -107,7 +113,7 @@ class ScaledMethod(QuantizedMethod):
             form.scale_name: TensorLayout(torch.float32, tuple(axes)),
         }
         if form.zeros:
-            found["weight_zero_point"] = TensorLayout(torch.int8, tuple(axes))
+            found["weight_zero_point"] = TensorLayout(torch.int8, tuple(axes), form.zeros_needed)
         if form.static:
             found["input_scale"] = TensorLayout(torch.float32, ())
         return found
@@ -156,10 +162,15 @@ class ScaledMethod(QuantizedMethod):
             part = Part(part.first, range(rows), part.inputs)
         copy_part(self.storage()[name], getattr(self, name), tensor, part, first_row * repeats)
 
+    def finish(self) -> None:
+        """Zero points that are all zero are none."""
+        if self.zero is not None and not self.zero.any():
+            self.zero = None
+
     def rows(self, index: Tensor | slice) -> Tensor:
         codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype).float()
         scale = self._of_rows(self.scale, index)
-        if self.form.zeros:
+        if self.zero is not None:
             codes = codes - self._of_rows(self.zero, index)
         return (codes * scale).to(self.shape.dtype)
 
@@ -174,8 +185,7 @@ class ScaledMethod(QuantizedMethod):
         return chosen.repeat_interleave(self._group, 1)[:, : self.shape.inputs]
 
     def packed(self) -> Packed:
-        zero = self.zero if self.form.zeros else None
-        return Packed(self.form.code, self.codes, self.scale, zero, self._group, self._rows)
+        return Packed(self.form.code, self.codes, self.scale, self.zero, self._group, self._rows)
 
     def rounded(self, x: Tensor) -> Tensor:
         if self.form.activations is None:
@@ -189,7 +199,5 @@ class ScaledMethod(QuantizedMethod):
             run = self.codes[first : first + 1024]
             run.copy_(torch.empty(run.shape, device=run.device).uniform_(-largest, largest, generator=generator))
         self.scale.data.fill_(RANDOM_SPREAD / largest)
-        if self.form.zeros:
-            self.zero.data.zero_()
         if self.form.static:
             self.input_scale.data.fill_(RANDOM_ACTIVATION / largest)
