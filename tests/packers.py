@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ Stored = tuple[Mapping[str, Tensor], Tensor]
 """The tensors of a weight by the endings of their names, and the plain weight that they stand for."""
 
 Pack = Callable[[Tensor], Stored]
-
 
 
 def words(codes: Array, bits: int, order: tuple[int, ...] | None = None) -> Array:
@@ -106,7 +104,7 @@ def awq(weight: Tensor, group: int = 16) -> Stored:
 
 
 def fp4_codes(scaled: Array) -> tuple[Array, Array]:
-    """The codes of E2M1 nearest to numbers, and what they are: sign, two bits of exponent of bias 1, one of fraction."""
+    """The codes of E2M1 nearest to numbers, and what they are: sign, two bits of exponent, one of fraction."""
     code = np.arange(16)
     sign, exponent, fraction = np.where(code & 8, -1.0, 1.0), code >> 1 & 3, code & 1
     numbers = sign * np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2.0 ** (exponent - 1))
@@ -147,7 +145,7 @@ def nvfp4(weight: Tensor) -> Stored:
 
 
 def nf4(weight: Tensor, *, nested: bool = False) -> Stored:
-    """The numbers are quantiles of the normal distribution, eight above zero and seven below, divided by the largest."""
+    """Its numbers are quantiles of the normal distribution, eight above zero and seven below."""
     normal = torch.distributions.Normal(0.0, 1.0)
     offset = 0.9677083
     above = normal.icdf(torch.linspace(offset, 0.5, 9)[:-1])
@@ -225,5 +223,3 @@ def stack_experts(model: Path) -> Path:
 
 def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-
-

@@ -286,7 +286,7 @@ def test_a_way_to_multiply_that_does_not_run_is_left_out(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ("gptq", "quantized by 'gptq'"),
+        ("aqlm", "quantized by 'aqlm'"),
         ({"bits": 4}, "quantized by 'None'"),
         ({"quant_method": ["scaled_rows"]}, "quantized by"),
         ({"quant_method": "scaled_rows"}, "quantization_config cannot be read as 'scaled_rows'"),

@@ -201,9 +201,9 @@ def test_a_configuration_that_is_no_object_is_refused(folder: Path, text: str) -
 
 
 def test_a_quantized_checkpoint_is_refused_by_name(folder: Path) -> None:
-    config = read_config(folder) | {"quantization_config": {"quant_method": "gptq"}}
+    config = read_config(folder) | {"quantization_config": {"quant_method": "aqlm"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="quantized by 'gptq'"):
+    with pytest.raises(UnsupportedModel, match="quantized by 'aqlm'"):
         load_model(folder)
 
 

@@ -86,9 +86,7 @@ class Part:
     inputs: range
 
 
-def copy_part(
-    layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, first_row: int, along: int = 0
-) -> None:
+def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, first_row: int, along: int = 0) -> None:
     """Copy into a matrix's `target` what `part` takes of `tensor`, a run of the part's tensor.
 
     Its entries of the dimension `along` begin at `first_row`; of all others it has all.

@@ -45,7 +45,12 @@ class PartedMethod(LinearMethod):
         return max(outputs for outputs, _ in cuts), max(inputs for _, inputs in cuts)
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        self._first[part.first].load(kind, tensor, Part(0, part.outputs, part.inputs), first_row)
+        """A part of a checkpoint may hold several of the methods' outputs: each takes its own."""
+        for first, method in self._first.items():
+            if part.first <= first < part.first + len(part.outputs):
+                begin = part.outputs.start + first - part.first
+                outputs = range(begin, begin + method.shape.outputs)
+                method.load(kind, tensor, Part(0, outputs, part.inputs), first_row)
 
     def fill_random(self, generator: torch.Generator) -> None:
         for method in self._methods:

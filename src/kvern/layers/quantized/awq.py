@@ -64,7 +64,7 @@ class AwqMethod(GroupedMethod):
 def _unpack(words: Tensor) -> Tensor:
     """int32 [R, outputs / 8] -> uint8 [R, outputs]."""
     places = torch.tensor(PLACES, device=words.device)
-    return unpack_pairs(words_to_bytes(words)).unflatten(-1, (-1, 8))[..., places].flatten(-2)
+    return unpack_pairs(words_to_bytes(words)).view(len(words), -1, 8)[..., places].flatten(1)
 
 
 @LINEAR_METHODS.register("awq")

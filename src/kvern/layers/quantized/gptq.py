@@ -91,8 +91,8 @@ def _format(quantization: Mapping[str, Any]) -> LinearFormat:
         raise UnsupportedModel(f"GPTQ weights of {bits!r:.40} bits are not supported: those of 4 and 8 are")
     if kind not in FORMATS:
         raise UnsupportedModel(
-            f"GPTQ weights of the checkpoint_format {kind!r:.40} are not supported: {' and '.join(FORMATS)} are; convert "
-            "it with GPTQModel"
+            f"GPTQ weights of the checkpoint_format {kind!r:.40} are not supported: {' and '.join(FORMATS)} are; "
+            "convert it with GPTQModel"
         )
     if quantization.get("pack_dtype", "int32") not in ("int32", None):
         raise UnsupportedModel(f"GPTQ codes packed into {quantization['pack_dtype']!r:.40} are not supported: int32 is")
@@ -101,9 +101,7 @@ def _format(quantization: Mapping[str, Any]) -> LinearFormat:
     make = partial(GptqMethod, form=form, add=FORMATS[kind])
     per_word = 32 // bits
     name = f"GPTQ of {bits} bits"
-    return GroupedFormat(
-        name, make, group, per_word=per_word, per_word_of_outputs=per_word, joins=not form.ordered
-    )
+    return GroupedFormat(name, make, group, per_word=per_word, per_word_of_outputs=per_word, joins=not form.ordered)
 
 
 def _flat(names: Iterable[Any]) -> Iterable[str]:

@@ -1,6 +1,6 @@
 """Weights as codes of four or eight bits, and a scale for each group of a row's inputs.
 
-What checkpoints hold is turned into this one form run by run, as it is loaded, where the weight will be: nothing else is
+What checkpoints hold is turned into this one form run by run, as it is loaded, on the weight's device: nothing else is
 ever allocated for a whole layer. Formats say in `layouts` and `load` how theirs becomes this.
 """
 
@@ -148,7 +148,9 @@ class GroupedMethod(QuantizedMethod):
         if len(wrong):
             raise ValueError(f"an input is in group {int(wrong[0])} of {count} groups; the file is damaged")
         if self.order is None:
-            if not torch.equal(groups.int(), torch.arange(first, first + len(groups), device=groups.device).int() // self.group):
+            if not torch.equal(
+                groups.int(), torch.arange(first, first + len(groups), device=groups.device).int() // self.group
+            ):
                 raise ValueError(
                     "its inputs are not in the order of their groups, as they are where the quantization_config says "
                     "desc_act (GPTQ) or actorder (compressed-tensors): correct it there"
@@ -264,13 +266,12 @@ def unpack_pairs(codes: Tensor) -> Tensor:
 
 def pack_pairs(codes: Tensor) -> Tensor:
     """uint8 [..., 2 * N], below 16 -> [..., N], what `unpack_pairs` takes apart."""
-    pairs = codes.unflatten(-1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def words_to_bytes(words: Tensor) -> Tensor:
     """int32 [..., N] -> uint8 [..., 4 * N], the lowest byte of each first."""
-    return words.to(torch.int32).contiguous().view(torch.uint8)
+    return words.to(torch.int32).flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
 
 
 def signed(codes: Tensor) -> Tensor:
@@ -311,7 +312,9 @@ class GroupedFormat(LinearFormat):
 def check_group(name: str, group: Any) -> int:
     """A group size of a configuration: a multiple of 8 above 0, or -1. Raises UnsupportedModel."""
     if isinstance(group, bool) or not isinstance(group, int) or (group != -1 and (group < 8 or group % 8)):
-        raise UnsupportedModel(f"{name} has the group size {group!r:.40}; it may be -1 (a whole row) or a multiple of 8")
+        raise UnsupportedModel(
+            f"{name} has the group size {group!r:.40}; it may be -1 (a whole row) or a multiple of 8"
+        )
     return group
 
 
@@ -328,4 +331,3 @@ def named(name: str) -> str:
 def all_but(quantized: LinearFormat, unquantized: LinearFormat, plain: Iterable[str]) -> LinearMethods:
     """`quantized` but for embeddings, routers, and the paths in which a regular expression of `plain` is found."""
     return LinearMethods(quantized, tuple((re.compile(pattern), unquantized) for pattern in (*PLAIN, *plain)))
-

@@ -1,8 +1,8 @@
 """The packed forms of compressed-tensors: codes of 4 or 8 bits in words or bytes, with scales in groups.
 
 "pack-quantized": `weight_packed` int32 [O, I / n] of n codes each, the lowest bits first, in which 0 stands for the
-least signed number; `weight_scale` [O, groups]; if not symmetric `weight_zero_point` int32 [O / n, groups], packed in the
-same way along outputs; `weight_shape`; with activation ordering `weight_g_idx`. The forms of FP4 are those of `fp4`.
+least signed number; `weight_scale` [O, groups]; if not symmetric `weight_zero_point` int32 [O / n, groups], packed in
+the same way along outputs; `weight_shape`; with activation ordering `weight_g_idx`. Those of FP4 hold what `fp4` reads.
 """
 
 from collections.abc import Mapping
@@ -59,8 +59,8 @@ class PackQuantizedMethod(GroupedMethod):
             self.put("zero", zero, part, first_row * (4 if wide else 8))
         elif kind == "weight_g_idx":
             self.put_group_index(tensor, part, first_row)
-        elif len(tensor) == 2 and tensor.tolist() != [len(part.outputs), len(part.inputs)]:
-            raise ValueError(f"it is {tensor.tolist()}, the weight has {[len(part.outputs), len(part.inputs)]}")
+        elif len(tensor) == 2 and (tensor[0] < part.outputs.stop or tensor[1] != len(part.inputs)):
+            raise ValueError(f"it is {tensor.tolist()}, the weight has {[part.outputs.stop, len(part.inputs)]}")
 
 
 def packed_format(weights: Mapping[str, Any], input_activations: Mapping[str, Any] | None, form: str) -> LinearFormat:
@@ -95,8 +95,8 @@ def _pack_quantized(weights: Mapping[str, Any]) -> LinearFormat:
     group = weights.get("group_size")
     if strategy not in ("group", "channel", None) or (strategy == "group" and group is None):
         raise UnsupportedModel(
-            f"compressed-tensors weights of the strategy {strategy!r:.40} with group_size {group!r:.20} are not supported "
-            "in the format pack-quantized: 'group' with a group_size, and 'channel', are"
+            f"compressed-tensors weights of the strategy {strategy!r:.40} with group_size {group!r:.20} are not "
+            "supported in the format pack-quantized: 'group' with a group_size, and 'channel', are"
         )
     group = check_group("the compressed-tensors configuration", -1 if strategy == "channel" or group is None else group)
     ordered = weights.get("actorder") in ("group", "dynamic", True) and group != -1
