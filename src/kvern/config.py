@@ -54,8 +54,9 @@ class EngineConfig:
     """Longest sequence in tokens, prompt and answer. None: the model's own context, as far as the memory reaches."""
     kv_cache: Literal["paged", "contiguous"] = "paged"
     """paged allocates blocks as sequences grow; contiguous reserves max_model_len for each running request."""
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of keys and values; auto takes the model's, but float32 for float16 on a CPU."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"] = "auto"
+    """Number format of keys and values; auto takes the model's, but float32 for float16 on a CPU. fp8 (e4m3) and int8
+    hold twice as many tokens, by scales that the checkpoint has or that are measured at the start."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. None: from the free memory and the batch that is possible."""
     gpu_memory_share: float | None = None

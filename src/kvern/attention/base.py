@@ -1,6 +1,6 @@
 """What an attention backend is: owner of the KV cache, and the attention of every layer over it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -44,9 +44,21 @@ class AttentionBackend(Protocol[Batch]):
         ...
 
 
-PlannedAttention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Attention of one layer: its index, queries [T, heads, head_dim] (rows may have gaps), its cache, and where the result
-goes, [T, heads, head_dim]. T are the tokens of the `Queries` it was planned for."""
+class PlannedAttention(Protocol):
+    """Attention of one layer, for the T tokens of the `Queries` it was planned for."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        """`query [T, heads, head_dim]`, whose rows may have gaps, over the layer's cache; `out [T, heads, head_dim]`.
+
+        `scales [2, kv_heads]`: of a cache in 8 bits, which only `TritonKernels` and PyTorch read.
+        """
 
 
 class AttentionKernels(Protocol):
@@ -77,4 +89,5 @@ def copy_cache_blocks(caches: Sequence[torch.Tensor], copies: Sequence[BlockCopy
     blocks = [copy.source for copy in copies] + [copy.target for copy in copies]
     sources, targets = upload(blocks, torch.int64, caches[0].device).view(2, -1)
     for cache in caches:
-        cache.index_copy_(1, targets, cache.index_select(1, sources))
+        numbers = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # PyTorch copies no e4m3 by index
+        numbers.index_copy_(1, targets, numbers.index_select(1, sources))

@@ -34,7 +34,13 @@ class FlashAttnKernels:
         firsts, lengths = sent[: len(bounds)], sent[len(bounds) :].clone()  # an address that is a multiple of 16 bytes
         table = queries.block_table.index_select(0, queries.device_slots)
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             result = self._attend(
                 query,

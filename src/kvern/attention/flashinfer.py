@@ -99,7 +99,13 @@ class FlashInferKernels:
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._planned.record()
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             wrappers[self._layers[layer]].run(query, (cache[0], cache[1]), out=out)
 
         return run

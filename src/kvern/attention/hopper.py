@@ -22,7 +22,13 @@ class HopperPrefill:
     def prefill(self, queries: Queries) -> PlannedAttention:
         tiles = queries.tiles(QUERIES)
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             hopper_prefill(
                 query,

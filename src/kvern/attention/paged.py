@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvern.attention.base import AttentionKernels, PlannedAttention
+from kvern.attention.eight_bit import EightBit, store_tokens
 from kvern.attention.triton import LONG_CONTEXT, TritonKernels
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.device.transfer import upload
@@ -43,12 +44,14 @@ class PagedAttention:
         phases: Phases,
         triton: TritonKernels,
         deterministic: bool = False,
+        eight_bit: EightBit | None = None,
     ) -> None:
         self.captures = phases.decode.captures
         self.prefix_members = 0 if deterministic or phases.decode is not triton else triton.prefix_members
         self.phases = phases
         self.triton = triton
         self.deterministic = deterministic
+        self._eight_bit = eight_bit
         shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
         pools = {
             shape: torch.zeros(shapes.count(shape), 2, blocks, block_size, *shape, dtype=dtype, device=device)
@@ -57,6 +60,10 @@ class PagedAttention:
         self._pools = [pool.flatten(0, 1) for pool in pools.values()]  # of layers alike, copied by one launch
         parts = {shape: iter(pool.unbind(0)) for shape, pool in pools.items()}
         self.caches = [next(parts[shape]) for shape in shapes]
+
+    def scales(self, layer: int) -> torch.Tensor | None:
+        """[2, kv_heads] float32 of a cache in 8 bits."""
+        return None if self._eight_bit is None else self._eight_bit.scales[layer]
 
     def plan(self, batch: DeviceBatch) -> "PagedStep":
         return PagedStep(self, batch)
@@ -94,24 +101,27 @@ class PagedStep:
     def cache(self, layer: int) -> torch.Tensor:
         return self._backend.caches[layer]
 
+    def scales(self, layer: int) -> torch.Tensor | None:
+        return self._backend.scales(layer)
+
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        cache = self._backend.caches[layer]
-        cache[0].flatten(0, 1).index_copy_(0, self.slot_mapping, key.to(cache.dtype))
-        cache[1].flatten(0, 1).index_copy_(0, self.slot_mapping, value.to(cache.dtype))
+        cache, scales = self._backend.caches[layer], self.scales(layer)
+        for kind, new in enumerate((key, value)):
+            store_tokens(cache[kind].flatten(0, 1), self.slot_mapping, new, None if scales is None else scales[kind])
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        cache = self._backend.caches[layer]
+        cache, scales = self._backend.caches[layer], self.scales(layer)
         if wanted is not None:
             if self._backend.deterministic or len(wanted) > self._backend.triton.max_requests:
                 return self.over_cache(layer, query).index_select(0, wanted)
             query = query.index_select(0, wanted)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if wanted is not None:  # the last token of a run sees all keys, as a decode does
-            self._backend.triton.decode(self._sampled())(layer, query, cache, out)
+            self._backend.triton.decode(self._sampled())(layer, query, cache, out, scales)
             return out
         for tokens, run in self._runs:
-            run(layer, query[tokens], cache, out[tokens])
+            run(layer, query[tokens], cache, out[tokens], scales)
         return out
 
     def _sampled(self) -> Queries:

@@ -76,7 +76,7 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     if asked in PACKAGES:
         return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
     only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
-    if asked == "triton" or config.deterministic or shapes.device.type != "cuda":
+    if asked == "triton" or config.deterministic or shapes.device.type != "cuda" or shapes.cache_dtype.itemsize == 1:
         return only
     installed = {name: _version(name) for name in PACKAGES if _installed(name)}
     if not installed:

@@ -48,7 +48,13 @@ class SplitPrefill:
         sizes = {split_queries(layer.heads // layer.kv_heads, most) for layer in self._layers}
         tiles = {size: queries.tiles(size) for size in sizes}
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             requests, firsts = tiles[split_queries(spec.heads // spec.kv_heads, most)]
             split_attention(
@@ -75,6 +81,7 @@ class SplitPrefill:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                scales=scales,
             )
 
         return run

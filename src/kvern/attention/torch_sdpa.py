@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kvern.attention.base import copy_cache_blocks
+from kvern.attention.eight_bit import EightBit, of_query_heads, store_tokens
 from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import rows_of
 from kvern.model_spec import AttentionSpec
@@ -79,7 +80,8 @@ class LayerStore:
 class TorchAttention:
     """AttentionBackend for any device that PyTorch knows.
 
-    `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `dtype`.
+    `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `dtype`, which `eight_bit`
+    goes with where that is what it has.
     """
 
     captures = False
@@ -94,17 +96,23 @@ class TorchAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        eight_bit: EightBit | None = None,
     ) -> None:
         self._layers = list(layers)
         self._block_size = block_size
-        self._dtype = dtype
-        token_bytes = max(2 * layer.kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+        self._dtype = dtype if eight_bit is None else eight_bit.compute
+        self._eight_bit = eight_bit
+        token_bytes = max(2 * layer.kv_heads * layer.head_dim for layer in layers) * self._dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
         self.caches = [
             _zeros((2, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device) for layer in self._layers
         ]
         self._stores = [(LayerStore.of(cache[0]), LayerStore.of(cache[1])) for cache in self.caches]
+
+    def scales(self, layer: int) -> torch.Tensor | None:
+        """[2, kv_heads] float32 of a cache in 8 bits."""
+        return None if self._eight_bit is None else self._eight_bit.scales[layer]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         copy_cache_blocks(self.caches, copies)
@@ -216,13 +224,22 @@ class TorchAttend:
     def cache(self, layer: int) -> torch.Tensor:
         return self._backend.caches[layer]
 
+    def scales(self, layer: int) -> torch.Tensor | None:
+        return self._backend.scales(layer)
+
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        for store, new in zip(self._backend._stores[layer], (key, value), strict=True):
-            store.tokens.index_copy_(0, self.slot_mapping, new.to(self._backend._dtype))
+        scales = self.scales(layer)
+        for kind, (store, new) in enumerate(zip(self._backend._stores[layer], (key, value), strict=True)):
+            store_tokens(store.tokens, self.slot_mapping, new, None if scales is None else scales[kind])
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        return rows_of(self._over_cache(layer, query), wanted)
+        scales = self.scales(layer)
+        if scales is None:
+            return rows_of(self._over_cache(layer, query), wanted)
+        key_scale, value_scale = (of_query_heads(scale, query.shape[1]) for scale in scales)
+        attended = self._over_cache(layer, (query * key_scale).to(self._backend._dtype))
+        return (rows_of(attended, wanted) * value_scale).to(query.dtype)
 
     def _over_cache(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         stores, spec = self._backend._stores[layer], self._backend._layers[layer]
@@ -244,13 +261,13 @@ def _attend(
     query: torch.Tensor, stores: tuple[LayerStore, LayerStore], part: Gather, spec: AttentionSpec
 ) -> torch.Tensor:
     """[B * queries, heads, dim] over the part's keys -> the same shape."""
-    key, value = (_read(store, spec, part) for store in stores)
+    key, value = (_read(store, spec, part).to(query.dtype) for store in stores)
     if part.queries == 1:  # the heads of a group stand where query tokens do: no key is repeated
         grouped = query.view(part.requests, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
         if part.shared is None:
             output = _scaled_attention(grouped, key, value, part, spec)
         else:
-            prefix = [store.rows.index_select(0, part.shared) for store in stores]
+            prefix = [store.rows.index_select(0, part.shared).to(query.dtype) for store in stores]
             output = _prefix_attention(grouped, prefix, key, value, part.mask, spec)
         return output.reshape(part.requests, spec.heads, spec.head_dim)
     heads = query.view(part.requests, part.queries, spec.heads, spec.head_dim).transpose(1, 2)

@@ -58,7 +58,13 @@ class TritonKernels:
     def decode(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             decode_attention(
                 query,
@@ -72,6 +78,7 @@ class TritonKernels:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                scales=scales,
                 shared=queries.shared if spec.window is None else None,
             )
 
@@ -88,7 +95,13 @@ class TritonKernels:
         shapes = {layer.head_dim: prefill_shape(layer.head_dim, long, self._element_size) for layer in self._layers}
         tiles = {size: queries.tiles(size) for size in {shape.queries for shape in shapes.values()}}
 
-        def run(layer: int, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+        ) -> None:
             spec = self._layers[layer]
             shape = shapes[spec.head_dim]
             prefill_attention(
@@ -105,6 +118,7 @@ class TritonKernels:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                scales=scales,
             )
 
         return run

@@ -93,13 +93,14 @@ VLLM: dict[str, Rule] = {
     # Memory.
     "gpu_memory_utilization": Named("gpu_memory_share"),
     "kv_cache_dtype": Named(
-        "kv_cache_dtype", one_of("kv_cache_dtype", {"half": "float16"}, "keys and values are not quantized yet")
+        "kv_cache_dtype",
+        one_of("kv_cache_dtype", {"half": "float16", "fp8_e4m3": "fp8"}, "8-bit keys and values are e4m3 or integers"),
     ),
     "kv_cache_memory_bytes": Refused("the cache is sized by --kv-cache-tokens, or by --gpu-memory-share"),
     "num_gpu_blocks_override": Refused("the cache is sized in tokens: --kv-cache-tokens, blocks times --block-size"),
     "swap_space": Idle("a request that must make room is computed again, none is swapped to host memory", 1),
     "cpu_offload_gb": Idle("weights stay on the device whole", 1, only=("0", "0.0")),
-    "calculate_kv_scales": Refused("keys and values are not quantized yet", 0),
+    "calculate_kv_scales": Idle("scales of keys and values that a checkpoint lacks are measured at the start"),
     "enable_prefix_caching": Switch("prefix_cache"),
     "prefix_caching_hash_algo": Idle("blocks are named by BLAKE2b digests of 128 bits", 1),
     "disable_hybrid_kv_cache_manager": Idle("all layers have the same blocks", silent=True),

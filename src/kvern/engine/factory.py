@@ -76,7 +76,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
         config.chunked_prefill,
         config.batching == "continuous",
     )
-    identity = model_identity(folder, config.load_format, config.dtype, layout.dtype, layout.block_size)
+    what = config.load_format, config.dtype, layout.dtype, layout.block_size
+    identity = model_identity(folder, *what, *filter(None, [layout.scales]))
     cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity, tier)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from kvern.attention.eight_bit import LARGEST_CODE
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels.attention_decode import DecodeShape, decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
@@ -16,23 +17,38 @@ from kvern.model_spec import AttentionSpec, ModelSpec
 Sizes = Iterator[tuple[Any, ...]]
 
 
-def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache, and the block table of requests with so many keys each, whose blocks lie scattered.
+class Paged(NamedTuple):
+    """A cache, the scales of one of 8 bits, and the block table of requests."""
+
+    cache: torch.Tensor
+    scales: torch.Tensor | None
+    table: torch.Tensor
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """What the cache holds, in float64."""
+        cache = self.cache.double()
+        return cache if self.scales is None else cache * self.scales[:, None, None, :, None]
+
+
+def _paged(
+    spec: AttentionSpec, inputs: Inputs, requests: int, keys: int, dtype: torch.dtype | None = None
+) -> Paged:
+    """A cache of a dtype, and the block table of requests with so many keys each, whose blocks lie scattered.
 
     Its rows are as far apart as those of most engines, at a multiple of 16: Triton compiles for that.
     """
     blocks = -(-keys // inputs.block_size)
-    cache = inputs.numbers(2, requests * blocks, inputs.block_size, spec.kv_heads, spec.head_dim)
+    shape = 2, requests * blocks, inputs.block_size, spec.kv_heads, spec.head_dim
+    cache, scales = inputs.cache(dtype or inputs.cache_dtype, *shape)
     table = inputs.zeros(requests, -(-blocks // 16) * 16)[:, :blocks]
-    return cache, table.copy_(inputs.permutation(requests * blocks).view(requests, blocks))
+    return Paged(cache, scales, table.copy_(inputs.permutation(requests * blocks).view(requests, blocks)))
 
 
-def _attended(
-    spec: AttentionSpec, query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, keys: int
-) -> torch.Tensor:
+def _attended(spec: AttentionSpec, query: torch.Tensor, paged: Paged, keys: int) -> torch.Tensor:
     """In float64, of `query [requests, queries, heads, head_dim]` that are the last of so many keys."""
     queries = query.shape[1]
-    known = cache[:, table.long()].double().flatten(2, 3)[:, :, :keys]
+    known = paged.numbers[:, paged.table.long()].flatten(2, 3)[:, :, :keys]
     key, value = known.repeat_interleave(spec.heads // spec.kv_heads, 3)
     scores = torch.einsum("rqhd,rkhd->rhqk", query.double(), key) * spec.scale
     if spec.softcap is not None:
@@ -53,10 +69,15 @@ def _decode(
     keys: int,
     planned: int,
     tiles: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Call:
-    """`planned`: the number of requests that the launch is cut for; `tiles`: what reads a block that all begin with."""
+    """`planned`: the number of requests that the launch is cut for; `tiles`: what reads a block that all begin with.
+
+    `dtype`: of the cache, if it is not that of `inputs`.
+    """
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
-    cache, table = _paged(attention, inputs, requests, keys)
+    paged = _paged(attention, inputs, requests, keys, dtype)
+    cache, scales, table = paged
     query = inputs.numbers(requests, heads, head_dim)
     out = torch.empty_like(query)
     prefix = None
@@ -76,17 +97,19 @@ def _decode(
         inputs.integers([keys - 1] * requests),
         inputs.zeros(requests * kv_heads),
         out,
-        decode_shape(planned, kv_heads, head_dim, inputs.processors, query.element_size()),
+        decode_shape(planned, kv_heads, head_dim, inputs.processors, cache.element_size()),
+        scales=scales,
         scale=attention.scale,
         window=attention.window,
         softcap=attention.softcap,
         shared=prefix,
     )
-    moved = 2 * requests * keys * kv_heads * head_dim * query.element_size()
+    moved = 2 * requests * keys * kv_heads * head_dim * cache.element_size()
+    kind = "" if scales is None else f" {str(cache.dtype).removeprefix('torch.')}"
     return Call(
-        f"{requests} x {keys} keys",
+        f"{requests} x {keys}{kind} keys",
         _into(out, launch),
-        lambda: _attended(attention, query[:, None], cache, table, keys)[:, 0],
+        lambda: _attended(attention, query[:, None], paged, keys)[:, 0],
         moved,
     )
 
@@ -120,21 +143,24 @@ def _cuts(kind: AttentionSpec, inputs: Inputs) -> list[tuple[int, bool]]:
     """
     forms: dict[tuple[DecodeShape, bool], int] = {}
     for planned in range(1, inputs.batch_requests + 1):
-        shape = decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors)
+        size = min(2, inputs.cache_dtype.itemsize)
+        shape = decode_shape(planned, kind.kv_heads, kind.head_dim, inputs.processors, size)
         forms.setdefault((shape._replace(splits=0), shape.splits > 1), planned)
     tiles = [tile for tile, _ in forms]
     return [(planned, tile not in tiles[:index]) for index, ((tile, _), planned) in enumerate(forms.items())]
 
 
 def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((spec.layers[0].attention, requests, 1024, requests) for requests in (1, 32, 256))
+    attention = spec.layers[0].attention
+    yield from ((attention, requests, 1024, requests) for requests in (1, 32, 256))
+    yield from ((attention, requests, 1024, requests, 0, dtype) for dtype in LARGEST_CODE for requests in (32, 256))
 
 
 def _prefill(
     spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int, long: bool
 ) -> Call:
     """`before`: keys of each request that were computed earlier."""
-    shape = prefill_shape(attention.head_dim, long, inputs.dtype.itemsize)
+    shape = prefill_shape(attention.head_dim, long, inputs.cache_dtype.itemsize)
     return _runs(inputs, attention, requests, queries, before, shape.queries, partial(prefill_attention, shape=shape))
 
 
@@ -142,7 +168,7 @@ def _split(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: 
     group = attention.heads // attention.kv_heads
     tile = split_queries(group, queries)
     tiles = requests * -(-queries // tile)
-    sizes = attention.kv_heads, attention.head_dim, queries, inputs.processors, inputs.dtype.itemsize
+    sizes = attention.kv_heads, attention.head_dim, queries, inputs.processors, inputs.cache_dtype.itemsize
     arrived = inputs.zeros(tiles * attention.kv_heads)
     launch = partial(split_attention, arrived=arrived, shape=split_shape(tiles, group, *sizes))
     return _runs(inputs, attention, requests, queries, before, tile, launch)
@@ -168,7 +194,9 @@ def _runs(
 ) -> Call:
     """Runs of queries in tiles of at most `tile`."""
     keys = before + queries
-    cache, table = _paged(attention, inputs, requests, keys)
+    paged = _paged(attention, inputs, requests, keys)
+    cache, scales, table = paged
+    scaled = {} if scales is None else {"scales": scales}
     query = inputs.numbers(requests * queries, attention.heads, attention.head_dim)
     out = torch.empty_like(query)
     firsts = range(0, queries, tile)
@@ -188,13 +216,12 @@ def _runs(
         scale=attention.scale,
         window=attention.window,
         softcap=attention.softcap,
+        **scaled,
     )
     pairs = requests * queries * (before + (queries + 1) / 2)
 
     def reference() -> torch.Tensor:
-        return _attended(attention, query.view(requests, queries, attention.heads, -1), cache, table, keys).flatten(
-            0, 1
-        )
+        return _attended(attention, query.view(requests, queries, attention.heads, -1), paged, keys).flatten(0, 1)
 
     moved = 2 * query.numel() * query.element_size()
     operations = 4 * attention.heads * attention.head_dim * pairs
@@ -220,7 +247,7 @@ def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if inputs.hopper:
+    if inputs.hopper and inputs.cache_dtype == inputs.dtype:
         from kvern.kernels.attention_hopper import hopper_fits
 
         fitting = (kind for kind in _kinds(spec) if hopper_fits(kind.head_dim, inputs.block_size, inputs.dtype))

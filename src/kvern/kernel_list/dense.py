@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvern.attention.eight_bit import codes_of
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels import adapters
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
@@ -103,7 +104,7 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
     qkv = inputs.numbers(tokens, (heads + 2 * kv_heads) * head_dim)
     blocks = -(-tokens // inputs.block_size)
-    cache = inputs.numbers(2, blocks, inputs.block_size, kv_heads, head_dim)
+    cache, scales = inputs.cache(inputs.cache_dtype, 2, blocks, inputs.block_size, kv_heads, head_dim)
     positions = inputs.integers(range(tokens), torch.int64)
     places = inputs.permutation(tokens, torch.int64)
     interleaved = rope is not None and rope.interleaved
@@ -123,6 +124,7 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
             interleaved=interleaved,
             norm_weight=weight,
             epsilon=1e-6,
+            scales=scales,
         )
         return query, cache
 
@@ -132,7 +134,10 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
         known = known if weight is None else _normed(known, weight, 1e-6)
         known = known if table is None else _turned(known, table, interleaved)
         expected = cache.double()
-        expected.flatten(1, 2)[:, places] = torch.stack((known[:, heads:], value))
+        stored = [known[:, heads:], value]
+        if scales is not None:
+            stored = [codes_of(*kind, cache.dtype).double() for kind in zip(stored, scales, strict=True)]
+        expected.flatten(1, 2)[:, places] = torch.stack(stored)
         return known[:, :heads], expected
 
     width = (heads + 2 * kv_heads) * head_dim

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from kvern.adapters.targets import linear_layers
+from kvern.attention.eight_bit import LARGEST_CODE, codes_of
 from kvern.layers.build import Build
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
@@ -19,7 +20,8 @@ Result = torch.Tensor | Sequence[torch.Tensor]
 class Inputs:
     """Makes the tensors that kernels are launched on: random numbers, zeros, or memory that nobody reads.
 
-    `dtype` and `block_size` are the model's and the cache's, a step has `batch_requests` and `batch_tokens` at
+    `dtype` and `block_size` are the model's and the cache's, whose numbers have 8 bits with another `cache_dtype`. A
+    step has `batch_requests` and `batch_tokens` at
     most; `adapter_rank` is the highest of `adapter_places` adapters, 0: there are none.
     """
 
@@ -34,8 +36,10 @@ class Inputs:
         batch_tokens: int = 256,
         adapter_rank: int = 0,
         adapter_places: int = 2,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.device, self.dtype, self.block_size = device, dtype, block_size
+        self.cache_dtype = cache_dtype or dtype
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
         self._fill = fill
@@ -66,6 +70,18 @@ class Inputs:
             return torch.randn(shape, generator=self._generator, dtype=dtype, device=self.device) * deviation
         make = torch.empty if self._fill == "empty" else torch.zeros
         return make(shape, dtype=dtype, device=self.device)
+
+    def cache(self, dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys and values `[2, ..., kv_heads, head_dim]` of a dtype, and the scales of one of 8 bits."""
+        if dtype not in LARGEST_CODE:
+            return self.numbers(*shape), None
+        scales = (self.numbers(2, shape[-2], dtype=torch.float32).abs() + 1) * 4 / LARGEST_CODE[dtype]
+        if self._fill != "random":
+            make = torch.empty if self._fill == "empty" else torch.zeros
+            return make(shape, dtype=dtype, device=self.device), scales
+        numbers = self.numbers(*shape, dtype=torch.float32).flatten(1, -3)
+        codes = [codes_of(*kind, dtype) for kind in zip(numbers, scales, strict=True)]
+        return torch.stack(codes).view(shape), scales
 
     def integers(self, values: Iterable[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """These, on the device."""

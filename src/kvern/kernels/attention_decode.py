@@ -12,6 +12,7 @@ import triton.language as tl
 from kvern.kernels.attention_loop import attend
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
+from kvern.kernels.eight_bit import for_kernels, in_pairs, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -62,6 +63,7 @@ def _decode_attention_kernel(
     partial_sum: tl.tensor,
     arrived: tl.tensor,
     shared_keys: tl.tensor,
+    scales: tl.tensor | None,
     scale: tl.float32,
     softcap: tl.float32,
     query_stride: tl.int64,
@@ -115,7 +117,9 @@ def _decode_attention_kernel(
         in_query = (row < group)[:, None] & (dim < head_dim)[None, :]
         queries = tl.load(
             query + request * query_stride + head[:, None] * head_dim + dim[None, :], mask=in_query, other=0.0
-        ).to(key_cache.dtype.element_ty)
+        )
+        queries = query_factors(queries, scales, key_cache.dtype.element_ty)
+        scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
         maximum, total, gathered = attend(
             queries, begin, end, length - 1 + row * 0, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
             head_dim, block_size, WINDOW, SOFTCAP, False, GROUP, DIM, TILE,
@@ -123,7 +127,7 @@ def _decode_attention_kernel(
         index = request * kv_heads * group + head
         target = out + index[:, None] * head_dim + dim[None, :]
         divisor = tl.where(total == 0.0, 1.0, total)
-        gathered /= divisor[:, None]
+        gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
         if (used == 1) & (shared == 0):
             tl.store(target, gathered.to(out.dtype.element_ty), mask=in_query)
         else:
@@ -156,19 +160,22 @@ def _decode_attention_kernel(
 
 
 def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, element_size: int = 2) -> DecodeShape:
-    """Tiles that keep the memory busy, by how many programs there are if none of the requests is split."""
+    """Tiles that keep the memory busy, by how many programs there are if none of the requests is split.
+
+    Of numbers of one byte more keys are on their way: as many bytes.
+    """
     whole = requests * kv_heads
     splits = max(1, min(64, 1024 // next_power_of_2(whole)))
     programs = 3 * processors
     if element_size == 4:
         return DecodeShape(32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
     if head_dim > 128:
-        return DecodeShape(32, splits, programs, 256, 4, 3)
+        return DecodeShape(32 if element_size == 2 else 64, splits, programs, 256, 4, 3)
     if whole <= 2 * processors:
-        return DecodeShape(64, splits, programs, 128, 4, 3)
+        return DecodeShape(64 if element_size == 2 else 128, splits, programs, 128, 4, 3)
     if whole <= 8 * processors:
-        return DecodeShape(128, splits, 2 * programs, 128, 4, 2)
-    return DecodeShape(32, 1, 1, 256, 1, 3)
+        return DecodeShape(128, splits, 2 * programs, 128, 4, 2 if element_size == 2 else 3)
+    return DecodeShape(32, 1, 1, 256, 1, 3 if element_size == 2 else 5)
 
 
 def decode_attention(
@@ -185,11 +192,13 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     shared: SharedPrefix | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Attention of one query for each of R requests over all its keys, its own included.
 
     query        [R, heads, head_dim], rows may have gaps
     cache        [2, blocks, block_size, kv_heads, head_dim]
+    scales       [2, kv_heads] float32 of a cache in 8 bits
     block_table  [slots, max_blocks] int32
     slots        [R] integers: the row of the block table
     starts       [R] integers: the position of the query; its key and those before it are in the cache
@@ -212,11 +221,13 @@ def decode_attention(
         partial = torch.empty(requests, heads, parts, head_dim, dtype=torch.float32, device=query.device)
         partial_sum = torch.empty(requests, heads, parts, dtype=torch.float32, device=query.device)
     if shared is not None:
-        attend_to_prefix(query, cache, block_table, slots, shared, partial, partial_sum, scale=scale, softcap=softcap)
+        given = query, cache, block_table, slots, shared, partial, partial_sum
+        attend_to_prefix(*given, scale=scale, softcap=softcap, scales=scales)
+    cache = for_kernels(cache)
     _decode_attention_kernel[(kv_heads, shape.splits, requests)](
         query,
         cache[0],
-        cache[1],
+        in_pairs(cache[1]),
         block_table,
         slots,
         starts,
@@ -225,6 +236,7 @@ def decode_attention(
         partial_sum,
         arrived,
         slots if shared is None else shared.keys,
+        scales,
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         query.stride(0),

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.eight_bit import factors, for_kernels, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -72,6 +73,8 @@ def prefill_tile(
     else:
         key = tl.load(key_cache + place[None, :] + dim[:, None], mask=(dim < head_dim)[:, None], other=0.0)
         value = tl.load(value_cache + place[:, None] + dim[None, :], mask=(dim < head_dim)[None, :], other=0.0)
+    key = factors(key)
+    value = factors(value)
     # Without a soft cap the scale is applied with the maximum's subtraction, in one operation.
     scores = tl.dot(queries, key, input_precision="ieee")
     if SOFTCAP:
@@ -106,6 +109,7 @@ def _prefill_attention_kernel(
     tile_request: tl.tensor,
     tile_first: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor | None,
     scale: tl.float32,
     softcap: tl.float32,
     query_stride: tl.int64,
@@ -133,7 +137,9 @@ def _prefill_attention_kernel(
     inside = (row < count)[:, None] & (dim < head_dim)[None, :]
     queries = tl.load(
         query + (token + row[:, None]) * query_stride + head * head_dim + dim[None, :], mask=inside, other=0.0
-    ).to(key_cache.dtype.element_ty)
+    )
+    queries = query_factors(queries, scales, key_cache.dtype.element_ty)
+    scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
     query_position = start + row
     low = start + first
     end = tl.minimum(start + count, low + QUERIES)
@@ -156,7 +162,8 @@ def _prefill_attention_kernel(
             softcap, kv_heads, head_dim, block_size, WINDOW, SOFTCAP, DIM, KEYS, True,
         )  # fmt: skip
     target = out + ((token + row[:, None]) * kv_heads * group + head) * head_dim + dim[None, :]
-    tl.store(target, (gathered / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    gathered = in_values(gathered / total[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
+    tl.store(target, gathered.to(out.dtype.element_ty), mask=inside)
 
 
 def prefill_shape(head_dim: int, long: bool = False, element_size: int = 2) -> PrefillShape:
@@ -187,11 +194,13 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of runs of queries over the cache, which holds their own keys already.
 
     query         [T, heads, head_dim], rows may have gaps
     cache         [2, blocks, block_size, kv_heads, head_dim]
+    scales        [2, kv_heads] float32 of a cache in 8 bits
     block_table   [slots, max_blocks] int32
     slots, starts, tokens, counts   [R] int32: row of the block table, position of the first query, its index among
                   the T, and the number of queries
@@ -203,6 +212,7 @@ def prefill_attention(
     """
     _, heads, head_dim = query.shape
     _, _, block_size, kv_heads, _ = cache.shape
+    cache = for_kernels(cache)
     _prefill_attention_kernel[(heads, tile_request.shape[0])](
         query,
         cache[0],
@@ -215,6 +225,7 @@ def prefill_attention(
         tile_request,
         tile_first,
         out,
+        scales,
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         query.stride(0),

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvern.kernels.attention_loop import attend
 from kvern.kernels.attention_prefill import LOG2_E
+from kvern.kernels.eight_bit import for_kernels, in_pairs, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -60,6 +61,7 @@ def _prefix_attention_kernel(
     tile_keys: tl.tensor,
     partial: tl.tensor,
     partial_sum: tl.tensor,
+    scales: tl.tensor | None,
     scale: tl.float32,
     softcap: tl.float32,
     query_stride: tl.int64,
@@ -96,7 +98,9 @@ def _prefix_attention_kernel(
         inside = real[:, None] & (dim < head_dim)[None, :]
         queries = tl.load(
             query + member[:, None] * query_stride + head[:, None] * head_dim + dim[None, :], mask=inside, other=0.0
-        ).to(key_cache.dtype.element_ty)
+        )
+        queries = query_factors(queries, scales, key_cache.dtype.element_ty)
+        scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
         # All queries come after the last of these keys.
         maximum, total, gathered = attend(
             queries, part * span, end, row, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads, head_dim,
@@ -104,7 +108,8 @@ def _prefix_attention_kernel(
         )  # fmt: skip
         divisor = tl.where(total == 0.0, 1.0, total)
         index = (member * kv_heads * group + head) * parts + part
-        tl.store(partial + index[:, None] * head_dim + dim[None, :], gathered / divisor[:, None], mask=inside)
+        gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
+        tl.store(partial + index[:, None] * head_dim + dim[None, :], gathered, mask=inside)
         sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
         tl.store(partial_sum + index, sums, mask=real)
 
@@ -120,6 +125,7 @@ def attend_to_prefix(
     *,
     scale: float,
     softcap: float | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Write to the first `prefix_parts` parts of each member's `partial` [R, heads, parts, head_dim] and `partial_sum`.
 
@@ -131,16 +137,18 @@ def attend_to_prefix(
     tiles, members = shared.members.shape
     splits = prefix_parts(kv_heads, tiles)
     overlap, wide = overlaps(query.device), cache.element_size() == 4
+    cache = for_kernels(cache)
     _prefix_attention_kernel[(kv_heads, tiles, splits)](
         query,
         cache[0],
-        cache[1],
+        in_pairs(cache[1]),
         block_table,
         slots,
         shared.members,
         shared.tile_keys,
         partial,
         partial_sum,
+        scales,
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         query.stride(0),
@@ -157,6 +165,6 @@ def attend_to_prefix(
         (64 if head_dim <= 128 else 32) >> wide,
         overlap,
         num_warps=4,
-        num_stages=(3 if head_dim <= 128 else 2) - wide,
+        num_stages=(3 if head_dim <= 128 else 2) - wide + (cache.element_size() == 1),
         launch_pdl=overlap,
     )

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kvern.kernels.attention_loop import attend
 from kvern.kernels.attention_prefill import LOG2_E
+from kvern.kernels.eight_bit import for_kernels, in_pairs, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2
 
 
@@ -81,6 +82,7 @@ def _split_attention_kernel(
     partial: tl.tensor,
     partial_sum: tl.tensor,
     arrived: tl.tensor,
+    scales: tl.tensor | None,
     scale: tl.float32,
     softcap: tl.float32,
     query_stride: tl.int64,
@@ -124,7 +126,9 @@ def _split_attention_kernel(
     inside = real[:, None] & (dim < head_dim)[None, :]
     queries = tl.load(
         query + ((token + query_row) * query_stride + head * head_dim)[:, None] + dim[None, :], mask=inside, other=0.0
-    ).to(key_cache.dtype.element_ty)
+    )
+    queries = query_factors(queries, scales, key_cache.dtype.element_ty)
+    scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
     position = start + query_row
     from_key = begin + split * span
     to_key = tl.minimum(from_key + span, end)
@@ -134,7 +138,7 @@ def _split_attention_kernel(
     )  # fmt: skip
     target = out + (((token + query_row) * kv_heads * group + head) * head_dim)[:, None] + dim[None, :]
     divisor = tl.where(total == 0.0, 1.0, total)
-    gathered /= divisor[:, None]
+    gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
     if used == 1:
         tl.store(target, gathered.to(out.dtype.element_ty), mask=inside)
     else:
@@ -171,8 +175,8 @@ def split_shape(
     if element_size == 4:
         return SplitShape(rows, 32 if head_dim <= 128 else 16, splits, 256, 4, 2)
     if head_dim > 128:
-        return SplitShape(rows, 32, splits, 256, 4 if rows == 16 else 8, 2)
-    return SplitShape(rows, 64, splits, 256, 4, 3)
+        return SplitShape(rows, 32, splits, 256, 4 if rows == 16 else 8, 2 if element_size == 2 else 3)
+    return SplitShape(rows, 64, splits, 256, 4, 3 if element_size == 2 else 4)
 
 
 def split_attention(
@@ -192,6 +196,7 @@ def split_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """What `prefill_attention` computes, for tiles of `shape.rows` / (query heads of a KV head) queries.
 
@@ -209,10 +214,11 @@ def split_attention(
             tiles, shape.splits, kv_heads, shape.rows, head_dim, dtype=torch.float32, device=query.device
         )
         partial_sum = torch.empty(tiles, shape.splits, kv_heads, shape.rows, dtype=torch.float32, device=query.device)
+    cache = for_kernels(cache)
     _split_attention_kernel[(kv_heads, shape.splits, tiles)](
         query,
         cache[0],
-        cache[1],
+        in_pairs(cache[1]),
         block_table,
         slots,
         starts,
@@ -224,6 +230,7 @@ def split_attention(
         partial,
         partial_sum,
         arrived,
+        scales,
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         query.stride(0),

@@ -241,10 +241,10 @@ def _copy_blocks_kernel(
 def copy_pool_blocks(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, order: torch.Tensor) -> None:
     """Copy blocks `sources` [N] of `pool [parts, blocks, ...]` to `targets` [N], all read before one is written.
 
-    `order` [N] are the numbers from 0 on; all three int64. The pool's numbers have two bytes or a multiple. Moves each
+    `order` [N] are the numbers from 0 on; all three int64. Blocks have an even number of bytes. Moves each
     block twice: it rests in memory of its own between.
     """
-    numbers = pool.view(torch.int16).flatten(2)
+    numbers = pool.flatten(2).view(torch.int16)
     parts, _, size = numbers.shape
     count = sources.shape[0]
     kept = torch.empty(parts, count, size, dtype=torch.int16, device=pool.device)

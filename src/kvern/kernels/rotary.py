@@ -4,7 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.eight_bit import for_kernels, stored_codes
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+
+
+@triton.jit
+def _stored(numbers, inverse_scale, KIND: tl.constexpr):
+    """float32 numbers as the cache holds them."""
+    if inverse_scale is None:
+        return numbers.to(KIND)
+    else:
+        return stored_codes(numbers * inverse_scale, KIND)
 
 
 @Launcher
@@ -17,6 +27,7 @@ def _rotate_and_store_kernel(
     norm_weight: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
+    scales: tl.tensor | None,
     epsilon: tl.float32,
     query_heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -77,16 +88,22 @@ def _rotate_and_store_kernel(
         turned = first * cosine - second * sine
         second = second * cosine + first * sine
         first = turned
+    KIND: tl.constexpr = key_cache.dtype.element_ty
+    if scales is None:
+        inverse_scale = None
+    else:  # those of keys come first, as their heads do
+        kind = tl.load(scales + tl.maximum(head - query_heads, 0), mask=is_key | is_value, other=1.0)
+        inverse_scale = 1.0 / kind
     tl.store(row + first_column, first.to(qkv.dtype.element_ty), mask=is_query & in_half)
     tl.store(row + second_column, second.to(qkv.dtype.element_ty), mask=is_query & in_half)
-    tl.store(key_row + first_column, first.to(key_cache.dtype.element_ty), mask=is_key & in_half)
-    tl.store(key_row + second_column, second.to(key_cache.dtype.element_ty), mask=is_key & in_half)
-    tl.store(value_row + first_column, first.to(key_cache.dtype.element_ty), mask=is_value & in_half)
-    tl.store(value_row + second_column, second.to(key_cache.dtype.element_ty), mask=is_value & in_half)
+    tl.store(key_row + first_column, _stored(first, inverse_scale, KIND), mask=is_key & in_half)
+    tl.store(key_row + second_column, _stored(second, inverse_scale, KIND), mask=is_key & in_half)
+    tl.store(value_row + first_column, _stored(first, inverse_scale, KIND), mask=is_value & in_half)
+    tl.store(value_row + second_column, _stored(second, inverse_scale, KIND), mask=is_value & in_half)
     if REST > 0:
         tl.store(row + rest_column, rest.to(qkv.dtype.element_ty), mask=is_query & in_rest)
-        tl.store(key_row + rest_column, rest.to(key_cache.dtype.element_ty), mask=is_key & in_rest)
-        tl.store(value_row + rest_column, rest.to(key_cache.dtype.element_ty), mask=is_value & in_rest)
+        tl.store(key_row + rest_column, _stored(rest, inverse_scale, KIND), mask=is_key & in_rest)
+        tl.store(value_row + rest_column, _stored(rest, inverse_scale, KIND), mask=is_value & in_rest)
 
 
 def rotate_and_store(
@@ -100,6 +117,7 @@ def rotate_and_store(
     interleaved: bool = False,
     norm_weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, write keys and values to the cache; the queries are changed in place.
 
@@ -108,12 +126,14 @@ def rotate_and_store(
     slot_mapping  [T] int64: block * block_size + offset
     table        [positions, 2, 1, rotary_dim]: cosines and signed sines, see `layers.rope`; None: no rotation
     cache        [2, blocks, block_size, kv_heads, head_dim]
+    scales       [2, kv_heads] float32 of a cache in 8 bits
     norm_weight  [query_heads + kv_heads, head_dim] float32 of a root-mean-square norm of each head; None: no norm
     returns      the queries, a view [T, query_heads, head_dim] of qkv
 
     Moves the queries twice, keys and values in and out once.
     """
     kv_heads, head_dim = cache.shape[3:]
+    cache = for_kernels(cache)
     rotary_dim = 0 if table is None else table.shape[-1]
     # Without a rotation the head is still taken in two halves, which are not turned.
     span = rotary_dim or head_dim - head_dim % 2
@@ -129,6 +149,7 @@ def rotate_and_store(
         qkv if norm_weight is None else norm_weight,
         cache[0],
         cache[1],
+        scales,
         epsilon,
         query_heads,
         kv_heads,

@@ -30,6 +30,9 @@ class PagedAttend(Attend, Protocol):
     def cache(self, layer: int) -> Tensor:
         """`[2, blocks, block_size, kv_heads, head_dim]`."""
 
+    def scales(self, layer: int) -> Tensor | None:
+        """`[2, kv_heads]` float32, by which the codes of a cache in 8 bits are keys and values; None: it is plain."""
+
     def over_cache(self, layer: int, query: Tensor, wanted: Tensor | None = None) -> Tensor:
         """`query [T, heads, head_dim]` over the stored keys and values -> `[T, heads, head_dim]`.
 

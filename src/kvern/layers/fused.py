@@ -72,6 +72,7 @@ class FusedAttention(Attention):
             paged.slot_mapping,
             table if self.rotates else None,
             paged.cache(self.index),
+            scales=paged.scales(self.index),
             query_heads=self.heads,
             interleaved=self.interleaved,
             norm_weight=None if norm is None else norm.weight,

@@ -33,7 +33,14 @@ DTYPES = {
     "float": torch.float32,
 }
 # Buffers that older checkpoints carry and that follow from the configuration.
-HARMLESS = (r"rotary_emb\.inv_freq$", r"attention\.(masked_)?bias$", r"rotary_emb\.(cos|sin)_cached$")
+HARMLESS = (
+    r"rotary_emb\.inv_freq$",
+    r"attention\.(masked_)?bias$",
+    r"rotary_emb\.(cos|sin)_cached$",
+    # Scales of keys and values, which `models/cache_scales.py` reads, and of queries and weights, which stay plain.
+    r"self_attn\.(attn\.|[qkv]_proj\.|qkv_proj\.)?(q|k|v|kv|prob)_scale$",
+    r"self_attn\.[qkv]_proj\.output_scale$",
+)
 SHOWN = 5
 QUANTIZATION_NAME = "hf_quant_config.json"
 """Where Model Optimizer says what it did."""

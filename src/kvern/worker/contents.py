@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from kvern.attention.eight_bit import EightBit
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder
 from kvern.step import SchedulerOutput, StepResult
@@ -24,6 +25,8 @@ class Contents:
     processors: ProcessorRows
     adapters: Adapters | None
     """None: the engine has no place for any."""
+    eight_bit: EightBit | None = None
+    """Of a KV cache in 8 bits."""
 
 
 class Runner(Protocol):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.attention.eight_bit import EightBit
 from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
@@ -84,7 +85,8 @@ class KernelParts:
         config = self._config
         with self._startup.stage("cache"):
             dtype = getattr(torch, layout.dtype)
-            attention = self._attention(layout.blocks + 1, layout.block_size, dtype, layout.attention)
+            eight_bit = contents.eight_bit
+            attention = self._attention(layout.blocks + 1, layout.block_size, dtype, layout.attention, eight_bit)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
             rows = DeviceRows(requests, longest, table, self._device, scratch_block=layout.blocks)
@@ -102,13 +104,20 @@ class KernelParts:
         )
 
     def _attention(
-        self, blocks: int, block_size: int, dtype: torch.dtype, chosen: Mapping[str, str]
+        self,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        chosen: Mapping[str, str],
+        eight_bit: EightBit | None,
     ) -> AttentionBackend[DeviceBatch]:
-        if self._choice is None:
-            return TorchAttention(self._layers, blocks, block_size, dtype, self._device)
+        """By those who are chosen for each phase, or through PyTorch if nobody is."""
+        if self._choice is None or not chosen:
+            return TorchAttention(self._layers, blocks, block_size, dtype, self._device, eight_bit)
         phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})
         triton, deterministic = self._choice.triton, self._config.deterministic
-        return PagedAttention(self._layers, blocks, block_size, dtype, self._device, phases, triton, deterministic)
+        sizes = blocks, block_size, dtype, self._device
+        return PagedAttention(self._layers, *sizes, phases, triton, deterministic, eight_bit)
 
     def _run_largest_steps(self, contents: Contents) -> int:
         """Run the largest steps, over a cache of one block: PyTorch keeps their memory for the steps to come.
@@ -123,7 +132,9 @@ class KernelParts:
         requests = min(slots, -(-tokens // length))
         size = self._config.block_size
         rows = DeviceRows(slots, longest, -(-longest // size), device, scratch_block=0)
-        attention = self._attention(1, size, self._dtype, {} if self._choice is None else self._choice.phases)
+        dtype = getattr(torch, self._plan.cache_dtype)
+        chosen = {} if self._choice is None else self._choice.phases
+        attention = self._attention(1, size, dtype, chosen, contents.eight_bit)
         decoder, grammars, processors = contents.decoder, contents.grammars, contents.processors
         runner = DeviceRunner(decoder, attention, rows, size, grammars, processors, cuda_graphs=False)
         torch.cuda.empty_cache()

@@ -24,6 +24,8 @@ REQUIRED_KERNELS = frozenset({"batch", "sampling"})
 """Without these the batch cannot live on the device, and all steps run through PyTorch."""
 LARGEST_HEAD = 256
 """Of the Triton attention: larger heads do not fit into registers."""
+EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
+"""By the option's name, the dtypes of a cache that has scales."""
 BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 
@@ -46,6 +48,8 @@ class Plan(msgspec.Struct, frozen=True):
     device: str
     dtype: str
     cache_dtype: str
+    plain_cache_dtype: str
+    """That of a cache that nobody asked to be another."""
     kernels: frozenset[str]
     linear_backend: Literal["auto", "cublas", "triton"]
     attention_backend: str
@@ -58,19 +62,22 @@ class Plan(msgspec.Struct, frozen=True):
 class Room(msgspec.Struct, frozen=True):
     """What one rank has left: bytes for keys and values, of which a token takes `token_bytes` over all layers.
 
-    `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there.
+    `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there. `scales`: a
+    digest of those of a cache in 8 bits.
     """
 
     cache_bytes: int
     token_bytes: int
     attention: dict[str, str] = {}
     libraries: frozenset[str] = frozenset()
+    scales: bytes = b""
 
 
 class Layout(msgspec.Struct, frozen=True):
     """The KV cache of `blocks` of `block_size` tokens, `token_bytes` each, and how large a step may be.
 
-    `depth`: how many steps are in flight at most; `attention`: who attends in which phase.
+    `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests of those of
+    a cache in 8 bits, of all ranks.
     """
 
     max_model_len: int
@@ -84,6 +91,7 @@ class Layout(msgspec.Struct, frozen=True):
     attention: dict[str, str]
     device: str
     gpus: tuple[str, ...]
+    scales: bytes = b""
 
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
@@ -96,9 +104,10 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
     largest = max(layer.attention.head_dim for layer in spec.layers)
     if attention == "auto" and ("attention" not in kernels or largest > LARGEST_HEAD):
         attention = "torch_sdpa"
-    cache_dtype: str = config.kv_cache_dtype
+    cache_dtype: str = EIGHT_BIT.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    plain = "float32" if first.device == "cpu" and first.dtype == "float16" else first.dtype
     if cache_dtype == "auto":
-        cache_dtype = "float32" if first.device == "cpu" and first.dtype == "float16" else first.dtype
+        cache_dtype = plain
     longest = resolve_max_model_len(config, spec)
     default = BATCH_REQUESTS[first.device]
     requests = config.max_batch_requests or min(default, config.max_batch_tokens or default)
@@ -106,6 +115,7 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
         device=first.device,
         dtype=first.dtype,
         cache_dtype=cache_dtype,
+        plain_cache_dtype=plain,
         kernels=kernels,
         linear_backend=config.linear_backend if "linear" in kernels else "cublas",
         attention_backend=attention,
@@ -159,6 +169,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         attention=_agreed_attention(rooms),
         device=plan.device,
         gpus=plan.gpus,
+        scales=b"".join(room.scales for room in rooms),
     )
 
 

@@ -35,7 +35,7 @@ class TorchParts:
         """The runner over a KV cache of this layout."""
         layers = [layer.attention for layer in self._spec.layers]
         dtype, size, device = getattr(torch, layout.dtype), layout.block_size, self._memory.device
-        attention = TorchAttention(layers, layout.blocks, size, dtype, device)
+        attention = TorchAttention(layers, layout.blocks, size, dtype, device, contents.eight_bit)
         rows = BatchRows(layout.max_batch_requests, layout.max_model_len, -(-layout.max_model_len // size), device)
         return ModelRunner(
             contents.decoder, attention, rows, size, contents.grammars, contents.processors, contents.adapters

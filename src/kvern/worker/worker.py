@@ -2,28 +2,43 @@
 
 import os
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import Adapter
 from kvern.adapters.store import AdapterStore
+from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
 from kvern.errors import InvalidAdapter
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
+from kvern.models.cache_scales import stored_scales
 from kvern.models.decoder import Decoder
 from kvern.models.loader import choose_dtype, load_model, read_config
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
+from kvern.worker.cache_scales import digest, measured_scales
 from kvern.worker.contents import Contents, Parts, Runner
 from kvern.worker.device import check_dtype, check_head_dim, check_weights_fit
 from kvern.worker.memory import DeviceMemory
-from kvern.worker.plan import BATCH_REQUESTS, BATCH_TOKENS, Findings, Layout, Plan, Room, resolve_max_model_len
+from kvern.worker.plan import (
+    BATCH_REQUESTS,
+    BATCH_TOKENS,
+    EIGHT_BIT,
+    Findings,
+    Layout,
+    Plan,
+    Room,
+    resolve_max_model_len,
+)
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
@@ -44,12 +59,16 @@ class Worker:
         self._startup = startup
         self._memory = DeviceMemory(device, config.gpu_memory_share)
         self._store: AdapterStore | None = None
+        self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.layers)
 
     def probe(self) -> Findings:
         """What the device is and can do. Raises ConfigError for what it cannot."""
         config, device = self._config, self._device
         resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
         dtype = choose_dtype(config.dtype, self._spec, None if config.load_format == "dummy" else self._folder)
+        if config.kv_cache_dtype in EIGHT_BIT and config.load_format != "dummy":
+            largest = LARGEST_CODE[getattr(torch, EIGHT_BIT[config.kv_cache_dtype])]
+            self._stored_scales = stored_scales(self._folder, read_config(self._folder), self._spec, largest)
         gpu = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -85,7 +104,23 @@ class Worker:
         model = ProcessorModel(self._folder, spec.vocab_size, plan.max_batch_requests, plan.max_model_len, device)
         processors = ProcessorRows(load_processors(config.logits_processors), model)
         self._contents = Contents(decoder, self._grammars, processors, adapters)
-        return parts.room(self._contents)
+        if config.kv_cache_dtype not in EIGHT_BIT:
+            return parts.room(self._contents)
+        with self._startup.stage("cache scales"):
+            eight_bit = self._eight_bit(plan)
+        self._contents = replace(self._contents, eight_bit=eight_bit)
+        return msgspec.structs.replace(parts.room(self._contents), scales=digest(eight_bit.scales))
+
+    def _eight_bit(self, plan: Plan) -> EightBit:
+        """How a cache in 8 bits is read: by the checkpoint's scales, and those that are measured where it has none."""
+        found = self._stored_scales
+        if any(scale is None for scale in found):
+            contents, size = self._contents, self._config.block_size
+            make_runner = partial(self._parts.runner, contents)
+            measured = measured_scales(make_runner, self._spec, plan, size, getattr(torch, plan.cache_dtype))
+            found = [other if scale is None else scale for scale, other in zip(found, measured, strict=True)]
+        scales = [scale.to(self._device) for scale in found if scale is not None]
+        return EightBit(scales, getattr(torch, plan.plain_cache_dtype))
 
     def build(self, layout: Layout) -> None:
         """Take the memory of the KV cache; then steps can run."""
@@ -152,6 +187,7 @@ def usable_kernels(
         batch_tokens=config.max_batch_tokens or BATCH_TOKENS[device.type],
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
+        cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)
