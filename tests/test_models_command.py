@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from kvern.cli.main import main
 from kvern.cli.model_report import Device, report_of
 from kvern.models.loader import load_model, read_config
+from kvern.quantize import job
+from kvern.quantize.calibration import Calibration
+from kvern.quantize.checkpoint import Checkpoint
+from kvern.quantize.scheme import FP8, INT8, int4
 from kvern.worker.memory import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE, MARGIN_BYTES
 from tests.families import make_checkpoint
 from tests.scaled_rows import quantize
@@ -111,3 +117,35 @@ def test_what_cannot_be_described_is_refused_in_a_line(tmp_path: Path, capsys: p
     (folder / "config.json").write_text(json.dumps(read_config(folder) | {"hidden_size": 52}))
     assert "do not fit config.json" in refused(folder, capsys)
     assert main(["models", "--json"]) == 2
+
+
+def test_statistics_tell_ranges_scales_and_saturated_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    model = make_checkpoint("llama", tmp_path / "model", hidden_size=64, intermediate_size=128)
+    weights = load_file(model / "model.safetensors")
+    checkpoint = Checkpoint(model, torch.device("cpu"))
+    plan = dict.fromkeys(checkpoint.matrices, INT8) | {"model.layers.0.self_attn.o_proj": int4(32)}
+    plan["model.layers.1.mlp.down_proj"] = FP8
+    out = tmp_path / "out"
+    rows = torch.randint(3, 131, (2, 16))
+    job.quantize(checkpoint, job.Settings(plan, job.make_method("rtn")), Calibration(rows, "numbers"), out)
+    capsys.readouterr()
+    assert main(["models", str(out), "--statistics", "--json"]) == 0
+    found = {item["layer"]: item for item in json.loads(capsys.readouterr().out)["matrices"]}
+    assert len(found) == 2 + 3 * 4
+    plain = found["embed_tokens"]
+    assert plain["least"] == pytest.approx(float(weights["model.embed_tokens.weight"].min()))
+    assert plain["saturated"] is None and plain["largest_scale"] is None
+    for layer in ("layers.0.mlp.down_proj", "layers.0.self_attn.o_proj", "layers.1.mlp.down_proj"):
+        weight, item = weights[f"model.{layer}.weight"], found[layer]
+        assert item["largest"] == pytest.approx(float(weight.max()), rel=0.2)
+        assert item["deviation"] == pytest.approx(float(weight.std()), rel=0.05)
+        assert 0 < item["smallest_scale"] <= item["largest_scale"]
+        assert 1 / weight.shape[1] <= item["saturated"] < 0.2
+    assert found["layers.0.mlp.down_proj"]["largest_scale"] == pytest.approx(
+        float(weights["model.layers.0.mlp.down_proj.weight"].abs().max()) / 127, rel=1e-3
+    )
+    assert main(["models", str(out), "--statistics"]) == 0
+    assert "0.self_attn.o_proj" in capsys.readouterr().out

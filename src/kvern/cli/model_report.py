@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from kvern.models.loader import outline_model
 from kvern.models.precision import Share, shares
+from kvern.models.weight_statistics import WeightStatistics
 from kvern.worker.memory import (
     GIGABYTE,
     GPU_MEMORY_SHARE,
@@ -124,11 +126,10 @@ class ModelReport:
     def print(self, console: Console) -> None:
         """Two tables and a verdict for each device."""
         console.print(_precision_table(self))
-        memory = Table("memory", "per token", f"context of {self.context:,}", "with the weights", title_justify="left")
+        memory = _table("keys and values", "per token", f"context of {self.context:,}", "with the weights")
         for name, size in ((self.dtype, self.token_bytes), ("8 bits", self.token_bytes_8bit)):
             cache = self.context * size
-            memory.add_row(f"keys and values, {name}", _size(size), _size(cache), _size(cache + self.weight_bytes))
-        _right(memory)
+            memory.add_row(name, _size(size), _size(cache), _size(cache + self.weight_bytes))
         console.print(memory)
         for method, size in self.smaller().items():
             console.print(f"kvern quantize --method {method} would make about {_size(size)} of the weights")
@@ -138,28 +139,46 @@ class ModelReport:
 
 def _precision_table(report: ModelReport) -> Table:
     title = f"{report.model}: {report.parameters:,} parameters, {_size(report.weight_bytes)}"
-    table = Table("layers", "format", "matrices", "parameters", "share", "bits per weight", "size", title=title)
-    table.title_justify = "left"
+    table = _table("layers", "format", "parameters", "share", "bits", "size", title=title)
+    before = ""
     for share in report.shares:
         table.add_row(
-            share.kind,
+            share.kind if share.kind != before else "",
             share.format,
-            str(share.matrices),
             f"{share.parameters:,}",
             f"{share.parameters / report.parameters:.1%}",
             f"{share.bits:.2f}",
             _size(share.nbytes),
         )
+        before = share.kind
     table.add_section()
     bits = 8 * report.weight_bytes / report.parameters
-    table.add_row("all", "", "", f"{report.parameters:,}", "100.0%", f"{bits:.2f}", _size(report.weight_bytes))
-    _right(table, 2)
+    table.add_row("all", "", f"{report.parameters:,}", "100.0%", f"{bits:.2f}", _size(report.weight_bytes))
     return table
 
 
-def _right(table: Table, first: int = 1) -> None:
-    for column in table.columns[first:]:
-        column.justify = "right"
+def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> None:
+    """A row for each matrix."""
+    table = _table("matrix", "weights", "deviation", "scales", "saturated")
+    for item in matrices:
+        scales = "" if item.smallest_scale is None else f"{item.smallest_scale:.2g} to {item.largest_scale:.2g}"
+        table.add_row(
+            item.layer.removeprefix("layers."),
+            f"{item.least:.3g} to {item.largest:.3g}",
+            f"{item.deviation:.3g}",
+            scales,
+            "" if item.saturated is None else f"{item.saturated:.2%}",
+        )
+    console.print(table)
+
+
+def _table(*names: str, title: str | None = None) -> Table:
+    """With words in the first column, and in the second if it is the format; numbers in the others."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(names):
+        words = index == 0 or name == "format"
+        table.add_column(name, justify="left" if words else "right", no_wrap=name != "format")
+    return table
 
 
 def _size(count: int) -> str:

@@ -33,6 +33,8 @@ class ModelsCommand:
     """Name, folder, or hub id of a downloaded model."""
     json: bool = False
     """Say it of the model as JSON."""
+    statistics: bool = False
+    """Load the model and show the range of each matrix' weights and scales, and the share of saturated codes."""
     families: bool = False
     """List the model families that kvern can run instead."""
 
@@ -43,8 +45,8 @@ class ModelsCommand:
         console = Console()
         if self.model is not None:
             return self._describe(self.model, console)
-        if self.json:
-            raise ConfigError("--json says what one model is: name it")
+        if self.json or self.statistics:
+            raise ConfigError("--json and --statistics say what one model is: name it")
         if self.families:
             for name in known_families():
                 console.print(name, highlight=False)
@@ -59,14 +61,23 @@ class ModelsCommand:
         return 0
 
     def _describe(self, model: str, console: Console) -> int:
-        from kvern.cli.model_report import report_of
-        from kvern.models.hub import resolve_model
+        from dataclasses import asdict
 
-        report = report_of(model, resolve_model(model, offline=True))
+        from kvern.cli.model_report import print_statistics, report_of
+        from kvern.models.hub import resolve_model
+        from kvern.models.loader import load_model
+        from kvern.models.weight_statistics import weight_statistics
+
+        folder = resolve_model(model, offline=True)
+        report = report_of(model, folder)
+        matrices = list(weight_statistics(load_model(folder))) if self.statistics else []
         if self.json:
-            sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n")
-        else:
-            report.print(console)
+            told = report.as_json() | ({"matrices": [asdict(item) for item in matrices]} if matrices else {})
+            sys.stdout.write(json.dumps(told, indent=1) + "\n")
+            return 0
+        report.print(console)
+        if matrices:
+            print_statistics(matrices, console)
         return 0
 
 

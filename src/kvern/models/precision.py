@@ -58,7 +58,8 @@ def shares(decoder: Decoder) -> list[Share]:
                 count[1] += parameters
                 count[2] += nbytes
     items = [Share(*key, *count) for key, count in found.items()]
-    return sorted(items, key=lambda share: share.kind == SMALL)
+    kinds = list(dict.fromkeys(share.kind for share in items))
+    return sorted(items, key=lambda share: (share.kind == SMALL, kinds.index(share.kind)))
 
 
 def _of_module(path: str, module: Loadable, seen: set[int]) -> Iterator[tuple[str, str, int, int]]:

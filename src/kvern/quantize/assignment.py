@@ -74,7 +74,7 @@ def _undominated(sizes: NDArray[np.int64], losses: NDArray[np.float64]) -> NDArr
     """Indices of those that no other beats, by size; of too many, the best of each step."""
     order = np.lexsort((losses, sizes))
     best = np.minimum.accumulate(losses[order])
-    kept = order[np.concatenate(([True], best[1:] < best[:-1]))]
+    kept: NDArray[np.int64] = order[np.concatenate(([True], best[1:] < best[:-1]))]
     if len(kept) > MOST_POINTS:
         span = int(sizes[kept[-1]] - sizes[kept[0]])
         steps = (sizes[kept] - sizes[kept[0]]) * MOST_POINTS // (span + 1)
