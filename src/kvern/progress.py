@@ -1,36 +1,41 @@
-"""Progress of generation on the terminal: a bar where someone looks, a line now and then where it is logged."""
+"""Progress on the terminal: a bar where someone looks, a line now and then where it is logged."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Report = Callable[[int, int], None]
-"""Takes the requests done and the tokens generated so far."""
+Report = Callable[[int, float], None]
+"""Takes the items done, as requests, and what was made of them so far, as tokens."""
 
 LINE_SECONDS = 5.0
 """Between two lines where stderr is not a terminal."""
 
 
-@contextmanager
-def generation_progress(total: int | None, done: int = 0) -> Iterator[Report]:
+def generation_progress(total: int | None, done: int = 0) -> AbstractContextManager[Report]:
     """Give a function report(requests done, tokens generated); `total` requests, None if unknown."""
+    return work_progress("generating", "requests", "tokens", total, done)
+
+
+@contextmanager
+def work_progress(doing: str, items: str, unit: str, total: int | None, done: int = 0) -> Iterator[Report]:
+    """Give a function report(items done, units done), which shows the units of a second."""
     started = time.monotonic()
 
-    def rate(tokens: int) -> str:
-        return f"{tokens / max(time.monotonic() - started, 1e-9):.0f} tokens/s"
+    def rate(units: float) -> str:
+        return f"{units / max(time.monotonic() - started, 1e-9):.0f} {unit}/s"
 
     if not sys.stderr.isatty():
         last = started
 
-        def report_line(done: int, tokens: int) -> None:
+        def report_line(done: int, units: float) -> None:
             nonlocal last
             if time.monotonic() - last >= LINE_SECONDS:
                 last = time.monotonic()
-                sys.stderr.write(f"{done}/{total if total is not None else '?'} requests, {rate(tokens)}\n")
+                sys.stderr.write(f"{done}/{total if total is not None else '?'} {items}, {rate(units)}\n")
 
         yield report_line
         return
@@ -43,5 +48,5 @@ def generation_progress(total: int | None, done: int = 0) -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("generating", total=total, completed=done, rate="")
-        yield lambda done, tokens: bar.update(task, completed=done, rate=rate(tokens))
+        task = bar.add_task(doing, total=total, completed=done, rate="")
+        yield lambda done, units: bar.update(task, completed=done, rate=rate(units))

@@ -20,6 +20,7 @@ from kvern.cli.flag_rules import json_object
 from kvern.cli.help import asked_help, print_help
 from kvern.cli.models import ModelsCommand
 from kvern.cli.options import Defaults, adapters_of, read_defaults
+from kvern.cli.quantize import QuantizeCommand
 from kvern.cli.run import INTERRUPTED, RunCommand
 from kvern.cli.serve import ServeCommand
 from kvern.errors import KvernError
@@ -31,6 +32,7 @@ KINDS: dict[tuple[str, ...], type] = {
     ("chat",): ChatCommand,
     ("serve",): ServeCommand,
     ("models",): ModelsCommand,
+    ("quantize",): QuantizeCommand,
     ("bench", "offline"): Offline,
     ("bench", "serve"): ServeBench,
     ("bench", "kernels"): Kernels,
@@ -135,6 +137,7 @@ def commands(defaults: Defaults) -> Any:
         | Annotated[Kernels, tyro.conf.subcommand("kernels", default=Kernels(engine=defaults.engine))]
     )
     profile = ProfileCommand(engine=defaults.engine)
+    quantize = QuantizeCommand(missing)
     return (
         Annotated[RunCommand, tyro.conf.subcommand("run", default=run)]
         | Annotated[ChatCommand, tyro.conf.subcommand("chat", default=chat)]
@@ -143,6 +146,7 @@ def commands(defaults: Defaults) -> Any:
             tyro.conf.subcommand("serve", default=ServeCommand(server=defaults.server, engine=defaults.engine)),
         ]
         | Annotated[ModelsCommand, tyro.conf.subcommand("models", default=ModelsCommand())]
+        | Annotated[QuantizeCommand, tyro.conf.subcommand("quantize", default=quantize)]
         | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]
         | Annotated[ProfileCommand, tyro.conf.subcommand("profile", default=profile)]
     )

@@ -19,7 +19,7 @@ from kvern.quantize.blocks import Block
 from kvern.quantize.checkpoint import WEIGHT, Piece
 from kvern.quantize.grid import fit
 from kvern.quantize.inputs import Inputs
-from kvern.quantize.method import Plan, Rounded
+from kvern.quantize.method import Plan
 from kvern.quantize.round_to_nearest import RoundToNearest
 from kvern.quantize.scheme import Scheme
 

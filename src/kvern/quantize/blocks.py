@@ -35,7 +35,7 @@ class CausalAttend:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`query [T, heads, head_dim]`, `key` and `value [T, kv_heads, head_dim]` -> `[T, heads, head_dim]`."""
         spec = self._spec
-        query, key, value = (x.unflatten(0, (-1, self._length)).transpose(1, 2) for x in (query, key, value))
+        query, key, value = (x.view(-1, self._length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
         if spec.softcap is None and (spec.window is None or spec.window >= self._length):
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=spec.scale, enable_gqa=spec.heads != spec.kv_heads
@@ -90,9 +90,8 @@ class Walk:
         self._build = checkpoint.build(self._length)
         self._positions = torch.arange(self._length, device=checkpoint.device)
         with torch.no_grad():
-            self.hidden: Tensor = (
-                self.ends().embed_tokens(rows.to(checkpoint.device).flatten()).unflatten(0, rows.shape)
-            )
+            embedded: Tensor = self.ends().embed_tokens(rows.to(checkpoint.device).flatten())
+        self.hidden = embedded.view(*rows.shape, -1)
 
     def ends(self) -> Decoder:
         """The model without layers: embeddings, last norm and head, on the device."""
@@ -143,4 +142,5 @@ class Walk:
         rotation = (positions, positions) if layer.rope is None else RopeTable(layer.rope, self._build)(positions)
         flat = hidden.flatten(0, 1).clone()
         flat, update = block.module(flat, None, rotation, CausalAttend(layer.attention, self._length))
-        return (flat if update is None else flat + update).view(hidden.shape)
+        out: Tensor = flat if update is None else flat + update
+        return out.view(hidden.shape)

@@ -83,7 +83,7 @@ def item_of(line: str, where: str) -> str | list[Mapping[str, Any]]:
 
 
 def encoded(tokenizer: Tokenizer, text: str | list[Mapping[str, Any]], path: Path) -> list[int]:
-    """A text's tokens; conversations as the model's template writes them, or one message after the other without one."""
+    """A text's tokens; conversations as the model's template writes them, without one message after message."""
     try:
         if isinstance(text, str):
             return tokenizer.encode(text)

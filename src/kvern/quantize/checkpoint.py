@@ -14,8 +14,10 @@ from torch import Tensor
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel, shown
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
+from kvern.layers.loadable import Loadable
 from kvern.model_spec import Rename
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
+from kvern.models.decoder import targets_of
 from kvern.models.loader import check_fits, choose_dtype, llama_name, outline_of, read_config
 from kvern.models.registry import spec_from_config
 from kvern.quantize.watched import Watched, places
@@ -32,8 +34,8 @@ LEFT_PLAIN = re.compile(r"\.shared_expert_gate$")
 class Piece:
     """A tensor of the new checkpoint: one of the old one, or an expert's matrix in a stack of them.
 
-    `name` is the checkpoint's, `path` Llama's; `layer` None: not of a layer. `place` (expert, first row, rows) is within
-    a stack.
+    `name` is the checkpoint's, `path` Llama's; `layer` None: not of a layer. `place` (expert, first row, rows) is
+    within a stack.
     """
 
     name: str
@@ -158,9 +160,6 @@ def load_into(
     module: torch.nn.Module, pieces: list[Piece], tensors: Mapping[str, Tensor], checkpoint: Checkpoint
 ) -> None:
     """Fill a module of the model from tensors by Llama's names. Raises CorruptCheckpoint if one is missing."""
-    from kvern.layers.loadable import Loadable
-    from kvern.models.decoder import targets_of
-
     loadables = [part for part in module.modules() if isinstance(part, Loadable)]
     targets = targets_of(loadables, tensors.keys())
     missing = [name for name, target in targets.items() if target.needed and name not in tensors]

@@ -73,4 +73,5 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         if not failed or damping >= MOST_DAMPING:
             break
         damping *= 10
-    return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()
+    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+    return upper.float()

@@ -28,11 +28,12 @@ class Grid:
 
     def encode(self, weight: Tensor, first: int = 0) -> Tensor:
         """`[outputs, n]` float32 -> the nearest codes, as float32."""
-        return (
-            self._codes(weight, first).clamp_(*self.scheme.code_range)
-            if self.scheme.kind == "int"
-            else (self._codes(weight, first).clamp_(*self.scheme.code_range).to(torch.float8_e4m3fn).float())
-        )
+        codes = weight / self._of(self.scale, weight, first)
+        if self.zero is not None:
+            codes += self._of(self.zero, weight, first)
+        if self.scheme.kind == "int":
+            return codes.round_().clamp_(*self.scheme.code_range)
+        return codes.clamp_(*self.scheme.code_range).to(torch.float8_e4m3fn).float()
 
     def decode(self, codes: Tensor, first: int = 0) -> Tensor:
         """`[outputs, n]` codes -> their numbers, float32."""
@@ -46,12 +47,6 @@ class Grid:
         codes = weight / self._of(self.scale, weight, 0)
         codes = codes if self.zero is None else codes + self._of(self.zero, weight, 0)
         return (codes < low - half) | (codes > high + half)
-
-    def _codes(self, weight: Tensor, first: int) -> Tensor:
-        codes = weight / self._of(self.scale, weight, first)
-        if self.zero is not None:
-            codes += self._of(self.zero, weight, first)
-        return codes.round_() if self.scheme.kind == "int" else codes
 
     def _of(self, cells: Tensor, weight: Tensor, first: int) -> Tensor:
         """The cells' entries for each weight, or something that broadcasts."""
@@ -108,10 +103,7 @@ def _errors(grid: Grid, weight: Tensor, importance: Tensor | None) -> Tensor:
 def _grid(low: Tensor, high: Tensor, inputs: int, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
     """The grid that reaches from `low` to `high`, float32 cells; cells of zeros alone get a scale of 1."""
     least, largest = scheme.code_range
-    if scheme.symmetric:
-        scale = torch.maximum(-low, high) / largest
-    else:
-        scale = (high - low) / (largest - least)
+    scale = torch.maximum(-low, high) / largest if scheme.symmetric else (high - low) / (largest - least)
     scale = torch.where(scale > 0, scale, 1.0).to(scale_dtype).float()
     tiny = torch.finfo(scale_dtype).tiny
     scale.clamp_(min=tiny)

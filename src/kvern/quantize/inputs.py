@@ -42,10 +42,12 @@ class Inputs:
         if not self._kept:
             return torch.zeros(0, self.inputs, device=self.largest.device)
         self._kept = [torch.cat(self._kept)]
-        return self._kept[0].float()
+        rows: Tensor = self._kept[0].float()
+        return rows
 
     @property
     def mean_squares(self) -> Tensor:
+        """`[inputs]` float32."""
         return self.squares / max(1, self.count)
 
     def divide(self, scale: Tensor) -> None:

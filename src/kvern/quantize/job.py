@@ -87,6 +87,12 @@ def estimated_bytes(checkpoint: Checkpoint, plan: Plan) -> int:
     return total
 
 
+def check(checkpoint: Checkpoint, settings: Settings, out: Path, *, overwrite: bool = False) -> None:
+    """What can be known to fail before any weight is read. Raises ConfigError."""
+    check_plan(checkpoint, settings.plan)
+    check_target(out, checkpoint.folder, overwrite, estimated_bytes(checkpoint, settings.plan))
+
+
 def quantize(
     checkpoint: Checkpoint,
     settings: Settings,
@@ -102,8 +108,7 @@ def quantize(
     KeyboardInterrupt included, nothing is left of `out`.
     """
     started = time.monotonic()
-    check_plan(checkpoint, settings.plan)
-    check_target(out, checkpoint.folder, overwrite, estimated_bytes(checkpoint, settings.plan))
+    check(checkpoint, settings, out, overwrite=overwrite)
     with writing(out, 4 * len(checkpoint.pieces), settings.shard_bytes) as writer:
         run = _Run(checkpoint, settings, writer, progress)
         for piece in checkpoint.of_layer(None):
@@ -163,7 +168,7 @@ class _Run:
         rounded = self._settings.method.round(weight, inputs, scheme, dtype)
         for ending, tensor in tensors_of(rounded, dtype).items():
             self._writer.add(f"{piece.matrix}.{ending}", tensor)
-        bits = scheme.bits_per_weight(*weight.shape, dtype)
+        bits = scheme.bits_per_weight(weight.shape[0], weight.shape[1], dtype)
         self._matrices.append(statistics_of(piece.matrix, block.index, weight, rounded, inputs, bits))
         self._weights += weight.numel()
         self._stored += bits * weight.numel()

@@ -1,8 +1,8 @@
 """Codes as a compressed-tensors checkpoint stores them, and the configuration that says so.
 
 The format's names and layouts are those of https://github.com/vllm-project/compressed-tensors: "float-quantized" and
-"int-quantized" keep codes of one byte in `weight`, "pack-quantized" keeps those of 4 bits in `weight_packed`, int32, the
-first input in the lowest bits, each plus 8.
+"int-quantized" keep codes of one byte in `weight`, "pack-quantized" keeps those of 4 bits in `weight_packed`, int32,
+the first input in the lowest bits, each plus 8.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """`[rows, n]` signed codes -> int32 `[rows, ceil(n / (32 / bits))]`, the first in the lowest bits."""
     count = 32 // bits
     unsigned = codes.to(torch.int64) + (1 << (bits - 1))
-    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % count)).unflatten(1, (-1, count))
+    padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % count)).view(len(codes), -1, count)
     shifts = torch.arange(0, 32, bits, device=codes.device)
     words = (padded << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -5,8 +5,8 @@
       "model": "/models/llama-8b",               what was quantized
       "method": "gptq", "settings": {...},       as they were asked for
       "calibration": {"source": "...", "rows": 128, "row_tokens": 512},
-      "totals": {"weights": ..., "quantized_weights": ..., "bits_per_weight": ..., "bytes_before": ..., "bytes_after": ...,
-                 "seconds": ...},
+      "totals": {"weights": ..., "quantized_weights": ..., "bits_per_weight": ..., "bytes_before": ...,
+                 "bytes_after": ..., "seconds": ...},
       "matrices": [MatrixStatistics, ...]        in the order of the layers
     }
 

@@ -50,14 +50,17 @@ class WatchedExperts(StackedExperts):
         self.inputs: dict[tuple[str, int], Inputs] = {}
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
-        if self.inputs:
-            self.inputs["gate_up", expert].add(x)
+        self._tell("gate_up", expert, x)
         return super().gate_up(expert, x if self.rounding is None else self.rounding(x))
 
     def down(self, expert: int, x: Tensor) -> Tensor:
-        if self.inputs:
-            self.inputs["down", expert].add(x)
+        self._tell("down", expert, x)
         return super().down(expert, x if self.rounding is None else self.rounding(x))
+
+    def _tell(self, matrix: str, expert: int, x: Tensor) -> None:
+        inputs = self.inputs.get((matrix, expert))
+        if inputs is not None:
+            inputs.add(x)
 
 
 class Watched(LinearFormat):

@@ -73,7 +73,7 @@ class Shard:
     def _write(self, name: str, tensor: Tensor) -> None:
         flat = tensor.detach().cpu().contiguous().view(-1)
         data = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-        self._stream.write(memoryview(data))
+        self._stream.write(data.data)
         offsets = [self.nbytes, self.nbytes + data.nbytes]
         self._entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         self.nbytes += data.nbytes

@@ -1,0 +1,172 @@
+"""``kvern quantize MODEL``: a smaller checkpoint of a model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from kvern.quantize.calibration import Calibration
+    from kvern.quantize.checkpoint import Checkpoint
+    from kvern.quantize.job import Result
+    from kvern.quantize.method import Plan
+    from kvern.quantize.scheme import Scheme
+
+METHODS = ("fp8", "int8", "int4", "awq", "gptq")
+FOUR_BITS = ("int4", "awq", "gptq")
+USUAL_GROUP = 128
+FEW_ROWS, MANY_ROWS = 16, 128
+"""Of the calibration: to measure errors, or to choose codes."""
+
+
+@dataclass(frozen=True)
+class QuantizeCommand:
+    """Write a model with fewer bits a weight, as a folder that kvern, transformers and vLLM load.
+
+    The model is read layer by layer: memory is taken for one layer and the calibration's hidden states. Embeddings,
+    heads, norms and routers stay as they are. Each matrix's errors are in quantization_report.json beside the weights.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Folder, hub id or embedded model with float32, float16 or bfloat16 weights."""
+    method: str = "awq"
+    """fp8, int8 (weights and activations), int4 (weights, rounded to the nearest), awq or gptq (4 bits, calibrated)."""
+    out: Path | None = None
+    """Folder for the new checkpoint. None: MODEL-METHOD in the current folder."""
+    overwrite: bool = False
+    """Replace OUT, a model's folder, if it exists."""
+    group_size: int | None = None
+    """Weights that share a scale with 4 bits: 32, 64 or 128. None: 128."""
+    zero_points: bool = False
+    """Give each group of 4-bit codes a zero point, too."""
+    blocks: bool = False
+    """With fp8, a scale for 128 x 128 weights instead of one for each output."""
+    act_order: bool = True
+    """With gptq, round the columns of the largest inputs first."""
+    ignore: tuple[str, ...] = ()
+    """Regular expressions of matrices that stay plain, as layers.0. or down_proj."""
+    calibration: Path | None = None
+    """Text, or JSONL of messages, prompts or texts, like what the model will read. None: kvern's own conversations."""
+    calibration_rows: int | None = None
+    """Rows of text that the model reads. None: 128 for awq and gptq, else 16, which only measure."""
+    calibration_tokens: int = 512
+    """Tokens of each."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where layers are computed; auto takes a GPU if there is one."""
+
+    def execute(self) -> int:
+        """Quantize, print the table and return the exit code. Raises KvernError."""
+        scheme = self._scheme()
+        self._check()
+        from kvern.models.hub import resolve_model
+        from kvern.progress import work_progress
+        from kvern.quantize import job
+        from kvern.quantize.checkpoint import Checkpoint
+        from kvern.worker.device import check_dtype, resolve_device
+
+        device = resolve_device(EngineConfig(device=self.device))
+        checkpoint = Checkpoint(resolve_model(self.model).absolute(), device)
+        check_dtype(checkpoint.dtype, device)
+        plan = self._plan(checkpoint, scheme)
+        out = self.out or Path(f"{checkpoint.folder.name}-{self.method}")
+        settings = job.Settings(
+            plan,
+            job.make_method(self.method, act_order=self.act_order),
+            self.method == "gptq" and self.act_order,
+            {"method": self.method, "settings": self._told(scheme)},
+        )
+        job.check(checkpoint, settings, out, overwrite=self.overwrite)
+        calibration = self._calibration(checkpoint)
+        with work_progress("quantizing", "matrices", "million weights", len(plan)) as report:
+            result = job.quantize(
+                checkpoint,
+                settings,
+                calibration,
+                out,
+                overwrite=self.overwrite,
+                progress=lambda matrices, weights: report(matrices, weights / 1e6),
+            )
+        print_table(self.method, result, out)
+        return 0
+
+    def _scheme(self) -> Scheme:
+        from kvern.quantize.scheme import FP8, FP8_BLOCK, GROUPS, INT8, int4
+
+        if self.method not in METHODS:
+            raise ConfigError(f"method is {shown(self.method)}: it must be one of {', '.join(METHODS)}")
+        if self.method not in FOUR_BITS and (self.group_size is not None or self.zero_points):
+            raise ConfigError(f"group_size and zero_points are for {', '.join(FOUR_BITS)}; method is {self.method}")
+        if self.blocks and self.method != "fp8":
+            raise ConfigError(f"blocks is for fp8; method is {self.method}")
+        if self.group_size is not None and self.group_size not in GROUPS:
+            raise ConfigError(f"group_size is {self.group_size}: it must be {', '.join(map(str, GROUPS))}")
+        if self.method in FOUR_BITS:
+            return int4(self.group_size or USUAL_GROUP, symmetric=not self.zero_points)
+        return INT8 if self.method == "int8" else FP8_BLOCK if self.blocks else FP8
+
+    def _check(self) -> None:
+        for name in ("calibration_rows", "calibration_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"ignore is {shown(pattern)}: that is no regular expression: {error}") from None
+
+    def _plan(self, checkpoint: Checkpoint, scheme: Scheme) -> Plan:
+        from kvern.quantize.job import check_plan
+
+        names = checkpoint.matrices
+        plan = {name: scheme for name in names if not any(re.search(pattern, name) for pattern in self.ignore)}
+        check_plan(checkpoint, plan)
+        return plan
+
+    def _calibration(self, checkpoint: Checkpoint) -> Calibration:
+        from kvern.quantize.calibration import calibration
+        from kvern.tokenizer import Tokenizer
+
+        rows = self.calibration_rows or (MANY_ROWS if self.method in ("awq", "gptq") else FEW_ROWS)
+        length = min(self.calibration_tokens, checkpoint.spec.max_position_embeddings)
+        return calibration(Tokenizer(checkpoint.folder), self.calibration, rows, length)
+
+    def _told(self, scheme: Scheme) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "scheme": scheme.name,
+            "act_order": self.method == "gptq" and self.act_order,
+            "ignore": list(self.ignore),
+        }
+
+
+def print_table(method: str, result: Result, out: Path) -> None:
+    """Print what has been written on stdout, and what to do with it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "", title=f"kvern quantize: {method}", title_justify="left", show_header=False)
+    table.columns[1].justify = "right"
+    errors = {item.name: item.output_error for item in result.matrices if item.output_error is not None}
+    schemes = dict.fromkeys(item.scheme for item in result.matrices)
+    table.add_row("precision", ", ".join(schemes))
+    table.add_row("layers", f"{len({item.layer for item in result.matrices}):,}")
+    table.add_row("matrices", f"{len(result.matrices):,}")
+    table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
+    if errors:
+        worst = max(errors, key=errors.__getitem__)
+        table.add_row("error of outputs", f"{sum(errors.values()) / len(errors):.2%} on average")
+        table.add_row("", f"{errors[worst]:.2%} at most: {worst}")
+    table.add_row("size before", f"{result.bytes_before / 1e6:,.1f} MB")
+    table.add_row("size after", f"{result.bytes_after / 1e6:,.1f} MB")
+    table.add_row("seconds", f"{result.seconds:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(f"kvern chat {out}     talk to it\nkvern serve {out}    serve it", highlight=False, soft_wrap=True)
