@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvern import LLM, SamplingParams
+from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.models.loader import load_model
 from kvern.quantize import assignment, mixed
@@ -31,6 +33,7 @@ from kvern.quantize.sensitivity import groups_of, measure, round_rows
 from kvern.quantize.statistics import REPORT_NAME
 from tests.families import make_checkpoint
 from tests.test_model_parity import logits
+from tests.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -177,14 +180,15 @@ def calibration(model: Path) -> Calibration:
     return Calibration(ROWS, "numbers")
 
 
-def mixture(model: Path, **options: Any) -> Mixture:
-    return Mixture(Checkpoint(model, CPU), calibration(model), make_method("rtn"), **options)
+def mixture(model: Path) -> Mixture:
+    return Mixture(Checkpoint(model, CPU), calibration(model), make_method("rtn"))
 
 
 def test_a_mixture_keeps_to_its_bits(model: Path, tmp_path: Path) -> None:
     layers: list[tuple[int, int]] = []
     out = tmp_path / "out"
-    result, report = mixture(model, measuring=lambda *done: layers.append(done)).within(Budget(bits=7.0), out)
+    made = mixture(model)
+    result, report = made.make(made.measure(lambda *done: layers.append(done)), Budget(bits=7.0), out)
     assert layers == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert 6.5 < report.bits <= 7.0
     assert {unit.chosen for unit in report.units} > {"int8"}
@@ -213,14 +217,16 @@ def loss_of_folder(model: Path, out: Path) -> float:
 
 def test_a_mixture_keeps_to_its_loss(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed, "MOST_TRIES", 6)
-    _, report = mixture(model).within(Budget(loss=0.02), tmp_path / "out")
+    made = mixture(model)
+    _, report = made.make(made.measure(), Budget(loss=0.02), tmp_path / "out")
     assert 0 < report.measured["loss"] <= np.log(1.02)
     assert report.measured["perplexity"] <= 1.02 * report.measured["plain_perplexity"]
     assert report.bits < 32
 
 
 def test_a_report_can_be_edited_and_used_again(model: Path, tmp_path: Path) -> None:
-    _, first = mixture(model).within(Budget(bits=7.0), tmp_path / "first")
+    made = mixture(model)
+    _, first = made.make(made.measure(), Budget(bits=7.0), tmp_path / "first")
     path = tmp_path / "first" / REPORT_NAME
     values = json.loads(path.read_text())
     told = values["mixed"]
@@ -230,7 +236,7 @@ def test_a_report_can_be_edited_and_used_again(model: Path, tmp_path: Path) -> N
         unit["chosen"] = "int8" if "mlp" in unit["name"] else "plain"
     edited = tmp_path / "edited.json"
     edited.write_text(json.dumps(values))
-    _, second = mixture(model).again(read_report(edited), tmp_path / "second")
+    _, second = mixture(model).make(read_report(edited), None, tmp_path / "second")
     assert {unit.chosen for unit in second.units if "mlp" in unit.name} == {"int8"}
     config = json.loads((tmp_path / "second" / "config.json").read_text())["quantization_config"]
     assert len(config["config_groups"]) == 1
@@ -315,3 +321,53 @@ def test_steps_to_other_precisions_are_the_cheapest() -> None:
     assert unit.larger() == ("plain", 1 / 8)
     assert replace(unit, chosen="b").smaller() is None
     assert replace(unit, chosen="plain").larger() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "a mixture needs one of --target-bits, as 5.0, and --max-loss, as 1%"),
+        (["--target-bits", "5", "--max-loss", "1%"], "a mixture needs one of"),
+        (["--target-bits", "-1"], "target_bits is -1"),
+        (["--max-loss", "much"], "max_loss is 'much': it must be a share of perplexity"),
+        (["--max-loss", "0%"], "max_loss is 0: it must be above 0"),
+        (["--report", "none.json", "--max-loss", "1%"], "leave target_bits and max_loss out"),
+        (["--report", "none.json"], "there is no such file"),
+        (["--target-bits", "5", "--group-size", "64"], "group_size and zero_points are for"),
+        (["--target-bits", "2", "--calibration-rows", "1", "--calibration-tokens", "32"], "the smallest mixture has 4"),
+    ],
+)
+def test_the_command_refuses_in_a_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    arguments = ["quantize", str(model), "--method", "mixed", "--out", str(tmp_path / "out"), *options]
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1] and lines[-1].startswith("kvern: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_mixtures_are_refused_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(make_tiny_model(tmp_path)), "--method", "fp8", "--target-bits", "5"]) == 2
+    assert "target_bits, max_loss and report are for mixed; method is fp8" in capsys.readouterr().err
+
+
+def test_the_command_writes_a_mixture_and_takes_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    few = ["--calibration-rows", "2", "--calibration-tokens", "32", "--ignore", r"layers\.0\.mlp"]
+    base = ["quantize", str(model), "--method", "mixed", *few]
+    assert main([*base, "--target-bits", "7", "--out", str(tmp_path / "first")]) == 0
+    captured = capsys.readouterr()
+    assert "measuring each precision of each layer over 64 tokens" in captured.err
+    assert "bits per weight: " in captured.out and PAGE_NAME in captured.out
+    report = tmp_path / "first" / REPORT_NAME
+    units = {unit.name for unit in read_report(report).units}
+    assert "model.layers.1.mlp.down_proj" in units and "model.layers.0.mlp.down_proj" not in units
+    assert main([*base, "--report", str(report), "--out", str(tmp_path / "second")]) == 0
+    for name in load_file(tmp_path / "first" / "model.safetensors"):
+        first, second = (load_file(tmp_path / part / "model.safetensors")[name] for part in ("first", "second"))
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8)), name
+    with LLM(str(tmp_path / "second"), max_model_len=128) as llm:
+        [output] = llm.generate(["The"], SamplingParams(max_tokens=4, temperature=0))
+    assert len(output.outputs[0].token_ids) == 4

@@ -128,7 +128,7 @@ class Walk:
 
     def through(self, block: Block, hidden: Tensor) -> Tensor:
         """Any number of rows `[N, L, hidden]` before a block -> behind it."""
-        return torch.cat([self.run(block, rows) for rows in hidden.split(self._batch)])
+        return torch.cat([self.run(block, rows) for rows in torch.split(hidden, self._batch)])
 
     @property
     def _batch(self) -> int:

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from kvern.quantize.sensitivity import log_probabilities, measure, tokens_for
 from kvern.quantize.statistics import REPORT_NAME
 
 PAGE_NAME = "quantization_report.html"
+Measuring = Callable[[int, int], None]
+"""Takes how many layers were measured, and how many there are."""
 MOST_TRIES = 3
 """How often a mixture is made that should keep to a loss."""
 
@@ -47,6 +50,7 @@ class Budget:
 
     def choose(self, report: MixedReport, tightened: float) -> MixedReport:
         """The best mixture; `tightened` multiplies what the sum of losses may be."""
+        report = replace(report, budget=self.as_json())
         if self.bits is not None:
             return report.within_bits(self.bits)
         return report.within_loss(tightened * self.nats)
@@ -60,61 +64,81 @@ class Budget:
         return {"target_bits": self.bits} if self.bits is not None else {"max_loss": self.loss or 0.0}
 
 
-@dataclass
 class Mixture:
     """Makes one: of `checkpoint`, with `calibration`, by `method` for the codes.
 
-    `measuring` is told how many layers were measured, `progress` what was quantized.
+    `settings` go into the report as they are.
     """
 
-    checkpoint: Checkpoint
-    calibration: Calibration
-    method: Method
-    measuring: Callable[[int, int], None] = lambda done, layers: None
-    progress: Progress = lambda matrices, weights: None
-    settings: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        calibration: Calibration,
+        method: Method,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.checkpoint, self.calibration = checkpoint, calibration
+        self._method, self._settings = method, dict(settings or {})
+        self._walk: Walk | None = None
 
-    def within(self, budget: Budget, out: Path, *, overwrite: bool = False) -> tuple[Result, MixedReport]:
-        """Write the best mixture under a budget to the folder `out`. Raises ConfigError, CorruptCheckpoint."""
-        rows = self._measured_rows()
-        walk = Walk(self.checkpoint, rows)
-        measured = MixedReport(
-            model=self.checkpoint.folder.name,
-            plain=str(self.checkpoint.dtype).removeprefix("torch."),
-            units=tuple(measure(walk, self.measuring)),
-            budget=budget.as_json(),
-            calibration={"source": self.calibration.source, "tokens": rows.numel(), "row_tokens": rows.shape[1]},
-        )
-        tightened = 1.0
-        for attempt in range(MOST_TRIES):
-            chosen = budget.choose(measured, tightened)
-            result = self._write(chosen, out, overwrite=overwrite or attempt > 0)
-            chosen = replace(chosen, measured=measure_folder(out, walk, rows))
-            if budget.loss is None or (loss := loss_of(chosen)) <= budget.nats:
-                break
-            tightened *= 0.9 * budget.nats / loss
-        tell(out, chosen)
-        return result, chosen
-
-    def again(self, report: MixedReport, out: Path, *, overwrite: bool = False) -> tuple[Result, MixedReport]:
-        """Write the choices of a report, edited perhaps, to the folder `out`; raises the same."""
-        rows = self._measured_rows()
-        result = self._write(report, out, overwrite=overwrite)
-        walk = Walk(self.checkpoint, rows)
-        for index in range(walk.layers):
-            walk.advance(walk.block(index))
-        report = replace(report, measured=measure_folder(out, walk, rows))
-        tell(out, report)
-        return result, report
-
-    def _measured_rows(self) -> Tensor:
+    @cached_property
+    def rows(self) -> Tensor:
+        """Those of the calibration that losses are measured with."""
         rows = self.calibration.rows
         return rows[: max(1, tokens_for(self.checkpoint) // rows.shape[1])]
 
-    def _write(self, report: MixedReport, out: Path, *, overwrite: bool) -> Result:
-        about = {"method": "mixed", "settings": self.settings, SECTION: report.as_json()}
-        settings = Settings(plan_of(report), self.method, about=about)
-        return quantize(self.checkpoint, settings, self.calibration, out, overwrite=overwrite, progress=self.progress)
+    def measure(self, progress: Measuring = lambda done, layers: None) -> MixedReport:
+        """What each precision costs each unit, all plain so far."""
+        self._walk = Walk(self.checkpoint, self.rows)
+        return MixedReport(
+            model=self.checkpoint.folder.name,
+            plain=str(self.checkpoint.dtype).removeprefix("torch."),
+            units=tuple(measure(self._walk, progress)),
+            calibration={
+                "source": self.calibration.source,
+                "tokens": self.rows.numel(),
+                "row_tokens": self.rows.shape[1],
+            },
+        )
+
+    def make(
+        self,
+        report: MixedReport,
+        budget: Budget | None,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        progress: Progress = lambda matrices, weights: None,
+    ) -> tuple[Result, MixedReport]:
+        """Write the best mixture under a budget, None: with the report's choices, to the folder `out`.
+
+        One that should keep to a loss is measured, and made again with a smaller sum of losses if it does not. Raises
+        ConfigError or CorruptCheckpoint.
+        """
+        tightened = 1.0
+        for attempt in range(MOST_TRIES):
+            chosen = report if budget is None else budget.choose(report, tightened)
+            result = self._write(chosen, out, overwrite or attempt > 0, progress)
+            chosen = replace(chosen, measured=measure_folder(out, self._behind_layers(), self.rows))
+            tell(out, chosen)
+            if budget is None or budget.loss is None or (loss := loss_of(chosen)) <= budget.nats:
+                break
+            tightened *= 0.9 * budget.nats / loss
+        return result, chosen
+
+    def _behind_layers(self) -> Walk:
+        """The plain model's walk at its end."""
+        if self._walk is None:
+            self._walk = Walk(self.checkpoint, self.rows)
+            for index in range(self._walk.layers):
+                self._walk.advance(self._walk.block(index))
+        return self._walk
+
+    def _write(self, report: MixedReport, out: Path, overwrite: bool, progress: Progress) -> Result:
+        act_order = getattr(self._method, "act_order", False)
+        about = {"method": "mixed", "settings": self._settings, SECTION: report.as_json()}
+        settings = Settings(plan_of(report), self._method, act_order, about)
+        return quantize(self.checkpoint, settings, self.calibration, out, overwrite=overwrite, progress=progress)
 
 
 def plan_of(report: MixedReport) -> Plan:

@@ -28,6 +28,8 @@ SCHEMES = (FP8, INT8, *(int4(group) for group in GROUPS))
 """What each unit is measured in, and what mixtures are made of beside plain weights."""
 HIDDEN_BYTES = 4 << 30
 """Of all variants' hidden states."""
+UNITS_A_LAYER = 4
+"""Of most families."""
 MOST_TOKENS, LEAST_TOKENS = 4096, 256
 HEAD_ROWS = 512
 """Tokens whose distributions are compared at a time."""
@@ -83,12 +85,19 @@ def _matrix(piece: Piece) -> tuple[int, int]:
     return outputs, inputs
 
 
-def tokens_for(checkpoint: Checkpoint, matrices_a_layer: int = 4) -> int:
+def tokens_for(checkpoint: Checkpoint) -> int:
     """How many tokens to measure with, for the memory that the variants take."""
     spec = checkpoint.spec
-    variants = len(spec.layers) * matrices_a_layer * len(SCHEMES)
+    variants = len(spec.layers) * UNITS_A_LAYER * len(SCHEMES)
     each = spec.hidden_size * checkpoint.dtype.itemsize
     return max(LEAST_TOKENS, min(MOST_TOKENS, HIDDEN_BYTES // (variants * each)))
+
+
+def operations(checkpoint: Checkpoint, tokens: int) -> float:
+    """About how many floating point operations measuring with so many tokens takes: half a pass for each variant."""
+    weights = sum(piece.shape[0] * piece.shape[1] for piece in checkpoint.matrices.values())
+    variants = len(checkpoint.spec.layers) * UNITS_A_LAYER * len(SCHEMES)
+    return 2.0 * weights * tokens * (1 + variants / 2)
 
 
 class Variants:
