@@ -27,7 +27,7 @@ p { margin: .3rem 0 .8rem; max-width: 62rem; } .quiet { color: var(--quiet); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { color: var(--quiet); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-td small { color: var(--quiet); }
+td small { opacity: .75; }
 td.chosen { outline: 2px solid var(--strong); outline-offset: -2px; font-weight: 600; }
 .legend span { display: inline-block; border-radius: 4px; padding: 0 .6rem; margin: 0 .4rem .3rem 0; }
 svg { max-width: 100%; height: auto; } svg text { fill: var(--quiet); font-size: 12px; }
