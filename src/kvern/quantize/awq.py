@@ -26,7 +26,9 @@ from kvern.quantize.scheme import Scheme
 POWERS = tuple(step / 20 for step in range(21))
 """Of the inputs' mean sizes, tried as scales."""
 
-SEARCH_ROWS = 256
+SEARCH_ROWS, SEARCH_OUTPUTS = 256, 1024
+"""Of the inputs, and of the matrices, that scales are tried with."""
+
 _QKV = re.compile(r"\.self_attn\.(q|k|v|qkv)_proj\.weight$")
 _MLP_INPUT = re.compile(r"\.mlp\.(?!.*down_proj).*\.weight$")
 
@@ -63,8 +65,8 @@ class Awq(RoundToNearest):
             return None
         means = torch.stack([item.absolute for item in inputs]).sum(0) / count
         means = shared(means, fold).clamp(min=1e-8)
-        samples = {id(item): thinned(item) for item in inputs}
-        weights = {path: block.weight(path) for path in schemes}
+        samples = {id(item): few(item.rows, SEARCH_ROWS) for item in inputs}
+        weights = {path: few(block.weight(path), SEARCH_OUTPUTS) for path in schemes}
         best, least = None, float("inf")
         for power in POWERS:
             scale = means.pow(power)
@@ -80,15 +82,15 @@ class Awq(RoundToNearest):
         return best
 
 
-def thinned(inputs: Inputs) -> Tensor:
-    rows = inputs.rows
-    return rows[:: max(1, -(-len(rows) // SEARCH_ROWS))]
+def few(rows: Tensor, most: int) -> Tensor:
+    """At most so many of the rows, evenly spread."""
+    return rows[:: max(1, -(-len(rows) // most))]
 
 
 def output_error(weight: Tensor, rows: Tensor, scale: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> float:
     """The squared error of the outputs if the columns are rounded times `scale`."""
     scaled = weight * scale
-    grid = fit(scaled, scheme, scale_dtype, rows.div(scale).square().mean(0) if len(rows) else None)
+    grid = fit(scaled, scheme, scale_dtype, search=False)
     error = (grid.decode(grid.encode(scaled)) - scaled) / scale
     return float((rows @ error.t()).square().sum())
 

@@ -59,13 +59,21 @@ class Grid:
         return cells
 
 
-def fit(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance: Tensor | None = None) -> Grid:
+def fit(
+    weight: Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None = None,
+    *,
+    search: bool = True,
+) -> Grid:
     """The grid for `weight [outputs, inputs]` float32, with scales that `scale_dtype` holds.
 
-    Few bits have the range of each cell searched for the least squared error, each column times `importance [inputs]`.
+    With `search`, few bits get the range for each cell that has the least squared error, each column times
+    `importance [inputs]`; else the whole range.
     """
     low, high = (cells.float() for cells in _ranges(weight, scheme))
-    if scheme.bits > SEARCHED_BITS:
+    if scheme.bits > SEARCHED_BITS or not search:
         return _grid(low, high, weight.shape[1], scheme, scale_dtype)
     best = _grid(low, high, weight.shape[1], scheme, scale_dtype)
     least = _errors(best, weight, importance)

@@ -59,12 +59,13 @@ class Scheme:
 
     def check_fits(self, name: str, inputs: int) -> None:
         """Raises ConfigError if the groups do not divide the inputs of the matrix `name`."""
-        if self.group and self.outputs_per_scale == 1 and inputs % self.group:
-            fits = [str(group) for group in GROUPS if inputs % group == 0]
-            raise ConfigError(
-                f"{name} has {inputs} inputs, which groups of {self.group} do not divide: "
-                + (f"use --group-size {' or '.join(fits)}" if fits else "use --method fp8 or int8")
-            )
+        if not self.group or inputs % self.group == 0:
+            return
+        fits = [str(group) for group in GROUPS if inputs % group == 0] if self.bits < 8 else []
+        raise ConfigError(
+            f"{name} has {inputs} inputs, which groups of {self.group} do not divide: "
+            + (f"use --group-size {' or '.join(fits)}" if fits else "use --method fp8 or int8, without --blocks")
+        )
 
 
 FP8 = Scheme("float", 8, activations=True)
