@@ -145,7 +145,9 @@ def by_token(largest: float, group: int = 0, limit: float = 1e9) -> Round:
 
     def apply(x: Tensor) -> Tensor:
         runs = x.split(group or x.shape[1], 1)
-        return torch.cat([_nearest(run, largest, run.abs().amax(1, True).clamp(1e-9, limit) / largest) for run in runs], 1)
+        return torch.cat(
+            [_nearest(run, largest, run.abs().amax(1, True).clamp(1e-9, limit) / largest) for run in runs], 1
+        )
 
     return apply
 

@@ -109,6 +109,10 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("serve m --download-dir /d --load-format safetensors --revision main", {"download_dir": "/d", "revision": "main"}),
     ("serve m --load-format dummy --dtype float", {"load_format": "dummy", "dtype": "float32"}),
     ("serve m --swap-space 4 --cpu-offload-gb 0", {}),
+    ("serve m --quantization fp8", {"quantization": "fp8"}),
+    ("serve m -q int8", {"quantization": "int8"}),
+    ("serve m -q none", {}),
+    ("serve m --quantization compressed-tensors", {}),
     (
         """serve m --generation-config vllm --override-generation-config '{"temperature": 0.5}'""",
         {"generation_config": "none", "override_generation_config": {"temperature": 0.5}},
@@ -149,7 +153,10 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
         ("serve m --tensor-parallel-size 2", "--tensor-parallel-size 2 is refused: kvern runs on one device"),
         ("serve m -tp 4", "-tp 4 is refused: kvern runs on one device"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
-        ("serve m --quantization awq", "--quantization awq is refused: kvern reads the format of weights off"),
+        (
+            "serve m --quantization hqq",
+            "--quantization hqq is refused: how weights are stored is read from the checkpoint",
+        ),
         ("serve m --kv-cache-dtype fp8", "keys and values are not quantized yet; kv_cache_dtype is one of auto,"),
         (
             "serve m --tool-call-parser xlam",

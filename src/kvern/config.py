@@ -44,8 +44,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the safetensors files; dummy makes random weights from config.json, for benchmarks."""
     quantization: Literal["fp8", "int8"] | None = None
-    """What plain weights are made while they are loaded: fp8 or int8, with a scale for each row. None: they stay as they
-    are; weights that are stored quantized are recognised without it."""
+    """What plain weights become while they are loaded: fp8 or int8, with a scale for each row. None: what they are;
+    weights that are stored quantized are recognised without it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
     threads: int | None = None

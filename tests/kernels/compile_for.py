@@ -6,7 +6,8 @@
 
 The first argument is the compute capability: 80 is an A100, 89 an L40S, 90 an H100. Triton's driver is replaced by one
 that names it, and every launch becomes a compilation: what is compiled is what the wrappers really launch, with their
-options. With --sample only the last launch of each kernel. Exits with 1 and the errors if anything does not compile.
+options. With --sample only the last launch of each kernel; with --codes
+those of layers that are quantized so. Exits with 1 and the errors if anything does not compile.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kvern.kernel_list import KERNELS, Inputs
+from kvern.kernel_list import KERNELS, Inputs, quantized
+from kvern.kernel_list.quantized import kinds_of_forms
 from kvern.kernels.launch import SHARED_MEMORY
 from tests.kernels.models import LARGE_MODELS, spec_of
 
@@ -47,15 +49,18 @@ class TargetDriver:
         return torch.device("cpu")
 
 
-def launches(name: str, dtype: torch.dtype, sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+def launches(
+    name: str, dtype: torch.dtype, sample: bool, codes: str | None
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Those of the list for a model, on memory that nobody reads; or LAUNCHES of a module."""
     if name not in LARGE_MODELS:
         for index, launch in enumerate(importlib.import_module(name).LAUNCHES):
             yield f"{name} LAUNCHES[{index}]", launch
         return
     spec = spec_of(name, LARGE_MODELS)
-    inputs = Inputs(torch.device("cpu"), dtype, "empty", adapter_rank=64)
-    for kernel in KERNELS:
+    packed = kinds_of_forms(spec, dtype, () if codes is None else (codes,))
+    inputs = Inputs(torch.device("cpu"), dtype, "empty", adapter_rank=64, packed=packed)
+    for kernel in KERNELS if codes is None else quantized.KERNELS:
         forms = [*kernel.launched(spec, inputs), *kernel.timed(spec, inputs)]
         for arguments in forms[-1:] if sample else forms:
             yield f"{kernel.name} {arguments}", kernel.make(spec, inputs, *arguments).launch
@@ -68,6 +73,7 @@ def main() -> int:
     parser.add_argument("launches", help="a model, or a module with LAUNCHES")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--codes")
     arguments = parser.parse_args()
     triton.runtime.driver.set_active(TargetDriver(arguments.capability))
     limit = SHARED_MEMORY[arguments.capability] << 10
@@ -83,7 +89,9 @@ def main() -> int:
 
     JITFunction.run = compile_only
     errors = 0
-    for label, start in launches(arguments.launches, getattr(torch, arguments.dtype), arguments.sample):
+    for label, start in launches(
+        arguments.launches, getattr(torch, arguments.dtype), arguments.sample, arguments.codes
+    ):
         try:
             start()
         except Exception as error:

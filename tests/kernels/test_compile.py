@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvern.kernel_list.quantized import FORMS
 from tests.kernels.models import LARGE_MODELS
 
 FOLDER = Path(__file__).parent
@@ -34,9 +35,21 @@ def test_some_launches_compile_for_other_cards(capability: int) -> None:
     compile_for(capability, "qwen3_moe", "--sample")
 
 
+@pytest.mark.parametrize(("capability", "codes"), zip(OTHERS, ("fp8", "int4_zero", "mxfp4", "nvfp4"), strict=True))
+def test_some_products_with_codes_compile_for_other_cards(capability: int, codes: str) -> None:
+    compile_for(capability, "llama", "--sample", "--codes", codes)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("capability", [*OTHERS, 90])
 @pytest.mark.parametrize("model", LARGE_MODELS)
 def test_all_launches_compile_for_every_card(model: str, capability: int, dtype: str) -> None:
     compile_for(capability, model, "--dtype", dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("codes", FORMS)
+@pytest.mark.parametrize("capability", [*OTHERS, 90])
+def test_products_of_all_codes_compile_for_every_card(codes: str, capability: int) -> None:
+    compile_for(capability, "llama", "--codes", codes)

@@ -4,13 +4,19 @@ import pytest
 import torch
 
 from kvern.kernel_list import KERNELS, Inputs, Kernel
+from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from tests.kernels.models import LARGE_MODELS, TINY_MODELS, spec_of
+
+PACKED = ("fp8_blocks", "int4_zero")
+"""Of the forms of quantized weights; all are in test_packed_product.py."""
 
 
 @pytest.mark.parametrize("model", TINY_MODELS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device) -> None:
-    spec, inputs = spec_of(model), Inputs(device, torch.float32, block_size=4, adapter_rank=16)
+    spec = spec_of(model)
+    packed = kinds_of_forms(spec, torch.float32, PACKED if model == "llama" else ())
+    inputs = Inputs(device, torch.float32, block_size=4, adapter_rank=16, packed=packed)
     for arguments in kernel.launched(spec, inputs):
         call = kernel.make(spec, inputs, *arguments)
         expected = call.reference()
@@ -22,7 +28,8 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
 
 def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inputs, "hopper", True)
-    inputs = Inputs(device, torch.bfloat16, adapter_rank=16)
+    packed = kinds_of_forms(spec_of("llama"), torch.bfloat16, PACKED)
+    inputs = Inputs(device, torch.bfloat16, adapter_rank=16, packed=packed)
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
     idle = [kernel.name for kernel in KERNELS if not any(list(kernel.launched(spec, inputs)) for spec in specs)]
     assert not idle
@@ -30,8 +37,9 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
 
 @pytest.mark.parametrize("model", TINY_MODELS)
 def test_what_is_timed_says_what_it_moves(model: str, device: torch.device) -> None:
-    inputs = Inputs(device, torch.bfloat16, "empty")
+    spec = spec_of(model)
+    inputs = Inputs(device, torch.bfloat16, "empty", packed=kinds_of_forms(spec, torch.bfloat16, tuple(FORMS)))
     for kernel in KERNELS:
-        for arguments in kernel.timed(spec_of(model), inputs):
-            call = kernel.make(spec_of(model), inputs, *arguments)
+        for arguments in kernel.timed(spec, inputs):
+            call = kernel.make(spec, inputs, *arguments)
             assert call.sizes and call.bytes > 0

@@ -1,6 +1,6 @@
 """What each kernel achieves on this GPU for a model's shapes, beside what the card does at most."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,6 +8,7 @@ import torch
 
 from kvern.device.timing import time_calls
 from kvern.kernel_list import KERNELS, Call, Inputs
+from kvern.kernel_list.quantized import PackedKind
 from kvern.model_spec import ModelSpec
 
 ROTATED_BYTES = 256 << 20
@@ -52,9 +53,14 @@ def ceilings(device: torch.device) -> tuple[float, float]:
     return numbers.numel() * 4 / read / 1e12, 2 * size**3 / multiply / 1e12
 
 
-def measured_calls(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Measured]:
-    """The kernels of a decode step and of a prefill step, on the shapes of the model's first layer."""
-    inputs = Inputs(device, dtype)
+def measured_calls(
+    spec: ModelSpec, device: torch.device, packed: Sequence[PackedKind] = (), dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Measured]:
+    """The kernels of a decode step and of a prefill step, on the shapes of the model's first layer.
+
+    `packed` are the matrices that are stored quantized.
+    """
+    inputs = Inputs(device, dtype, packed=packed)
     for kernel in KERNELS:
         for arguments in kernel.timed(spec, inputs):
             yield measure(kernel.name, partial(kernel.make, spec, inputs, *arguments))

@@ -75,6 +75,8 @@ class Offline:
 class Kernels:
     """Time each Triton kernel on a model's shapes, beside what the card reads and multiplies at most."""
 
+    codes: tuple[str, ...] = ()
+    """Also products with weights quantized so, whatever the model stores: fp8, int4, mxfp4, q4_k and others, or all."""
     config: Path | None = None
     """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -84,6 +86,8 @@ class Kernels:
         import torch
         from rich.table import Table
 
+        from kvern.layers.linear_format import linear_methods
+        from kvern.layers.unquantized import Unquantized
         from kvern.models.folder import model_folder
         from kvern.models.loader import read_config
         from kvern.models.registry import spec_from_config
@@ -94,7 +98,15 @@ class Kernels:
         from kvern.bench.kernels import ceilings, measured_calls
 
         device = torch.device("cuda", torch.cuda.current_device())
-        spec = spec_from_config(read_config(model_folder(self.engine)))
+        described = read_config(model_folder(self.engine))
+        spec, dtype = spec_from_config(described), torch.bfloat16
+        from kvern.kernel_list.quantized import FORMS, kinds_of_forms, packed_kinds
+
+        unknown = set(self.codes) - {"all", *FORMS}
+        if unknown:
+            raise ConfigError(f"codes are {', '.join(sorted(unknown))}; there are {', '.join(FORMS)}, and all")
+        packed = packed_kinds(spec, dtype, linear_methods(described, Unquantized()))
+        packed += kinds_of_forms(spec, dtype, tuple(FORMS) if "all" in self.codes else self.codes)
         bandwidth, rate = ceilings(device)
         table = Table(
             "kernel",
@@ -108,7 +120,7 @@ class Kernels:
             title_justify="left",
         )
         with torch.inference_mode():
-            for measured in measured_calls(spec, device):
+            for measured in measured_calls(spec, device, packed, dtype):
                 bytes_rate, operations_rate = measured.terabytes_per_second, measured.teraflops
                 table.add_row(
                     measured.kernel,

@@ -1,8 +1,15 @@
 """All kernels. The check at an engine's start, the benchmark, tests and cross-compilation walk this list."""
 
-from kvern.kernel_list import attention, batch, dense, experts, hopper
+from kvern.kernel_list import attention, batch, dense, experts, hopper, quantized
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 
 __all__ = ["KERNELS", "Call", "Inputs", "Kernel"]
 
-KERNELS: tuple[Kernel, ...] = (*dense.KERNELS, *batch.KERNELS, *attention.KERNELS, *experts.KERNELS, *hopper.KERNELS)
+KERNELS: tuple[Kernel, ...] = (
+    *dense.KERNELS,
+    *quantized.KERNELS,
+    *batch.KERNELS,
+    *attention.KERNELS,
+    *experts.KERNELS,
+    *hopper.KERNELS,
+)

@@ -319,7 +319,8 @@ def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for (hidden, parts), index_type in itertools.product(shapes, (torch.int32, torch.int64)):
         ends = tuple(itertools.accumulate(parts))
         joined = joins(ends, inputs.dtype)
-        for rows in (128, adapters.SPLIT_ROWS) if joined else (1, 32, 64, 128, adapters.SPLIT_ROWS):
+        few = () if joined and not inputs.packed else (1, 32, 64)
+        for rows in (*few, 128, adapters.SPLIT_ROWS):
             yield hidden, parts, rows, index_type
         if joined:
             cuts = ((rows, adapted_shape(rows, ends[-1], hidden)) for rows in SHAPES)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,9 @@ from kvern.layers.build import Build
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 
+if TYPE_CHECKING:
+    from kvern.kernel_list.quantized import PackedKind
+
 Result = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -21,8 +24,8 @@ class Inputs:
     """Makes the tensors that kernels are launched on: random numbers, zeros, or memory that nobody reads.
 
     `dtype` and `block_size` are the model's and the cache's, whose numbers have 8 bits with another `cache_dtype`. A
-    step has `batch_requests` and `batch_tokens` at
-    most; `adapter_rank` is the highest of `adapter_places` adapters, 0: there are none.
+    step has `batch_requests` and `batch_tokens` at most; `adapter_rank` is the highest of `adapter_places` adapters, 0:
+    there are none. `packed` are the matrices that the model stores quantized.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class Inputs:
         adapter_rank: int = 0,
         adapter_places: int = 2,
         cache_dtype: torch.dtype | None = None,
+        packed: Sequence["PackedKind"] = (),
     ) -> None:
         self.device, self.dtype, self.block_size = device, dtype, block_size
         self.cache_dtype = cache_dtype or dtype
         self.batch_requests, self.batch_tokens = batch_requests, batch_tokens
         self.adapter_rank, self.adapter_places = adapter_rank, adapter_places
+        self.packed = tuple(packed)
         self._fill = fill
         self._generator = torch.Generator(device).manual_seed(0)
         on_gpu = device.type == "cuda"
@@ -82,6 +87,11 @@ class Inputs:
         numbers = self.numbers(*shape, dtype=torch.float32).flatten(1, -3)
         codes = [codes_of(*kind, dtype) for kind in zip(numbers, scales, strict=True)]
         return torch.stack(codes).view(shape), scales
+
+    def bytes(self, *shape: int) -> torch.Tensor:
+        """Any bytes, uint8."""
+        found = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        return found.random_(generator=self._generator) if self._fill == "random" else found.zero_()
 
     def integers(self, values: Iterable[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """These, on the device."""

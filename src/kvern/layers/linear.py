@@ -41,6 +41,8 @@ class Weighted(Loadable):
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
         self._shares = method is not None
         self.method = method or self._make_method(build)
+        for part in () if self._shares else self.method.methods():
+            part.use_kernels(build)
         self.bias = build.empty(sum(outputs.values()), dtype=dtype) if bias else None
 
     def _make_method(self, build: "Build") -> LinearMethod:

@@ -79,8 +79,10 @@ class LinearMethods:
         names = [path]
         if part in FUSED:
             names.append(f"{parent}.{FUSED[part]}")
-        elif part == "experts":
+        if part == "experts":
             names += [f"{path}.0.{name}_proj" for name in ("gate", "up", "down")]
+        elif parent.endswith(".experts"):
+            names += [parent, f"{parent}.0.{part}"]
         return names + [self.names[name] for name in names if name in self.names]
 
 

@@ -18,6 +18,7 @@ from kvern.layers.module import Module
 
 if TYPE_CHECKING:
     from kvern.kernels.linear import Around
+    from kvern.layers.build import Build
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """`(x [T, inputs], bias [outputs] | None) -> [T, outputs]`."""
@@ -176,6 +177,9 @@ class LinearMethod(Module, ABC):
 
     def finish(self) -> None:
         """All is loaded: store it as the products want it. Nothing is loaded afterwards."""
+
+    def use_kernels(self, build: "Build") -> None:
+        """Told once what a layer's products may be made of; formats that multiply by kernels of their own ask here."""
 
     def row_product(self) -> RowProduct | None:
         """The product of a single row in one launch with what is around it; None: the parts of a layer run alone."""

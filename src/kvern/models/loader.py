@@ -283,7 +283,12 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _readable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """They are the same, or both integers, or both plain numbers; floats of one byte are codes, and nothing else is."""
+    """They are the same, or both integers, or both plain numbers; floats of one byte are codes, and nothing else is.
+
+    Those that are exponents alone are numbers as well, and bytes.
+    """
+    if stored.itemsize == 1 and "e8m0" in str(stored):
+        return True
     if stored.is_floating_point != wanted.is_floating_point:
         return False
     return stored == wanted or not stored.is_floating_point or min(stored.itemsize, wanted.itemsize) > 1

@@ -15,7 +15,7 @@ from kvern.adapters.store import AdapterStore
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
 from kvern.errors import InvalidAdapter
-from kvern.layers.linear_format import linear_methods
+from kvern.layers.linear_format import LinearMethods, linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
@@ -43,7 +43,7 @@ from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
 
-MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear"})
+MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized"})
 """What the parts of a model may be made of."""
 
 
@@ -69,7 +69,7 @@ class Worker:
         if config.kv_cache_dtype in EIGHT_BIT and config.load_format != "dummy":
             largest = LARGEST_CODE[getattr(torch, EIGHT_BIT[config.kv_cache_dtype])]
             self._stored_scales = stored_scales(self._folder, read_config(self._folder), self._spec, largest)
-        gpu = None
+        gpu, methods = None, LinearMethods(Unquantized())
         if device.type == "cuda":
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -78,7 +78,7 @@ class Worker:
             check_weights_fit(self._spec, dtype, self._memory, methods)
         else:
             torch.set_num_threads(config.threads or available_cores())
-        kernels = usable_kernels(config, self._spec, dtype, device, self._startup)
+        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods)
         return Findings(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
 
     def load(self, plan: Plan) -> Room:
@@ -167,13 +167,19 @@ class Worker:
 
 
 def usable_kernels(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, startup: Startup
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    startup: Startup,
+    methods: LinearMethods,
 ) -> frozenset[str]:
     """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset()
     from kvern.device.measurements import keep_builds
     from kvern.kernel_list import Inputs
+    from kvern.kernel_list.quantized import packed_kinds
     from kvern.worker.kernel_check import working_kernels
 
     check_head_dim(config, spec)
@@ -188,6 +194,7 @@ def usable_kernels(
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
+        packed=packed_kinds(spec, dtype, methods),
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)

@@ -1,44 +1,33 @@
 """What all formats of quantized weights have in common: how they multiply, whatever their codes are.
 
 A format keeps a matrix as rows of codes, and says in `rows` which numbers they are and in `packed` how a kernel reads
-them. Without kernels a product makes plain numbers of a few rows at a time.
+them. With kernels, `products.py` multiplies by what is packed; without them a product makes plain numbers of a few rows
+at a time.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.layers.linear_method import LinearMethod
+from kvern.kernels.packed import Packed as Packed
+from kvern.layers.linear_method import LinearMethod, Product, RowProduct
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+    from kvern.layers.quantized.products import PackedProducts
 
 RUN_NUMBERS = 1 << 20
 """Plain numbers that a product without kernels makes at a time: they should be read again while still in a cache."""
 
 
-class Packed(NamedTuple):
-    """A quantized matrix `[outputs, inputs]` as kernels read it: rows of codes, and what they are multiplied by.
-
-    `code` names what the bytes mean (`kernels/codes.py` makes numbers of them by that name). `codes [outputs, ...]` are
-    contiguous rows of bytes, or of numbers of one byte. `scale` and `zero`, `[outputs / outputs_per_scale, inputs /
-    group]`, stand beside the codes; formats whose scales lie among the codes have none. `order [inputs]` int32: column
-    i of the matrix multiplies the input `order[i]`. `factor [outputs]` float32 multiplies whole rows.
-    """
-
-    code: str
-    codes: Tensor
-    scale: Tensor | None = None
-    zero: Tensor | None = None
-    group: int = 0
-    outputs_per_scale: int = 1
-    order: Tensor | None = None
-    factor: Tensor | None = None
-
-
 class QuantizedMethod(LinearMethod):
     """A matrix of codes, of which the rows can be made plain alone."""
+
+    _products: "PackedProducts | None" = None
 
     @abstractmethod
     def rows(self, index: Tensor | slice) -> Tensor:
@@ -46,17 +35,53 @@ class QuantizedMethod(LinearMethod):
 
     @abstractmethod
     def packed(self) -> Packed:
-        """What kernels read, once all is loaded."""
+        """What kernels read, once all is loaded; before, of the same code."""
 
     def rounded(self, x: Tensor) -> Tensor:
         """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
         return x
 
+    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
+
+        Then codes are multiplied by codes (`kernels/scaled_product.py`) where that is faster. None: x stays plain.
+        """
+        return None
+
+    def own_products(self) -> Mapping[str, Product]:
+        """Ways to multiply many rows on a GPU that only this format has, by name, once all is loaded."""
+        return {}
+
+    def use_kernels(self, build: "Build") -> None:
+        if "quantized" in build.kernels and self.shape.dtype == build.dtype:
+            from kvern.layers.quantized.products import PackedProducts, multiplies
+
+            if multiplies(self.packed().code, self.shape.inputs):
+                self._products = PackedProducts(self, build.deterministic)
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The named fallback: some rows at a time are made plain, then multiplied by PyTorch."""
+        if self._products is None:
+            return self.multiply_plain(x, bias, RUN_NUMBERS)
+        return self._products.multiply(x, bias)
+
+    def multiply_plain(self, x: Tensor, bias: Tensor | None, run_numbers: int) -> Tensor:
+        """The named fallback: rows of so many numbers at a time are made plain, then multiplied by PyTorch."""
         x = self.rounded(x)
-        out = torch.cat([F.linear(x, self.rows(run)) for run in self._runs()], -1)
+        out = torch.cat([F.linear(x, self.rows(run)) for run in self._runs(run_numbers)], -1)
         return out if bias is None else out + bias
+
+    def row_product(self) -> RowProduct | None:
+        """None of a matrix that may have an `order`, which norms do not know."""
+        if self._products is None or "order" in self.storage():
+            return None
+        return self._products.multiply_row
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
+        return {} if self._products is None else self._products.candidates()
+
+    def choose(self, rows: int, candidate: Hashable) -> None:
+        if self._products is not None:
+            self._products.choose(rows, candidate)
 
     def dequantize(self) -> Tensor:
         return self.rows(slice(0, self.shape.outputs))
@@ -64,7 +89,7 @@ class QuantizedMethod(LinearMethod):
     def embed(self, ids: Tensor) -> Tensor:
         return self.rows(ids)
 
-    def _runs(self) -> Iterator[slice]:
-        step = max(1, RUN_NUMBERS // self.shape.inputs)
+    def _runs(self, numbers: int = RUN_NUMBERS) -> Iterator[slice]:
+        step = max(1, numbers // self.shape.inputs)
         for first in range(0, self.shape.outputs, step):
             yield slice(first, min(first + step, self.shape.outputs))

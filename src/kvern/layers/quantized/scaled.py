@@ -10,8 +10,9 @@ A plain number is (code - zero) * scale.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from kvern.layers.linear_method import (
     LinearMethod,
     LinearShape,
     Part,
+    Product,
     TensorLayout,
     copy_part,
 )
@@ -95,6 +97,7 @@ class ScaledMethod(QuantizedMethod):
 
     def __init__(self, shape: LinearShape, form: Scaled) -> None:
         self.form = form
+        self._library_products: Mapping[str, Product] | None = None
         self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
         super().__init__(shape)
         if not form.zeros:
@@ -120,7 +123,7 @@ class ScaledMethod(QuantizedMethod):
 
     def storage(self) -> Mapping[str, TensorLayout]:
         form, inputs = self.form, self.form.block.inputs
-        axes = (Axis("outputs", self._rows), Axis("inputs", inputs) if inputs else Axis("others", 1))
+        axes = (Axis("outputs", self.rows_per_scale), Axis("inputs", inputs) if inputs else Axis("others", 1))
         found = {
             "codes": TensorLayout(DTYPES[form.code], (OUTPUTS, INPUTS)),
             "scale": TensorLayout(torch.float32, axes),
@@ -132,7 +135,7 @@ class ScaledMethod(QuantizedMethod):
         return found
 
     @property
-    def _rows(self) -> int:
+    def rows_per_scale(self) -> int:
         """Outputs that share a scale here."""
         return self.form.granule or self.form.block.outputs or 1
 
@@ -141,7 +144,7 @@ class ScaledMethod(QuantizedMethod):
         return self.form.block.inputs or self.shape.inputs
 
     def cuts(self) -> tuple[int, int]:
-        return self._rows, max(self.form.block.inputs, 1)
+        return self.rows_per_scale, max(self.form.block.inputs, 1)
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
         if kind == "weight":
@@ -156,7 +159,7 @@ class ScaledMethod(QuantizedMethod):
     def _load_scales(self, name: str, tensor: Tensor, part: Part, first_row: int) -> None:
         """Of the rows from `first_row` on; if fewer outputs share one here than in the checkpoint, it is repeated."""
         rows = self.form.block.outputs or len(part.outputs)
-        repeats = -(-rows // self._rows)
+        repeats = -(-rows // self.rows_per_scale)
         tensor = tensor.reshape(max(len(tensor), 1) if tensor.dim() else 1, -1).repeat_interleave(repeats, 0)
         if not self.form.block.outputs:
             part = Part(part.first, range(rows), part.inputs)
@@ -176,16 +179,32 @@ class ScaledMethod(QuantizedMethod):
 
     def _of_rows(self, scales: Tensor, index: Tensor | slice) -> Tensor:
         """Those of the rows' numbers: `[N, inputs]`, or `[N, 1]`."""
-        if self._rows > 1:
+        if self.rows_per_scale > 1:
             at = torch.arange(self.shape.outputs, device=scales.device)[index] if isinstance(index, slice) else index
-            index = at // self._rows
+            index = at // self.rows_per_scale
         chosen = scales[index]
         if not self.form.block.inputs:
             return chosen
         return chosen.repeat_interleave(self._group, 1)[:, : self.shape.inputs]
 
     def packed(self) -> Packed:
-        return Packed(self.form.code, self.codes, self.scale, self.zero, self._group, self._rows)
+        return Packed(self.form.code, self.codes, self.scale, self.zero, self._group, self.rows_per_scale)
+
+    def own_products(self) -> Mapping[str, Product]:
+        if self._library_products is None:
+            from kvern.layers.quantized.library_products import library_products
+
+            self._library_products = library_products(self)
+        return self._library_products
+
+    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """As `QuantizedMethod.activation_codes`: for many rows; with few, activations stay as they are."""
+        how = self.form.activations
+        if how is None or how.code != self.form.code or not how.symmetric or self.shape.inputs % (how.group or 1):
+            return None
+        from kvern.layers.quantized.library_products import activation_codes
+
+        return partial(activation_codes, self)
 
     def rounded(self, x: Tensor) -> Tensor:
         if self.form.activations is None:

@@ -55,10 +55,15 @@ def _format(described: Mapping[str, Any] | None, unquantized: LinearFormat) -> L
         return Scaled("e4m3", block, Rounding("e4m3", block.inputs))
     if kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
         return _intx(kind, data)
+    if kind == "Int4WeightOnlyConfig":
+        from kvern.layers.quantized.torchao_int4 import torchao_int4  # type: ignore[import-not-found, unused-ignore]
+
+        made: LinearFormat = torchao_int4(data)
+        return made
     raise UnsupportedModel(
-        f"quantization_config: quant_type is {str(kind)[:60]!r}; of torchao kvern reads Int8WeightOnly, "
-        "Int8DynamicActivationInt8Weight, Float8WeightOnly, Float8DynamicActivationFloat8Weight, IntxWeightOnly and "
-        "Int8DynamicActivationIntxWeight"
+        f"quantization_config: quant_type is {str(kind)[:60]!r}; of torchao kvern reads Int4WeightOnly, "
+        "Int8WeightOnly, Int8DynamicActivationInt8Weight, Float8WeightOnly, Float8DynamicActivationFloat8Weight, "
+        "IntxWeightOnly and Int8DynamicActivationIntxWeight"
     )
 
 

@@ -1,0 +1,327 @@
+"""Products with quantized weights, of the codes that a model stores."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, gated_mlps
+from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
+from kvern.kernels.arrange import arrange
+from kvern.kernels.block_codes import BLOCKS
+from kvern.kernels.codes import CODES, INTERLEAVED, NF4, readable
+from kvern.kernels.launch import capability
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
+from kvern.kernels.packed import Packed
+from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.scaled_product import scaled_product
+from kvern.layers.build import Build
+from kvern.layers.linear import Weighted
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.quantized.method import QuantizedMethod
+from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of
+from kvern.model_spec import ModelSpec
+from kvern.models.decoder import Decoder
+
+Sizes = Iterator[tuple[Any, ...]]
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class PackedKind(NamedTuple):
+    """A quantized matrix as `Packed` says it, without its numbers. Dtypes are names; "" for what there is not.
+
+    `part` is what a checkpoint calls the first part of the layer, as "q_proj".
+    """
+
+    part: str
+    outputs: int
+    inputs: int
+    code: str
+    group: int = 0
+    outputs_per_scale: int = 1
+    scale: str = ""
+    zero: str = ""
+    factor: bool = False
+    order: bool = False
+    biased: bool = False
+
+
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"code": "e4m3", "scale": "float32"},
+    "fp8_blocks": {"code": "e4m3", "scale": "float32", "group": 128, "outputs_per_scale": 128},
+    "int8": {"code": "int8", "scale": "float32"},
+    "int4": {"code": "int4", "scale": "float16", "group": 128},
+    "int4_zero": {"code": "int4", "scale": "float16", "group": 128, "zero": "uint8"},
+    "nf4": {"code": "nf4", "scale": "float32", "group": 64},
+    "mxfp4": {"code": "e2m1", "scale": "uint8", "group": 32},
+    "nvfp4": {"code": "e2m1", "scale": "float8_e4m3fn", "group": 16, "factor": True},
+    **{name: {"code": name} for name in BLOCKS},
+}
+"""What is timed, by name, whether a model stores it or not. Without a group, rows have a scale."""
+
+
+def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) -> tuple[PackedKind, ...]:
+    """The matrices that a model stores quantized, each kind once."""
+    layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
+    outline = Decoder(dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=methods))
+    kinds: dict[PackedKind, None] = {}
+    for module in outline.modules():
+        if isinstance(module, Weighted):
+            for method in module.method.methods():
+                if isinstance(method, QuantizedMethod) and method.shape.dtype == dtype:
+                    kinds[_kind(method, next(iter(module.outputs)), module.bias is not None)] = None
+    return tuple(kinds)
+
+
+def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
+    packed, shape = method.packed(), method.shape
+
+    def dtype_of(item: torch.Tensor | None) -> str:
+        return "" if item is None else str(item.dtype).removeprefix("torch.")
+
+    return PackedKind(
+        part,
+        shape.outputs,
+        shape.inputs,
+        packed.code,
+        packed.group,
+        packed.outputs_per_scale,
+        dtype_of(packed.scale),
+        dtype_of(packed.zero),
+        packed.factor is not None,
+        packed.order is not None,
+        biased,
+    )
+
+
+def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) -> tuple[PackedKind, ...]:
+    """The matrices of a model's layers, if they were stored in each of some `FORMS`."""
+    return tuple(
+        kind_of_form(
+            form, sum(layer.outputs), layer.inputs, "q_proj" if layer.inputs == spec.hidden_size else "down_proj"
+        )
+        for form in forms
+        for layer in linear_shapes(spec, dtype)
+        if layer.inputs % CODES[FORMS[form]["code"]].block == 0
+    )
+
+
+def kind_of_form(form: str, outputs: int, inputs: int, part: str = "") -> PackedKind:
+    """A matrix that is stored in one of `FORMS`."""
+    kind = PackedKind(part, outputs, inputs, "")._replace(**FORMS[form])
+    return kind if kind.group or not kind.scale else kind._replace(group=inputs)
+
+
+def random_packed(inputs: Inputs, kind: PackedKind, outputs: int) -> Packed:
+    """Random codes, and numbers of about one over the root of the inputs; no bits that are no number."""
+    known = CODES[kind.code]
+    if kind.code in BLOCKS:
+        codes = inputs.bytes(outputs, kind.inputs // known.block, known.block_bytes) & 0x3F
+        return Packed(kind.code, codes)
+    codes = inputs.bytes(outputs, kind.inputs // known.planes)
+    if kind.code == "e4m3":
+        codes = (codes & 0xBF).view(torch.float8_e4m3fn)
+    elif kind.code == "int8":
+        codes = codes.view(torch.int8)
+    groups = -(-outputs // kind.outputs_per_scale), -(-kind.inputs // kind.group)
+    spread = kind.inputs**-0.5 * {"int8": 0.02, "int4": 0.1}.get(kind.code, 1.0)
+    dtype = getattr(torch, kind.scale)
+    if dtype == torch.uint8:
+        scale = inputs.bytes(*groups) % 4 + 118
+    else:
+        scale = (inputs.numbers(*groups, dtype=torch.float32).abs() * spread + spread).to(dtype)
+    zero = (inputs.bytes(*groups) & 15).to(getattr(torch, kind.zero)) if kind.zero else None
+    order = inputs.permutation(kind.inputs) if kind.order else None
+    factor = inputs.numbers(outputs, dtype=torch.float32) if kind.factor else None
+    return Packed(kind.code, codes, scale, zero, kind.group, kind.outputs_per_scale, order, factor)
+
+
+def plain_of(packed: Packed) -> torch.Tensor:
+    """The matrix in float64."""
+    codes, outputs = packed.codes, len(packed.codes)
+    if packed.code in BLOCKS:
+        from kvern.layers.quantized.gguf_blocks import NUMBERS  # type: ignore[import-not-found, unused-ignore]
+
+        numbers: torch.Tensor = NUMBERS[packed.code](codes.flatten(0, 1))
+        return numbers.view(outputs, -1).double()
+    if packed.code in INTERLEAVED:
+        halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+        table = {"nf4": NF4, "e2m1": E2M1}.get(packed.code)
+        plain = halves.double() if table is None else torch.tensor(table, dtype=torch.float64)[halves.long()]
+        plain = plain.to(codes.device)
+    else:
+        plain = codes.double()
+    inputs = plain.shape[1]
+
+    def spread(scale: torch.Tensor) -> torch.Tensor:
+        rows = scale.double().repeat_interleave(packed.outputs_per_scale, 0)[:outputs]
+        return rows.repeat_interleave(packed.group, 1)[:, :inputs]
+
+    if packed.zero is not None:
+        plain -= spread(packed.zero)
+    elif packed.code == "int4":
+        plain -= 8
+    assert packed.scale is not None
+    scale = packed.scale.double()
+    plain *= spread(2.0 ** (scale - 127) if packed.scale.dtype == torch.uint8 else scale)
+    if packed.factor is not None:
+        plain *= packed.factor.double()[:, None]
+    return plain if packed.order is None else plain[:, packed.order.long().argsort()]
+
+
+def bytes_of(packed: Packed) -> int:
+    """Of codes and what stands beside them."""
+    return sum(item.nbytes for item in packed if isinstance(item, torch.Tensor))
+
+
+def _row(
+    spec: ModelSpec,
+    inputs: Inputs,
+    kind: PackedKind,
+    outputs: int,
+    shape: MatvecShape,
+    norm: bool = False,
+    activation: str | None = None,
+    residual: bool = False,
+) -> Call:
+    packed, x = random_packed(inputs, kind, outputs), inputs.numbers(1, kind.inputs)
+    bias = inputs.numbers(outputs) if kind.biased else None
+    around = NOTHING
+    if norm or residual:
+        gain = inputs.numbers(kind.inputs, dtype=torch.float32 if spec.norm.offset else None) if norm else None
+        around = Around(gain, 1e-6, activation, inputs.numbers(1, outputs) if residual else None)
+
+    def reference() -> torch.Tensor:
+        row = x.double()
+        if around.gain is not None:
+            row = row / (row.square().mean(-1, keepdim=True) + 1e-6).sqrt() * around.gain.double()
+        out = row @ plain_of(packed).T + (0 if bias is None else bias.double())
+        if activation is not None:
+            gate, up = out.chunk(2, -1)
+            out = ACTIVATION[activation](gate) * up
+        return out if around.residual is None else out + around.residual.double()
+
+    def launch() -> torch.Tensor:
+        row = x if packed.order is None else arrange(x, packed.order, False)
+        return packed_row(row, readable(packed), bias, shape, around)
+
+    sizes = f"{outputs} x {kind.inputs} {kind.code}"
+    return Call(sizes, launch, reference, bytes_of(packed), 2 * outputs * kind.inputs)
+
+
+def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
+    packed, x = random_packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
+    bias = inputs.numbers(outputs) if kind.biased else None
+    counters, apart = inputs.zeros(outputs), kind.code in INTERLEAVED
+
+    def launch() -> torch.Tensor:
+        values = arrange(x, packed.order, apart) if apart or kind.order else x
+        return packed_product(values, readable(packed), bias, shape, counters)
+
+    def reference() -> torch.Tensor:
+        return x.double() @ plain_of(packed).T + (0 if bias is None else bias.double())
+
+    sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
+    moved = bytes_of(packed) + rows * (kind.inputs + outputs) * x.element_size()
+    return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
+
+
+def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
+    packed = random_packed(inputs, kind, outputs)
+    x = inputs.bytes(rows, kind.inputs)
+    x = x.view(torch.int8) if kind.code == "int8" else (x & 0xBF).view(torch.float8_e4m3fn)
+    runs = 1 if kind.group == kind.inputs else -(-kind.inputs // kind.group)
+    scale = inputs.numbers(rows, runs, dtype=torch.float32, deviation=0.02 if kind.code == "int8" else 1.0)
+
+    def reference() -> torch.Tensor:
+        by = scale.double().repeat_interleave(kind.group, 1)[:, : kind.inputs]
+        return (x.double() * by) @ plain_of(packed).T
+
+    launch = partial(scaled_product, x, scale, packed, None, shape, inputs.dtype)
+    sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
+    moved = bytes_of(packed) + x.numel() + rows * outputs * inputs.dtype.itemsize
+    return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
+
+
+def _arounds(spec: ModelSpec, kind: PackedKind) -> Sizes:
+    """What a product of one row is launched with, beside nothing."""
+    if kind.part in ("o_proj", "down_proj"):
+        yield False, None, True
+    elif kind.part == "q_proj":
+        yield True, None, False
+    elif kind.part == "gate_proj":
+        yield from ((True, mlp.activation, False) for mlp in gated_mlps(spec))
+
+
+def _forms(inputs: Inputs) -> list[PackedKind]:
+    """One of those that kernels are compiled alike for, with few outputs."""
+    alike: dict[tuple[Any, ...], PackedKind] = {}
+    for kind in inputs.packed:
+        few = min(kind.outputs, FEW_OUTPUTS + kind.outputs % 16)
+        alike.setdefault(kind._replace(outputs=few), kind._replace(outputs=few))
+    return list(alike.values())
+
+
+def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    launched: dict[tuple[Any, ...], None] = {}
+    for kind in _forms(inputs):
+        for shape in candidates_of(inputs.dtype)[1]:
+            if isinstance(shape, MatvecShape):
+                launched[kind._replace(part=""), kind.outputs, shape] = None
+        if not kind.order:
+            for around in _arounds(spec, kind):
+                cut = ONE_ROW if around[1] is None else ONE_ACTIVATED_ROW
+                launched[kind._replace(part=""), kind.outputs, cut, *around] = None
+    yield from launched
+
+
+def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    launched: dict[tuple[Any, ...], None] = {}
+    for kind, (rows, shapes) in itertools.product(_forms(inputs), candidates_of(inputs.dtype).items()):
+        for shape in shapes:
+            if isinstance(shape, MatmulShape):
+                launched[kind._replace(part=""), min(rows, 256), kind.outputs, shape] = None
+    yield from launched
+
+
+def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    capable = capability(inputs.device)
+    for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
+        known = kind.code == "int8" or (kind.code == "e4m3" and (capable == 0 or capable >= 89))
+        if known and not kind.zero and (kind.group == kind.inputs or kind.group % 128 == 0):
+            yield from ((kind, 130, kind.outputs, MatmulShape(*shape[:-1])) for shape in CODES_SHAPES)
+
+
+def _timed(inputs: Inputs) -> list[PackedKind]:
+    return list(dict.fromkeys(kind._replace(part="") for kind in inputs.packed if kind.part != "lm_head"))
+
+
+def _row_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((kind, kind.outputs, ONE_ROW) for kind in _timed(inputs))
+
+
+def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    candidates = candidates_of(inputs.dtype)
+    for kind, rows in itertools.product(_timed(inputs), (8, 32, 64, 4096)):
+        most = min((most for most in candidates if most >= rows), default=max(candidates))
+        shape = candidates[most][0]
+        if isinstance(shape, MatmulShape):
+            yield kind, rows, kind.outputs, shape
+
+
+def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    launched = ((kind, shape) for kind, _, _, shape in _codes_launched(spec, inputs))
+    shapes = {kind._replace(outputs=0): shape for kind, shape in reversed(list(launched))}
+    for kind in _timed(inputs):
+        if kind._replace(outputs=0) in shapes:
+            yield kind, 4096, kind.outputs, shapes[kind._replace(outputs=0)]
+
+
+KERNELS = (
+    Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
+    Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
+    Kernel("codes by codes", "quantized", _codes, _codes_launched, _codes_timed),
+)

@@ -1,0 +1,298 @@
+"""What the bytes of quantized weights mean: tiles of plain numbers, made inside of products.
+
+A matrix `[outputs, inputs]` is kept as `Packed` (`layers/quantized/method.py`) says. A product goes along the inputs in
+steps of INPUTS. In a step, a row has `COLUMNS = INPUTS // planes` columns, and a column gives a number for each plane:
+those of one byte are one plane, those of half a byte two, the low and the high halves. Planes are never interleaved:
+each is multiplied by the inputs that it belongs to. A number that a code stands for is
+
+    number * scale - offset
+
+where scale and offset are the same for CHUNK neighbouring columns of a plane. Kernels use
+
+    places(first, CODE, INPUTS, PLANE)          [COLUMNS]: the inputs that the columns of a plane belong to
+    numbers(codes, table, row, first, ...)      a tuple of tiles [rows, COLUMNS] float32, one for each plane
+    scales(codes, scale, zero, row, first, ...) (scale, offset) [rows, COLUMNS / CHUNK] float32, of a plane
+    weights(...)                                a tuple of tiles [rows, COLUMNS] float32: what is multiplied by
+    row_values(x, ...)                          a tuple of the inputs [COLUMNS] float32 of one row, for each plane
+
+`row [rows]` int64 are rows of `codes`, within the matrix: experts in one stack add their first row to them. `first` is
+the input at which the step begins, a multiple of INPUTS, and INPUTS of the code's `block`. EVEN says that no step goes
+beyond the inputs; without it what lies beyond are any finite numbers, and products multiply them by zero. GROUP and PER
+are `Packed.group` and `outputs_per_scale`. `Packed.factor`, and scales of whole rows (`scales_rows`), are left to
+whoever has the sum.
+
+An int4 matrix has the even inputs in one plane and the odd ones in the other. A product of one row takes pairs of
+inputs apart in registers (`row_values`); one of several rows has its `x` in planes already: `[T, 2, inputs / 2]`, by
+`kernels/arrange.py`, which also puts inputs in the `order` of a matrix. Blocks of GGUF read x as it is.
+
+Numbers may carry a bias, which their offset takes away again: `kernels/halves.py` makes floats of half bytes so. A
+branch for each code is an `else` to the one before, since a compiler of Triton's reads on behind a `return`.
+
+A new code gets an entry in CODES and a branch in `numbers`, and in `places` and `scales` if it is no kind that they
+know; those of GGUF's blocks are in `kernels/block_codes.py`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.block_codes import BLOCKS, block_numbers, block_places, block_scales
+from kvern.kernels.halves import (
+    HIGH_BIAS,
+    LOW_BIAS,
+    SMALL_FLOATS_UNIT,
+    biased_halves,
+    e4m3_of_bits,
+    small_floats,
+)
+from kvern.kernels.launch import capability
+from kvern.kernels.packed import Packed
+
+
+class Code(NamedTuple):
+    """How a code is laid out.
+
+    planes       numbers of a column
+    run          columns of a plane that share scale and offset at least; 0: `Packed.group / planes`
+    block        inputs that stand together
+    block_bytes  and their bytes
+    """
+
+    planes: int
+    run: int = 0
+    block: int = 1
+    block_bytes: int = 1
+
+
+CODES: Mapping[str, Code] = {
+    "e4m3": Code(1),
+    "int8": Code(1),
+    "int4": Code(2, block=2),
+    "nf4": Code(2, block=2),
+    "e2m1": Code(2, block=2),
+    **{name: Code(*numbers) for name, numbers in BLOCKS.items()},
+}
+
+INTERLEAVED = ("int4", "nf4", "e2m1")
+"""Those whose column is an even input and the odd one behind it."""
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
+
+
+def readable(weight: Packed) -> Packed:
+    """The same matrix as kernels take it on its card: numbers of e4m3 that it does not know as their bits, int8."""
+    if not 0 < capability(weight.codes.device) < 89:
+        return weight
+    codes, scale = (
+        item.view(torch.int8) if item is not None and item.dtype == torch.float8_e4m3fn else item
+        for item in (weight.codes, weight.scale)
+    )
+    assert codes is not None
+    return weight._replace(codes=codes, scale=scale)
+
+
+_TABLES: dict[torch.device, torch.Tensor] = {}
+
+
+def table_of(device: torch.device) -> torch.Tensor:
+    """The 16 numbers of NF4 on a device, in float16, which is nearer than weights in 16 bits are."""
+    if device not in _TABLES:
+        _TABLES[device] = torch.tensor(NF4, dtype=torch.float16, device=device)
+    return _TABLES[device]
+
+
+@triton.constexpr_function
+def planes_of(code: str) -> int:
+    """How many numbers a column of a code stands for."""
+    return CODES[code].planes
+
+
+def chunk_of(code: str, group: int, columns: int) -> int:
+    """CHUNK: so many neighbouring columns, a power of two, share scale and offset in steps of so many columns."""
+    known = CODES[code]
+    run = known.run or group // known.planes
+    return min(columns, run & -run)
+
+
+def scales_rows(code: str, group: int, inputs: int, zero: torch.Tensor | None) -> bool:
+    """Whether the scale is one number for a row, which products multiply their sums by; `weights` leaves it out."""
+    return code in ("e4m3", "int8") and group == inputs and zero is None
+
+
+@triton.constexpr_function
+def stands_beside(code: str) -> bool:
+    """Whether scales stand beside the codes, not among them."""
+    return code in ("e4m3", "int8", *INTERLEAVED)
+
+
+@triton.constexpr_function
+def interleaved(code: str) -> bool:
+    """Whether a column is an even input and the odd one behind it."""
+    return code in INTERLEAVED
+
+
+@triton.jit
+def places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.constexpr):
+    """The inputs of a plane's columns, from the input `first` on: [COLUMNS]."""
+    if interleaved(CODE):
+        return first + 2 * tl.arange(0, INPUTS // 2) + PLANE
+    elif stands_beside(CODE):
+        return first + tl.arange(0, INPUTS)
+    else:
+        return block_places(first, CODE, INPUTS, PLANE)
+
+
+@triton.jit
+def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+    """Numbers before scale and offset: a tile [rows, COLUMNS] float32 for each plane; `table` is of `table_of`."""
+    if stands_beside(CODE):
+        PLANES: tl.constexpr = planes_of(CODE)
+        column = first // PLANES + tl.arange(0, INPUTS // PLANES)
+        tile = codes + row[:, None] * (inputs // PLANES) + column[None, :]
+        inside = (column < inputs // PLANES)[None, :]
+        found = tl.load(tile) if EVEN else tl.load(tile, mask=inside, other=0.0)
+        if CODE == "e4m3" and codes.dtype.element_ty == tl.int8:
+            return (e4m3_of_bits(found),)
+        elif PLANES == 1:
+            return (found.to(tl.float32),)
+        elif CODE == "int4":
+            return biased_halves(found)
+        elif CODE == "nf4":
+            return tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
+        else:
+            return small_floats(found)
+    else:
+        return block_numbers(codes, row, first, inputs, CODE, INPUTS, EVEN)
+
+
+@triton.jit
+def scales(
+    codes,
+    scale,
+    zero,
+    row,
+    first,
+    inputs,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PER: tl.constexpr,
+    ZERO: tl.constexpr,
+    INPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    PLANE: tl.constexpr,
+):
+    """Scale and offset of each CHUNK columns of a plane: two tiles [rows, COLUMNS / CHUNK] float32.
+
+    ZERO: there are zeros. Scales of one byte without a sign are exponents, as MXFP4 has them (E8M0); those with one are
+    the bits of e4m3.
+    """
+    if stands_beside(CODE):
+        PLANES: tl.constexpr = planes_of(CODE)
+        begin = first + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES)
+        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
+        known = (begin < inputs)[None, :]
+        if scale.dtype.element_ty == tl.uint8:
+            by = (tl.load(scale + place, mask=known, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        elif scale.dtype.element_ty == tl.int8:
+            by = e4m3_of_bits(tl.load(scale + place, mask=known, other=0))
+        else:
+            by = tl.load(scale + place, mask=known, other=0.0).to(tl.float32)
+        if CODE == "int4":
+            BIAS: tl.constexpr = LOW_BIAS if PLANE == 0 else HIGH_BIAS
+            if ZERO:
+                offset = by * (tl.load(zero + place, mask=known, other=0).to(tl.float32) + BIAS)
+            else:
+                offset = by * (BIAS + 8.0)
+        elif ZERO:
+            offset = by * tl.load(zero + place, mask=known, other=0).to(tl.float32)
+        else:
+            if CODE == "e2m1":
+                by *= SMALL_FLOATS_UNIT
+            offset = by * 0.0
+        return by, offset
+    else:
+        return block_scales(codes, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
+
+
+@triton.jit
+def _scaled(tile, by, offset, CHUNK: tl.constexpr):
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    if CHUNK == COLUMNS:
+        return tile * by - offset
+    else:
+        chunks = tl.reshape(tile, [ROWS, COLUMNS // CHUNK, CHUNK])
+        return tl.reshape(chunks * by[:, :, None] - offset[:, :, None], [ROWS, COLUMNS])
+
+
+@triton.jit
+def weights(
+    codes,
+    scale,
+    zero,
+    table,
+    row,
+    first,
+    inputs,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PER: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALES_ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The weights of a step: a tile [rows, COLUMNS] float32 for each plane. SCALES_ROWS: without the rows' scales."""
+    tiles = numbers(codes, table, row, first, inputs, CODE, INPUTS, EVEN)
+    if SCALES_ROWS:
+        return tiles
+    else:
+        by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 0)
+        low = _scaled(tiles[0], by, offset, CHUNK)
+        if planes_of(CODE) == 1:
+            return (low,)
+        else:
+            by, offset = scales(codes, scale, zero, row, first, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, 1)
+            return low, _scaled(tiles[1], by, offset, CHUNK)
+
+
+@triton.jit
+def _pairs(x, pair, inputs, EVEN: tl.constexpr):
+    """The inputs 2 * pair and 2 * pair + 1 of a row; of two bytes each in one word, so that they come together."""
+    known = pair >= 0 if EVEN else 2 * pair < inputs
+    if x.dtype.element_ty == tl.bfloat16:
+        both = tl.load(x.to(tl.pointer_type(tl.int32)) + pair, mask=known, other=0)
+        return (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+    elif x.dtype.element_ty == tl.float16:
+        both = tl.load(x.to(tl.pointer_type(tl.int32)) + pair, mask=known, other=0)
+        low = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        high = ((both >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+    else:
+        even = tl.load(x + 2 * pair, mask=known, other=0.0)
+        return even.to(tl.float32), tl.load(x + 2 * pair + 1, mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_values(x, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+    """The inputs of one row of contiguous numbers at `x`, for each plane: [COLUMNS] float32, zero beyond the last."""
+    if interleaved(CODE):
+        return _pairs(x, first // 2 + tl.arange(0, INPUTS // 2), inputs, EVEN)
+    else:
+        place = places(first, CODE, INPUTS, 0)
+        low = tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)
+        if planes_of(CODE) == 1:
+            return (low,)
+        else:
+            place = places(first, CODE, INPUTS, 1)
+            return low, tl.load(x + place, mask=place < inputs, other=0.0).to(tl.float32)

@@ -1,0 +1,87 @@
+"""The two halves of bytes as floating-point numbers, in one and a half instructions each."""
+
+import os
+
+import triton
+import triton.language as tl
+
+LOW_BIAS = tl.constexpr(2048.0)
+HIGH_BIAS = tl.constexpr(128.0)
+COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+"""The interpreter knows no assembly."""
+
+HALVES = tl.constexpr(
+    """
+    {
+    .reg .b32 word;
+    shl.b32 word, $8, 12;
+    lop3.b32 $0, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $4, word, 0x000f0000, 0x43000000, 0xea;
+    shl.b32 word, $8, 4;
+    lop3.b32 $1, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $5, word, 0x000f0000, 0x43000000, 0xea;
+    shr.b32 word, $8, 4;
+    lop3.b32 $2, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $6, word, 0x000f0000, 0x43000000, 0xea;
+    shr.b32 word, $8, 12;
+    lop3.b32 $3, word, 0x0000f000, 0x45000000, 0xea;
+    lop3.b32 $7, word, 0x000f0000, 0x43000000, 0xea;
+    }
+    """
+)
+"""Of four bytes at once: four bits of them under the exponent that gives them their worth, 0xea: (a & b) | c."""
+
+
+@triton.jit
+def biased_halves(found):
+    """The low halves of bytes plus LOW_BIAS, and the high ones plus HIGH_BIAS, in float32."""
+    if COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+    else:
+        low, high = (found & 15).to(tl.float32) + LOW_BIAS, (found >> 4).to(tl.float32) + HIGH_BIAS
+    return low, high
+
+
+SMALL_FLOATS = tl.constexpr(
+    "{ .reg .b32 word, rest; .reg .b16 one, other;"
+    + "".join(
+        f"{shift} and.b32 rest, word, 0x70007000; shr.b32 rest, rest, 3; lop3.b32 word, word, 0x80008000, rest, 0xea;"
+        f"mov.b32 {{one, other}}, word; cvt.f32.f16 ${first}, one; cvt.f32.f16 ${first + 2}, other;"
+        for shift, first in (
+            ("shl.b32 word, $8, 12;", 0),
+            ("shl.b32 word, $8, 4;", 1),
+            ("shl.b32 word, $8, 8;", 4),
+            ("mov.b32 word, $8;", 5),
+        )
+    )
+    + "}"
+)
+"""Of four bytes at once: sign, exponent and fraction of two halves go where two float16 have theirs."""
+SMALL_FLOATS_UNIT = tl.constexpr(16384.0)
+
+
+@triton.jit
+def small_floats(found):
+    """The low and the high halves of bytes as numbers of e2m1, divided by SMALL_FLOATS_UNIT, in float32."""
+    if COMPILED:
+        low, high = tl.inline_asm_elementwise(
+            SMALL_FLOATS, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+        )
+    else:
+        low, high = _small_float(found & 15), _small_float(found >> 4)
+    return low, high
+
+
+@triton.jit
+def _small_float(half):
+    bits = ((half.to(tl.int32) & 7) << 9) | ((half.to(tl.int32) & 8) << 12)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e4m3_of_bits(found):
+    """The numbers of e4m3, for cards that do not know them, of their bits as int8: in float32."""
+    bits = found.to(tl.int32)
+    return (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256

@@ -1,0 +1,366 @@
+"""Products with quantized weights, whose numbers are made of their codes inside the product (`kernels/codes.py`).
+
+`packed_row` multiplies one row on the ordinary cores, with what is around it, as `kernels/linear.py` does with plain
+weights: scales multiply the sums of neighbouring columns, not each weight. `packed_product` multiplies more rows on the
+matrix units: a tile of weights is made of its codes in registers, in the dtype of x, for few rows and for many.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.activation import activate
+from kvern.kernels.codes import (
+    INTERLEAVED,
+    chunk_of,
+    numbers,
+    places,
+    planes_of,
+    row_values,
+    scales,
+    scales_rows,
+    table_of,
+    weights,
+)
+from kvern.kernels.launch import Launcher, cdiv, overlaps, stages, wait_for_previous
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, join_splits
+from kvern.kernels.packed import Packed
+
+MOST_CHUNK = 16
+"""Columns whose numbers one thread adds up: the bytes of the widest load."""
+
+
+@triton.jit
+def _add_step(total, tile, value, by, offset, CHUNK: tl.constexpr, SCALES_ROWS: tl.constexpr):
+    """What a plane of a step adds to the sums `total [OUTPUTS, COLUMNS / CHUNK]`."""
+    OUTPUTS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    products = tl.sum(tl.reshape(tile * value[None, :], [OUTPUTS, COLUMNS // CHUNK, CHUNK]), axis=2)
+    if SCALES_ROWS:
+        return total + products
+    else:
+        values = tl.sum(tl.reshape(value, [COLUMNS // CHUNK, CHUNK]), axis=1)
+        return total + by * products - offset * values[None, :]
+
+
+@triton.jit
+def _row_step(
+    total,
+    other,
+    squares,
+    x,
+    gain,
+    codes,
+    scale,
+    zero,
+    table,
+    row,
+    ups,
+    start,
+    inputs,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PER: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALES_ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    INPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WAIT: tl.constexpr,
+):
+    """The sums of two runs of rows, the second if GATED, and of the squares of x, after a step."""
+    tiles = numbers(codes, table, row, start, inputs, CODE, INPUTS, EVEN)
+    if GATED:
+        up_tiles = numbers(codes, table, ups, start, inputs, CODE, INPUTS, EVEN)
+    if WAIT:
+        wait_for_previous()
+    values = row_values(x, start, inputs, CODE, INPUTS, EVEN)
+    if NORM:
+        gains = row_values(gain, start, inputs, CODE, INPUTS, EVEN)
+    for plane in tl.static_range(planes_of(CODE)):
+        value = values[plane]
+        if NORM:
+            squares += value * value
+            value *= gains[plane]
+        by, offset = 0.0, 0.0
+        if not SCALES_ROWS:
+            by, offset = scales(
+                codes, scale, zero, row, start, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, plane
+            )
+        total = _add_step(total, tiles[plane], value, by, offset, CHUNK, SCALES_ROWS)
+        if GATED:
+            if not SCALES_ROWS:
+                by, offset = scales(
+                    codes, scale, zero, ups, start, inputs, CODE, GROUP, PER, ZERO, INPUTS, CHUNK, EVEN, plane
+                )
+            other = _add_step(other, up_tiles[plane], value, by, offset, CHUNK, SCALES_ROWS)
+    return total, other, squares
+
+
+@triton.jit
+def _ended(
+    total, row, known, scale, factor, bias, PER: tl.constexpr, SCALES_ROWS: tl.constexpr, FACTOR: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """The sums of rows, with what multiplies whole rows, and the bias."""
+    if SCALES_ROWS:
+        total *= tl.load(scale + row // PER).to(tl.float32)
+    if FACTOR:
+        total *= tl.load(factor + row)
+    if BIAS:
+        total += tl.load(bias + row, mask=known, other=0.0).to(tl.float32)
+    return total
+
+
+@Launcher
+@triton.jit
+def _packed_row_kernel(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    table: tl.tensor,
+    factor: tl.tensor,
+    bias: tl.tensor,
+    gain: tl.tensor,
+    out: tl.tensor,
+    outputs,
+    inputs,
+    epsilon: tl.float32,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PER: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALES_ROWS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    GATED: tl.constexpr = ACTIVATION != ""
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = output < outputs
+    row = tl.minimum(output, outputs - 1)
+    ups = row + outputs
+    COLUMNS: tl.constexpr = INPUTS // planes_of(CODE)
+    total = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
+    other = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    total, other, squares = _row_step(
+        total, other, squares, x, gain, codes, scale, zero, table, row, ups, 0, inputs,
+        CODE, GROUP, PER, ZERO, SCALES_ROWS, NORM, GATED, EVEN, INPUTS, CHUNK, OVERLAP,
+    )  # fmt: skip
+    for start in tl.range(INPUTS, inputs, INPUTS, loop_unroll_factor=UNROLL):
+        total, other, squares = _row_step(
+            total, other, squares, x, gain, codes, scale, zero, table, row, ups, start, inputs,
+            CODE, GROUP, PER, ZERO, SCALES_ROWS, NORM, GATED, EVEN, INPUTS, CHUNK, False,
+        )  # fmt: skip
+    result = tl.sum(total, axis=1)
+    inverse = 1.0
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / inputs + epsilon)
+        result *= inverse
+    result = _ended(result, row, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
+    if GATED:
+        up = tl.sum(other, axis=1)
+        if NORM:
+            up *= inverse
+        up = _ended(up, ups, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
+        result = activate(result, ACTIVATION) * up
+    if RESIDUAL:
+        result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + output, result.to(out.dtype.element_ty), mask=known)
+
+
+def packed_row(
+    x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, shape: MatvecShape, around: Around = NOTHING
+) -> torch.Tensor:
+    """`x @ weight.T + bias` of one row, in float32: [1, inputs], a matrix without an order -> [1, outputs].
+
+    Moves the codes and scales once.
+    """
+    inputs = x.shape[1]
+    rows = weight.codes.shape[0]
+    outputs = rows // (1 if around.activation is None else 2)
+    out = around.residual
+    if out is None:
+        out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
+    overlap = overlaps(x.device)
+    columns = shape.inputs // planes_of(weight.code)
+    _packed_row_kernel[(cdiv(outputs, shape.outputs),)](
+        x,
+        weight.codes,
+        x if weight.scale is None else weight.scale,
+        x if weight.zero is None else weight.zero,
+        table_of(x.device),
+        x if weight.factor is None else weight.factor,
+        x if bias is None else bias,
+        x if around.gain is None else around.gain,
+        out,
+        outputs,
+        inputs,
+        around.epsilon,
+        weight.code,
+        weight.group,
+        weight.outputs_per_scale,
+        weight.zero is not None,
+        scales_rows(weight.code, weight.group, inputs, weight.zero),
+        weight.factor is not None,
+        bias is not None,
+        around.gain is not None,
+        around.activation or "",
+        around.residual is not None,
+        inputs % shape.inputs == 0,
+        shape.outputs,
+        shape.inputs,
+        min(MOST_CHUNK, chunk_of(weight.code, weight.group, columns)),
+        overlap,
+        shape.unroll,
+        num_warps=shape.warps,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+@Launcher
+@triton.jit(do_not_specialize=["rows"])
+def _packed_product_kernel(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    table: tl.tensor,
+    factor: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    rows,
+    outputs,
+    inputs,
+    x_stride,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PER: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALES_ROWS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BIAS: tl.constexpr,
+    APART: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        wait_for_previous()
+    split = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    line = tl.minimum(output, outputs - 1)
+    in_rows = (row < rows)[None, :]
+    x_tile = x + row.to(tl.int64)[None, :] * x_stride
+    span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
+        tiles = weights(
+            codes, scale, zero, table, line, start, inputs,
+            CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, CHUNK, EVEN,
+        )  # fmt: skip
+        for plane in tl.static_range(planes_of(CODE)):
+            place = places(start, CODE, INPUTS, plane)
+            inside = place < inputs
+            if APART:
+                place = plane * (inputs // 2) + start // 2 + tl.arange(0, INPUTS // 2)
+            mask = in_rows if EVEN else in_rows & inside[:, None]
+            values = tl.load(x_tile + place[:, None], mask=mask, other=0.0)
+            total = tl.dot(tiles[plane].to(values.dtype), values, total, input_precision="ieee")
+    place = row.to(tl.int64)[None, :] * outputs + output[:, None]
+    known = (row < rows)[None, :] & (output < outputs)[:, None]
+    last = True
+    if SPLITS > 1:
+        size = rows.to(tl.int64) * outputs
+        last, total = join_splits(total, partial, arrived, place, known, split, size, SPLITS, ROWS, OUTPUTS)
+    if last:
+        if SCALES_ROWS:
+            total *= tl.load(scale + line // PER).to(tl.float32)[:, None]
+        if FACTOR:
+            total *= tl.load(factor + line)[:, None]
+        if BIAS:
+            total += tl.load(bias + line).to(tl.float32)[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=known)
+
+
+def packed_product(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None,
+    shape: MatmulShape,
+    arrived: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, sums in float32: [rows, inputs], a matrix `[outputs, inputs]` -> [rows, outputs].
+
+    x         if the code's inputs are interleaved, or the matrix has an order: as `arrange` makes it
+    arrived   if the shape has splits: an int32 zero for every tile, which is zero again afterwards
+
+    A row's result depends on the shape of the tiles alone. Moves the codes and scales once for `shape.rows` rows.
+    """
+    rows, inputs = x.shape
+    outputs = weight.codes.shape[0]
+    overlap = overlaps(x.device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    partial = counters = out
+    if shape.splits > 1:
+        if arrived is None:
+            raise ValueError("a product with splits needs counters")
+        partial = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device)
+        counters = arrived
+    columns = shape.inputs // planes_of(weight.code)
+    tile_bytes = shape.rows * shape.inputs * x.element_size() + shape.outputs * columns
+    _packed_product_kernel[(cdiv(outputs, shape.outputs), shape.splits, cdiv(rows, shape.rows))](
+        x,
+        weight.codes,
+        x if weight.scale is None else weight.scale,
+        x if weight.zero is None else weight.zero,
+        table_of(x.device),
+        x if weight.factor is None else weight.factor,
+        x if bias is None else bias,
+        out,
+        partial,
+        counters,
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        weight.code,
+        weight.group,
+        weight.outputs_per_scale,
+        weight.zero is not None,
+        scales_rows(weight.code, weight.group, inputs, weight.zero),
+        weight.factor is not None,
+        bias is not None,
+        weight.code in INTERLEAVED,
+        inputs % shape.inputs == 0,
+        shape.splits,
+        shape.rows,
+        shape.outputs,
+        shape.inputs,
+        chunk_of(weight.code, weight.group, columns),
+        overlap,
+        num_warps=shape.warps,
+        num_stages=stages(x.device, shape.stages, tile_bytes),
+        launch_pdl=overlap,
+    )
+    return out

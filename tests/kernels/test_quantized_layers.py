@@ -1,0 +1,111 @@
+"""Quantized layers in the engine whose batch lives on the device: kernels of their own, fused for a single token."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvern.kernels.linear import Around
+from kvern.kernels.packed import Packed
+from kvern.layers.build import Build
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearFormat, LinearMethods
+from kvern.layers.linear_method import LinearMethod, LinearShape, TensorLayout
+from kvern.layers.quantized.method import QuantizedMethod
+from kvern.layers.tuning import tune
+from tests.kernels.packed_weights import Made, make_packed, to_device
+
+
+class MadeMethod(QuantizedMethod):
+    """A made matrix."""
+
+    name = "made"
+
+    def __init__(self, shape: LinearShape, made: Made) -> None:
+        self.made = made
+        super().__init__(shape)
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        return {}
+
+    def storage(self) -> Mapping[str, TensorLayout]:
+        return {} if self.made.packed.order is None else {"order": TensorLayout(torch.int32, ())}
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        return self.made.plain[index].to(self.shape.device, self.shape.dtype)
+
+    def packed(self) -> Packed:
+        return to_device(self.made.packed, self.shape.device)
+
+
+class MadeFormat(LinearFormat):
+    def __init__(self, made: Made) -> None:
+        self.made = made
+
+    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
+        return MadeMethod(shape, self.made)
+
+
+def layer(made: Made, device: torch.device, kernels: bool = True, deterministic: bool = False) -> Linear:
+    groups = frozenset({"quantized"} if kernels else ())
+    outputs, inputs = made.plain.shape
+    build = Build(torch.float32, device, 1, groups, LinearMethods(MadeFormat(made)), deterministic)
+    return Linear(inputs, {"o_proj": outputs}, build)
+
+
+@pytest.mark.parametrize(("kind", "order"), [("int4 zero", False), ("int4", True), ("e4m3 blocks", False)])
+def test_products_of_any_number_of_rows(kind: str, order: bool, device: torch.device) -> None:
+    made = make_packed(kind, 40, 256, order=order)
+    linear = layer(made, device)
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, 256, device=device)
+        expected = x.double() @ made.plain.to(device).T
+        torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=1e-4)
+    assert (linear.row_product() is None) == order
+    ids = torch.tensor([3, 0], device=device)
+    assert torch.equal(linear.method.embed(ids), made.plain[ids.cpu()].float().to(device))
+
+
+def test_every_candidate_is_timed_and_right(device: torch.device) -> None:
+    made = make_packed("int4", 40, 256)
+    linear = layer(made, device)
+    chosen: list[object] = []
+
+    def clock(calls: list[Callable[[], Tensor]]) -> float:
+        chosen.append(calls[0]())
+        return float(len(chosen))
+
+    assert set(tune(linear, clock, {})) == {f"made, 40 x 256, torch.float32, {rows} rows" for rows in (1, 64, 1024)}
+    x = torch.randn(3, 256, device=device)
+    for rows, ways in linear.method.candidates().items():
+        for name, way in ways.items():
+            expected = x[: min(rows, 3)].double() @ made.plain.to(device).T
+            torch.testing.assert_close(way(x[: min(rows, 3)], None).double(), expected, rtol=1e-4, atol=1e-4)
+            linear.method.choose(rows, name)
+
+
+def test_deterministic_products_do_not_depend_on_the_rows(device: torch.device) -> None:
+    linear = layer(make_packed("int4", 40, 256), device, deterministic=True)
+    x = torch.randn(50, 256, device=device)
+    whole = linear(x)
+    assert torch.equal(linear(x[7:8]), whole[7:8]) and torch.equal(linear(x[30:]), whole[30:])
+    assert not linear.method.candidates()
+
+
+def test_a_formats_own_products_are_timed_beside_the_kernels(device: torch.device) -> None:
+    linear = layer(make_packed("int4", 40, 256), device)
+    method = linear.method
+    method.own_products = lambda: {"own": lambda x, bias: x[:, :40] * 0 + 7}  # type: ignore[method-assign,assignment]
+    assert "own" in method.candidates()[1024] and "own" not in method.candidates()[64]
+    method.choose(1024, "own")
+    assert (linear(torch.randn(2000, 256, device=device)) == 7).all()
+
+
+def test_one_row_with_what_is_around_it(device: torch.device) -> None:
+    made = make_packed("mxfp4", 40, 256)
+    product = layer(made, device).row_product()
+    assert product is not None and layer(made, device, kernels=False).row_product() is None
+    x, residual = torch.randn(1, 256, device=device), torch.randn(1, 40, device=device)
+    expected = x.double() @ made.plain.to(device).T + residual.double()
+    torch.testing.assert_close(product(x, around=Around(residual=residual)).double(), expected, rtol=1e-4, atol=1e-4)
