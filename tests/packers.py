@@ -67,8 +67,9 @@ def gptq(
     symmetric: bool = False,
     version: int = 1,
     act_order: int | None = None,
+    bias: bool = False,
 ) -> Stored:
-    """`act_order`: a seed of which inputs a group has."""
+    """`act_order`: a seed of which inputs a group has. `bias`: one of zeros beside it, as early versions wrote."""
     plain = weight.float().numpy()
     inputs = plain.shape[1]
     group = inputs if group == -1 else group
@@ -87,6 +88,7 @@ def gptq(
         "qzeros": words((zero - (version == 1)).T, bits),
         "scales": scale.T.astype(np.float16),
         "g_idx": g_idx.astype(np.int32),
+        **({"bias": np.zeros(len(plain), dtype=np.float16)} if bias else {}),
     }
     return _tensors(tensors), torch.from_numpy(rounded.astype(np.float32))
 
@@ -133,7 +135,7 @@ def nvfp4(weight: Tensor) -> Stored:
     whole = np.float32(np.abs(groups).max() / (6 * 448))
     scale = torch.from_numpy(np.abs(groups).max(-1) / 6 / whole).to(torch.float8_e4m3fn)
     both = scale.float().numpy() * whole
-    codes, numbers = fp4_codes(groups / both[..., None])
+    codes, numbers = fp4_codes(groups / np.maximum(both, 1e-30)[..., None])
     rounded = torch.from_numpy((numbers * both[..., None]).astype(np.float32))
     tensors = {
         "weight": torch.from_numpy(bytes_of(codes.reshape(weight.shape))),
@@ -181,6 +183,22 @@ def nf4(weight: Tensor, *, nested: bool = False) -> Stored:
         "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
     return tensors, (quant_map[codes] * absmax[:, None]).view(weight.shape)
+
+
+def plain_int4(weight: Tensor, group: int = 32) -> Stored:
+    """As torchao stores it in its packing "plain", with 16-bit scales and zeros: code * scale + zero."""
+    groups = weight.float().reshape(len(weight), -1, group)
+    scale = ((groups.amax(-1) - groups.amin(-1)) / 15).bfloat16()
+    zero = (groups.amin(-1) + 8 * scale.float()).bfloat16()
+    codes = ((groups - zero[..., None].float()) / scale[..., None].float()).round().clamp(-8, 7)
+    rounded = codes * scale[..., None].float() + zero[..., None].float()
+    packed = bytes_of((codes.to(torch.int64) & 15).view(weight.shape).numpy())
+    tensors = {
+        "weight": torch.from_numpy(packed.view(np.int8)),
+        "weight_scale": scale.t(),
+        "weight_zero_point": zero.t(),
+    }
+    return tensors, rounded.view(weight.shape)
 
 
 def store(model: Path, folder: Path, pack: Pack, layers: str, config: Mapping[str, Any]) -> Checkpoints:

@@ -21,12 +21,13 @@ from kvern.layers.quantized.fp4 import modelopt_nvfp4
 from kvern.layers.quantized.groups import GroupedMethod, all_but
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.nf4 import bitsandbytes_nf4
+from kvern.layers.quantized.torchao_int4 import torchao_int4
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from tests import packers
 from tests.families import make_checkpoint
-from tests.packers import Pack, awq, gptq, mxfp4, nf4, nvfp4, stack_experts, store
+from tests.packers import Pack, awq, gptq, mxfp4, nf4, nvfp4, plain_int4, stack_experts, store
 from tests.peft_adapters import make_adapter
 from tests.scaled_rows import Checkpoints
 from tests.test_linear_methods import methods
@@ -36,12 +37,14 @@ CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 LINEAR = r"_proj$|experts\.\d"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False}
+GPTQ_2 = GPTQ | {"checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 NESTED = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 OF_TESTS = "a format of tests"
 FORMATS: dict[str, Callable[[], LinearFormat]] = {
     "nvfp4": lambda: modelopt_nvfp4({}, Unquantized()),
     "nf4": lambda: bitsandbytes_nf4({"bnb_4bit_quant_type": "nf4"}, Unquantized()),
+    "torchao": lambda: torchao_int4({"group_size": 32}),
     "nested nf4": lambda: bitsandbytes_nf4(NESTED, Unquantized()),
 }
 
@@ -49,7 +52,10 @@ FORMATS: dict[str, Callable[[], LinearFormat]] = {
 @LINEAR_METHODS.register(OF_TESTS)
 def by_name(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """Formats that the configurations of several tools lead to, without one."""
-    return all_but(FORMATS[quantization["format"]](), unquantized, ["lm_head"])
+    made = FORMATS[quantization["format"]]()
+    if "layers" in quantization:
+        return LinearMethods(unquantized, ((re.compile(quantization["layers"]), made),))
+    return all_but(made, unquantized, ["lm_head"])
 
 
 def of_tests(name: str) -> dict[str, Any]:
@@ -68,17 +74,23 @@ CASES: list[tuple[str, Pack, dict[str, Any]]] = [
     ("llama3", partial(gptq, symmetric=True, group=32), GPTQ | {"sym": True, "group_size": 32}),
     ("llama", partial(gptq, act_order=3), GPTQ | {"desc_act": True}),
     ("phi3", partial(gptq, act_order=3, version=2), GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2"}),
-    ("mixtral", partial(gptq, act_order=3), GPTQ | {"desc_act": True}),
-    ("llama", partial(gptq, group=64, bits=8), GPTQ | {"bits": 8, "group_size": 64}),
-    ("mixtral", partial(gptq, group=64, bits=8, symmetric=True), GPTQ | {"bits": 8, "group_size": 64}),
+    ("mixtral", partial(gptq, act_order=3, bias=True), GPTQ | {"desc_act": True}),
+    ("llama", partial(gptq, group=64, bits=8, bias=True), GPTQ | {"bits": 8, "group_size": 64}),
+    ("mixtral", partial(gptq, group=64, bits=8, symmetric=True, bias=True), GPTQ | {"bits": 8, "group_size": 64}),
     ("phi3", awq, AWQ),
     ("qwen3", awq, {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "modules_to_not_convert": None}),
     ("mixtral", partial(awq, group=32), AWQ | {"group_size": 32, "modules_to_not_convert": ["gate"]}),
     ("qwen3", nvfp4, of_tests("nvfp4")),
     ("mixtral", nvfp4, of_tests("nvfp4")),
+    ("llama_bias", plain_int4, of_tests("torchao")),
+    ("mixtral", plain_int4, of_tests("torchao")),
     ("llama_bias", nf4, of_tests("nf4")),
     ("phi3", partial(nf4, nested=True), of_tests("nested nf4")),
 ]
+
+
+TOLERANCE = {"nested nf4": 0.02, "torchao": 0.1}
+"""Of logits where scales and zeros are rounded to 16 bits; roundings of weights to bfloat16 change them by more."""
 
 
 @pytest.mark.parametrize(("family", "pack", "config"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
@@ -88,14 +100,32 @@ def test_logits_are_those_of_the_same_numbers_as_plain_weights(
     made = make(family, tmp_path, pack, config, tie_word_embeddings=family in ("qwen3", "llama3"))
     decoder = load_model(made.quantized)
     found, expected = logits(decoder, PROMPT), logits(load_model(made.rounded), PROMPT)
-    assert (found - expected).abs().max() < (0.02 if config == of_tests("nested nf4") else 1e-4)
+    assert (found - expected).abs().max() < TOLERANCE.get(config.get("format", ""), 1e-4)
     assert (found - logits(load_model(tmp_path / "model"), PROMPT)).abs().max() > 0.1
     assert isinstance(decoder.layers[0].self_attn.o_proj.method, GroupedMethod)
 
 
-def test_stacked_experts_in_mxfp4(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "tied"), [("gemma3", True), ("llama", False)])
+@pytest.mark.parametrize(("name", "pack"), [("nvfp4", nvfp4), ("nf4", nf4)])
+def test_embeddings_and_heads(family: str, tied: bool, name: str, pack: Pack, tmp_path: Path) -> None:
+    layers = "embed_tokens|lm_head"
+    made = make(family, tmp_path, pack, of_tests(name) | {"layers": layers}, layers, tie_word_embeddings=tied)
+    decoder = load_model(made.quantized)
+    assert isinstance(decoder.embed_tokens.method, GroupedMethod)
+    assert (decoder.lm_head.method is decoder.embed_tokens.method) == tied
+    found, expected = logits(decoder, PROMPT), logits(load_model(made.rounded), PROMPT)
+    assert (found - expected).abs().max() < 1e-4
+    assert (found - logits(load_model(tmp_path / "model"), PROMPT)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_stacked_experts_in_mxfp4(dtype: torch.dtype, tmp_path: Path) -> None:
+    def pack(weight: Tensor) -> packers.Stored:
+        tensors, rounded = mxfp4(weight)
+        return {**tensors, "scales": tensors["scales"].view(dtype)}, rounded
+
     model = stack_experts(make_checkpoint("mixtral", tmp_path / "model", **SIZES))
-    made = store(model, tmp_path, mxfp4, r"experts\.", {"quant_method": "mxfp4"})
+    made = store(model, tmp_path, pack, r"experts\.", {"quant_method": "mxfp4"})
     found, expected = logits(load_model(made.quantized), PROMPT), logits(load_model(made.rounded), PROMPT)
     assert (found - expected).abs().max() < 1e-4
     assert (found - logits(load_model(model), PROMPT)).abs().max() > 0.1
@@ -186,10 +216,11 @@ def test_scales_keep_the_precision_of_the_checkpoint(tmp_path: Path) -> None:
         (partial(gptq, group=64, bits=8), GPTQ | {"group_size": 64, "bits": 8}),
         (partial(awq, group=128), AWQ | {"group_size": 128}),
         (nvfp4, of_tests("nvfp4")),
+        (plain_int4, of_tests("torchao")),
         (nf4, of_tests("nf4")),
         (partial(nf4, nested=True), of_tests("nested nf4")),
     ],
-    ids=["gptq 32", "gptq act order", "gptq 8 bits", "awq", "nvfp4", "nf4", "nested nf4"],
+    ids=["gptq 32", "gptq act order", "gptq 8 bits", "awq", "nvfp4", "torchao", "nf4", "nested nf4"],
 )
 def test_weights_take_what_the_format_takes(pack: Pack, config: dict[str, Any], tmp_path: Path) -> None:
     """Within 3 % of the bytes of codes, scales and zeros in the file, before the file is read and after it."""
@@ -219,10 +250,11 @@ def test_weights_take_what_the_format_takes(pack: Pack, config: dict[str, Any], 
         (GPTQ | {"bits": 8}, False),
         (AWQ, False),
         (of_tests("nvfp4"), False),
+        (of_tests("torchao"), False),
         (of_tests("nested nf4"), False),
         ({"quant_method": "mxfp4"}, True),
     ],
-    ids=["act order", "8 bits", "awq", "nvfp4", "nf4", "mxfp4"],
+    ids=["act order", "8 bits", "awq", "nvfp4", "torchao", "nf4", "mxfp4"],
 )
 def test_random_weights(config: dict[str, Any], stacked: bool, tmp_path: Path) -> None:
     folder = make_checkpoint("mixtral" if stacked else "llama", tmp_path, **SIZES)
@@ -283,3 +315,69 @@ def test_inputs_come_to_groups_in_the_order_that_kernels_read() -> None:
     assert torch.equal(plain.view(24, 64), rounded[:, packed.order.long()])
     x = torch.randn(3, 64)
     torch.testing.assert_close(method.multiply(x, None), x @ rounded.t())
+
+
+@pytest.mark.parametrize("run", [3, 100])
+@pytest.mark.parametrize(
+    ("pack", "made"),
+    [
+        (partial(gptq, version=2), lambda: linear_methods({"quantization_config": GPTQ_2}, Unquantized()).default),
+        (awq, lambda: linear_methods({"quantization_config": AWQ}, Unquantized()).default),
+        (nvfp4, FORMATS["nvfp4"]),
+        (plain_int4, FORMATS["torchao"]),
+        (nf4, FORMATS["nf4"]),
+    ],
+    ids=["gptq", "awq", "nvfp4", "torchao", "nf4"],
+)
+def test_shards_take_their_slices_of_parts(pack: Pack, made: Callable[[], LinearFormat], run: int) -> None:
+    """The second of two shards of a matrix of two parts, cut along its outputs or, but for NF4, along its inputs."""
+    generator, build = torch.Generator().manual_seed(0), Build(torch.float32, CPU, 1)
+    weights = {0: torch.randn(32, 128, generator=generator), 32: torch.randn(16, 128, generator=generator)}
+    parts = {first: pack(weight) for first, weight in weights.items()}
+    whole, by_outputs, by_inputs = (
+        made().linear(LinearShape(outputs, inputs, torch.float32, CPU), build)
+        for outputs, inputs in ((48, 128), (24, 128), (48, 64))
+    )
+    for first, (tensors, rounded) in parts.items():
+        size = len(rounded)
+        for kind, tensor in tensors.items():
+            for row in range(0, len(tensor), run) if tensor.dim() else [0]:
+                rows = tensor[row : row + run] if tensor.dim() else tensor
+                whole.load(kind, rows, Part(first, range(size), range(128)), row)
+                if pack is not nf4:
+                    by_inputs.load(kind, rows, Part(first, range(size), range(64, 128)), row)
+                if not kind.startswith("weight.q"):  # what NF4 says of the whole weight
+                    by_outputs.load(kind, rows, Part(first // 2, range(size // 2, size), range(128)), row)
+    expected = torch.cat([rounded for _, rounded in parts.values()])
+    for method in (whole, by_outputs, by_inputs):
+        method.finish()
+    near = partial(torch.testing.assert_close, rtol=0, atol=0.004 if pack is plain_int4 else 1e-5)
+    near(whole.dequantize(), expected)
+    near(by_outputs.dequantize(), torch.cat([expected[16:32], expected[40:]]))
+    if pack is not nf4:
+        near(by_inputs.dequantize(), expected[:, 64:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("family", "pack", "config"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
+def test_what_a_gpu_loads_is_what_a_cpu_loads(family: str, pack: Pack, config: dict[str, Any], tmp_path: Path) -> None:
+    folder = make(family, tmp_path, pack, config, num_hidden_layers=1).quantized
+    found, expected = load_model(folder, device="cuda").state_dict(), load_model(folder).state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_loading_takes_no_more_of_a_gpu_than_the_weights(tmp_path: Path) -> None:
+    """Beside them a few runs of rows: not a plain copy of the model, nor one in the checkpoint's order."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
+    pack = partial(gptq, group=128, act_order=1)
+    folder = make("llama", tmp_path, pack, GPTQ | {"desc_act": True, "group_size": 128}, **sizes).quantized
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    decoder = load_model(folder, dtype="bf16", device="cuda")
+    runs = 6 * 32 << 20
+    assert torch.cuda.max_memory_allocated() - before < decoder.weight_bytes * 1.03 + runs

@@ -75,7 +75,8 @@ class Weighted(Loadable):
         """The tensors that a checkpoint holds of parts: the part, the ending of the tensor's name, its layout."""
         for name in () if self._shares else names:
             for kind, layout in self.method.part_layouts(self._first.get(name, 0)).items():
-                yield name, kind, layout
+                if kind != "bias" or self.bias is None:
+                    yield name, kind, layout
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         name, _, kind = part.partition(".")

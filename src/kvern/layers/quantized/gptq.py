@@ -2,7 +2,8 @@
 
 A matrix of O outputs and I inputs is `qweight` int32 [I / n, O], `qzeros` int32 [groups, O / n], `scales` [groups, O]
 and `g_idx` int32 [I], with n codes of unsigned integers in a word, the lowest first. `checkpoint_format` "gptq" stores
-zeros less one, "gptq_v2" as they are. With `desc_act` groups are of inputs that stand anywhere, as `g_idx` says.
+zeros less one, "gptq_v2" as they are. With `desc_act` groups are of inputs that stand anywhere, as `g_idx` says. Early
+versions stored a `bias` of zeros where layers have none.
 """
 
 import re
@@ -49,6 +50,7 @@ class GptqMethod(GroupedMethod):
             "qzeros": TensorLayout(torch.int32, (groups, Axis("outputs", codes))),
             "scales": TensorLayout(self.form.scale, (groups, OUTPUTS)),
             "g_idx": TensorLayout(torch.int32, (INPUTS,), needed=self.form.ordered),
+            "bias": TensorLayout(self.shape.dtype, (OUTPUTS,), needed=False),
         }
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
@@ -63,8 +65,10 @@ class GptqMethod(GroupedMethod):
             self.put("zero", zero.t(), part, first_row, along=1)
         elif kind == "scales":
             self.put("scale", tensor.t(), part, first_row, along=1)
-        else:
+        elif kind == "g_idx":
             self.put_group_index(tensor, part, first_row)
+        elif bool(tensor.any()):
+            raise ValueError("it is not zero, and the layers of this architecture have no bias")
 
 
 @LINEAR_METHODS.register("gptq")

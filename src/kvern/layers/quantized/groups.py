@@ -24,7 +24,7 @@ from kvern.layers.linear_method import (
     TensorLayout,
     copy_part,
 )
-from kvern.layers.quantized.method import Packed, QuantizedMethod
+from kvern.layers.quantized.method import RUN_NUMBERS, Packed, QuantizedMethod
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
@@ -97,7 +97,7 @@ class GroupedMethod(QuantizedMethod):
         for kind in {"zero", "factor", "order"} - self.storage().keys():
             setattr(self, kind, None)
         self.name = f"{form.code} in groups of {self.group}"
-        self._scaled = False
+        self._begun: set[str] = set()
         self._ordered_by: int | None = None
 
     def storage(self) -> Mapping[str, TensorLayout]:
@@ -127,10 +127,10 @@ class GroupedMethod(QuantizedMethod):
             raise ValueError(f"it is {tensor.dtype}, and codes of one byte are wanted")
         if tensor.dtype.itemsize == 1 and tensor.dtype != target.dtype:
             tensor = tensor.view(target.dtype)
-        if kind == "scale" and target.dtype.itemsize > 1:
-            if not bool(tensor.isfinite().all()):
-                raise ValueError("a scale is not finite; the file is damaged, download it again")
-            target = self._scale_in(tensor.dtype)
+        if kind == "scale" and not bool(_finite(tensor).all()):
+            raise ValueError("a scale is not finite; the file is damaged, download it again")
+        if target.dtype.itemsize > 1:
+            target = self._in_dtype(kind, tensor.dtype)
         copy_part(self.storage()[kind], target, tensor, part, first, along)
 
     def put_factor(self, value: Tensor, part: Part, divides: bool = False) -> None:
@@ -143,22 +143,23 @@ class GroupedMethod(QuantizedMethod):
 
     def put_group_index(self, groups: Tensor, part: Part, first: int) -> None:
         """A run of the group of each input. Raises ValueError where this matrix cannot be stored so."""
+        place = slice(first, first + len(groups))
+        if self.order is None:
+            inputs = torch.arange(place.start, place.stop, device=groups.device)
+            if not torch.equal(groups.long(), inputs // self.group):
+                raise ValueError(
+                    "its inputs are not in the order of their groups, though the quantization_config says neither "
+                    "desc_act (GPTQ) nor actorder (compressed-tensors): correct it there"
+                )
+            return
         count = self.shape.inputs // self.group
         wrong = groups[(groups < 0) | (groups >= count)]
         if len(wrong):
             raise ValueError(f"an input is in group {int(wrong[0])} of {count} groups; the file is damaged")
-        if self.order is None:
-            if not torch.equal(
-                groups.int(), torch.arange(first, first + len(groups), device=groups.device).int() // self.group
-            ):
-                raise ValueError(
-                    "its inputs are not in the order of their groups, as they are where the quantization_config says "
-                    "desc_act (GPTQ) or actorder (compressed-tensors): correct it there"
-                )
-        elif self._ordered_by in (None, part.first):
+        if self._ordered_by in (None, part.first):
             self._ordered_by = part.first
-            self.order[first : first + len(groups)] = groups
-        elif not torch.equal(groups.int(), self.order[first : first + len(groups)]):
+            self.order[place] = groups
+        elif not torch.equal(groups.int(), self.order[place]):
             raise ValueError(
                 "its inputs are in another order than those of the parts that share its product; quantize the model "
                 "without desc_act"
@@ -179,9 +180,8 @@ class GroupedMethod(QuantizedMethod):
         if torch.equal(order, torch.arange(len(order), device=order.device)):
             self.order = None
             return
-        for run in self._runs():
-            codes = self.codes[run]
-            self.codes[run] = codes[:, order] if self._wide else pack_pairs(unpack_pairs(codes)[:, order])
+        for codes in torch.split(self.codes, max(1, RUN_NUMBERS // self.shape.inputs)):
+            codes.copy_(codes[:, order] if self._wide else pack_pairs(unpack_pairs(codes)[:, order]))
         self.order = nn.Parameter(order.int(), requires_grad=False)
 
     def rows(self, index: Tensor | slice) -> Tensor:
@@ -213,25 +213,27 @@ class GroupedMethod(QuantizedMethod):
         """Codes have a byte each."""
         return self.codes.dtype == torch.int8
 
-    def _scale_in(self, dtype: torch.dtype) -> Tensor:
-        """`scale` in a dtype that holds what was loaded and what is to be."""
+    def _in_dtype(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """A parameter in a dtype that holds what was loaded of it and what is to be."""
+        found: Tensor = getattr(self, kind)
         dtype = dtype if dtype.itemsize <= 4 else torch.float32
-        wanted = torch.promote_types(self.scale.dtype, dtype) if self._scaled else dtype
-        self._scaled = True
-        if wanted != self.scale.dtype:
-            self.scale = nn.Parameter(self.scale.to(wanted), requires_grad=False)
-        return self.scale
+        wanted = torch.promote_types(found.dtype, dtype) if kind in self._begun else dtype
+        self._begun.add(kind)
+        if wanted != found.dtype:
+            setattr(self, kind, nn.Parameter(found.to(wanted), requires_grad=False))
+        made: Tensor = getattr(self, kind)
+        return made
 
     def _scales(self, index: Tensor | slice) -> Tensor:
         """The scales of rows, their factors in them, in the dtype to multiply in: so that only a product is rounded."""
         scale = self.scale
         if scale.dtype == torch.uint8:
-            exponents = _exponents(scale.device)
-            return exponents[scale[index].int()]
+            return _exponents(scale.device)[scale[index].int()]
         if scale.dtype == torch.float8_e4m3fn:  # which has no index of its own
             scale = scale.view(torch.uint8)[index].view(torch.float8_e4m3fn).float()
         else:
-            exact = self.form.code in EXACT and scale.dtype == self.shape.dtype
+            whole = self.zero is None or not self.zero.is_floating_point()
+            exact = self.form.code in EXACT and whole and scale.dtype == self.shape.dtype
             scale = scale[index] if exact else scale[index].float()
         return scale if self.factor is None else scale * self.factor[index].unsqueeze(-1)
 
@@ -241,7 +243,15 @@ class GroupedMethod(QuantizedMethod):
             return codes.to(dtype)
         middle = MIDDLE.get(self.form.code, 0) if self.zero is None else 0
         table = _pairs(self.form.code, middle, dtype, codes.device)
-        return table[codes.int()].view(dtype)
+        return table.index_select(0, codes.flatten().int()).view(dtype)  # a fifth of the time of an index
+
+
+def _finite(scale: Tensor) -> Tensor:
+    """Which scales are numbers, of any dtype: in one byte all bits, but for e4m3's sign, mean that it is none."""
+    if scale.dtype.itemsize > 1:
+        return scale.isfinite()
+    bits = 127 if scale.dtype == torch.float8_e4m3fn else 255
+    return (scale.view(torch.uint8) & bits) != bits
 
 
 @lru_cache(maxsize=64)

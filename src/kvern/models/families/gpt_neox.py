@@ -11,8 +11,14 @@ if TYPE_CHECKING:
 
 
 def _ungroup(tensor: "Tensor", spec: ModelSpec) -> "Tensor":
-    """From `[head, (query, key, value)]` rows to `[(query, key, value), head]`."""
-    heads = spec.layers[0].attention.heads
+    """From `[head, (query, key, value)]` rows to `[(query, key, value), head]`.
+
+    Raises ValueError if rows are something else, as in formats that store weights the other way round.
+    """
+    attention = spec.layers[0].attention
+    heads = attention.heads
+    if len(tensor) != 3 * heads * attention.head_dim:
+        raise ValueError(f"{len(tensor)} rows are not queries, keys and values of {heads} heads")
     return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
