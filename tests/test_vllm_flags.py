@@ -157,7 +157,10 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "serve m --quantization hqq",
             "--quantization hqq is refused: how weights are stored is read from the checkpoint",
         ),
-        ("serve m --kv-cache-dtype fp8", "keys and values are not quantized yet; kv_cache_dtype is one of auto,"),
+        (
+            "serve m --kv-cache-dtype fp8_e5m2",
+            "8-bit keys and values are e4m3 or integers; kv_cache_dtype is one of auto,",
+        ),
         (
             "serve m --tool-call-parser xlam",
             "--tool-call-parser xlam is refused: there is no such parser; tool_parser is",

@@ -31,9 +31,7 @@ class Paged(NamedTuple):
         return cache if self.scales is None else cache * self.scales[:, None, None, :, None]
 
 
-def _paged(
-    spec: AttentionSpec, inputs: Inputs, requests: int, keys: int, dtype: torch.dtype | None = None
-) -> Paged:
+def _paged(spec: AttentionSpec, inputs: Inputs, requests: int, keys: int, dtype: torch.dtype | None = None) -> Paged:
     """A cache of a dtype, and the block table of requests with so many keys each, whose blocks lie scattered.
 
     Its rows are as far apart as those of most engines, at a multiple of 16: Triton compiles for that.

@@ -24,101 +24,105 @@ ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def query_factors(queries, scales, KIND: tl.constexpr):
-    """Queries as the factor of a product with keys; `KIND` is the cache's dtype."""
+def query_factors(queries, scales, kind: tl.constexpr):
+    """Queries as the factor of a product with keys; `kind` is the cache's dtype."""
     if scales is None:
-        return queries.to(KIND)
+        queries = queries.to(kind)
     else:
-        return (queries.to(tl.float32) / QUERY_DIVISOR).to(tl.float16)
+        queries = queries.to(tl.float32) / QUERY_DIVISOR
+        queries = queries.to(tl.float16)
+    return queries
 
 
 @triton.jit
 def factors(stored):
     """What was read of a cache, as the factor of a product."""
-    if stored.dtype == tl.float8e4nv:
-        return stored.to(tl.float16)
+    if stored.dtype == tl.float8e4nv or (stored.dtype == tl.int8 and INTERPRETED):
+        stored = stored.to(tl.float16)
     elif stored.dtype == tl.uint8:
         bits = stored.to(tl.uint16)
-        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        stored = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     elif stored.dtype == tl.int8:
-        if INTERPRETED:
-            return stored.to(tl.float16)
-        else:
-            # Four numbers at a time: 1024 + 128 + number, by its bits, less 1152. The card converts integers slowly.
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 high, low, up, less; xor.b32 up, $2, 0x80808080; mov.b32 less, 0x64806480; "
-                "prmt.b32 low, up, 0x64646464, 0x4140; prmt.b32 high, up, 0x64646464, 0x4342; "
-                "sub.f16x2 $0, low, less; sub.f16x2 $1, high, less; }",
-                "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4,
-            )  # fmt: skip
-    else:
-        return stored
+        # Four numbers at a time: 1024 + 128 + number, by its bits, less 1152. The card converts integers slowly.
+        stored = tl.inline_asm_elementwise(
+            "{ .reg .b32 high, low, up, less; xor.b32 up, $2, 0x80808080; mov.b32 less, 0x64806480; "
+            "prmt.b32 low, up, 0x64646464, 0x4140; prmt.b32 high, up, 0x64646464, 0x4342; "
+            "sub.f16x2 $0, low, less; sub.f16x2 $1, high, less; }",
+            "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return stored
 
 
 @triton.jit
-def factor_pairs(stored, KIND: tl.constexpr):
-    """Of pairs of neighbours in a cache of `KIND`, read as int16, the first ones and the second ones as factors.
+def factor_pairs(stored, kind: tl.constexpr):
+    """Of pairs of neighbours in a cache of `kind`, read as int16, the first ones and the second ones as factors.
 
     Products need the values of one entry of two keys beside each other: matrices of 16 bits are turned so when they
     are read, those of 8 bits would be taken apart byte by byte.
     """
-    if KIND == tl.float8e4nv:
-        return tl.inline_asm_elementwise(
+    if kind == tl.float8e4nv:
+        first, second = tl.inline_asm_elementwise(
             "{ .reg .b32 sorted; .reg .b16 low, high; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {low, high}, sorted; "
             "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
             "=r,=r,r", [stored], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-    elif KIND == tl.uint8:
+    elif kind == tl.uint8:
         bits = stored.to(tl.uint16, bitcast=True)
-        first = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        second = (bits & 0x8000) | ((bits >> 1) & 0x3F80)
-        return first.to(tl.float16, bitcast=True), second.to(tl.float16, bitcast=True)
+        first = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        second = ((bits & 0x8000) | ((bits >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
     elif INTERPRETED:
-        return ((stored << 8) >> 8).to(tl.float16), (stored >> 8).to(tl.float16)
+        first = ((stored << 8) >> 8).to(tl.float16)
+        second = (stored >> 8).to(tl.float16)
     else:  # as in `factors`
-        return tl.inline_asm_elementwise(
+        first, second = tl.inline_asm_elementwise(
             "{ .reg .b32 first, second, up, less; xor.b32 up, $2, 0x80808080; mov.b32 less, 0x64806480; "
             "prmt.b32 first, up, 0x64646464, 0x4240; prmt.b32 second, up, 0x64646464, 0x4341; "
             "sub.f16x2 $0, first, less; sub.f16x2 $1, second, less; }",
             "=r,=r,r", [stored], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
+    return first, second
 
 
 @triton.jit
-def score_scale(scale, scales, kv_head, KIND: tl.constexpr):
+def score_scale(scale, scales, kv_head, kind: tl.constexpr):
     """By what products of `query_factors` and `factors` are scores: `scale`, for plain keys."""
-    if scales is None:
-        return scale
-    else:
-        by_code = tl.load(scales + kv_head) * QUERY_DIVISOR
-        return scale * (by_code * E4M3_BIAS if KIND == tl.uint8 else by_code)
+    if scales is not None:
+        scale *= tl.load(scales + kv_head) * QUERY_DIVISOR
+        if kind == tl.uint8:
+            scale *= E4M3_BIAS
+    return scale
 
 
 @triton.jit
-def in_values(gathered, scales, kv_head, kv_heads: tl.constexpr, KIND: tl.constexpr):
+def in_values(gathered, scales, kv_head, kv_heads: tl.constexpr, kind: tl.constexpr):
     """Sums of `factors` of values as what they are sums of."""
-    if scales is None:
-        return gathered
-    else:
-        by_code = tl.load(scales + kv_heads + kv_head)
-        return gathered * (by_code * E4M3_BIAS if KIND == tl.uint8 else by_code)
+    if scales is not None:
+        scale = tl.load(scales + kv_heads + kv_head)
+        if kind == tl.uint8:
+            scale *= E4M3_BIAS
+        gathered *= scale
+    return gathered
 
 
 @triton.jit
-def stored_codes(numbers, KIND: tl.constexpr):
-    """float32 `numbers`, divided by their scale, as the cache holds them: the nearest code, the largest at most."""
-    if KIND == tl.int8:
-        bounded = tl.minimum(tl.maximum(numbers, -127.0), 127.0)
-        return (bounded + ROUNDING - ROUNDING).to(tl.int8)
-    bounded = tl.minimum(tl.maximum(numbers, -448.0), 448.0)
-    if KIND == tl.float8e4nv:
-        return bounded.to(tl.float8e4nv)
+def stored_codes(numbers, inverse_scales, kind: tl.constexpr):
+    """float32 `numbers` as a cache of `kind` holds them: with scales the nearest code, the largest at most."""
+    if inverse_scales is None:
+        stored = numbers.to(kind)
+    elif kind == tl.int8:
+        bounded = tl.minimum(tl.maximum(numbers * inverse_scales, -127.0), 127.0)
+        stored = (bounded + ROUNDING - ROUNDING).to(tl.int8)
     else:
-        # float32 less its exponent's excess of bias has e4m3's bits at its upper end, numbers near zero included.
-        bits = (bounded * 7.52316384526264e-37).to(tl.int32, bitcast=True)  # 2^-120
-        size = bits & 0x7FFFFFFF
-        rounded = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
-        return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+        bounded = tl.minimum(tl.maximum(numbers * inverse_scales, -448.0), 448.0)
+        if kind == tl.float8e4nv:
+            stored = bounded.to(tl.float8e4nv)
+        else:
+            # float32 less its exponent's excess of bias has e4m3's bits at its upper end, numbers near zero included.
+            bits = (bounded * 7.52316384526264e-37).to(tl.int32, bitcast=True)  # 2^-120
+            size = bits & 0x7FFFFFFF
+            rounded = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
+            stored = (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return stored
 
 
 def for_kernels(cache: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,6 @@ from kvern.kernels.eight_bit import for_kernels, stored_codes
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 
-@triton.jit
-def _stored(numbers, inverse_scale, KIND: tl.constexpr):
-    """float32 numbers as the cache holds them."""
-    if inverse_scale is None:
-        return numbers.to(KIND)
-    else:
-        return stored_codes(numbers * inverse_scale, KIND)
-
-
 @Launcher
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotate_and_store_kernel(
@@ -88,22 +79,21 @@ def _rotate_and_store_kernel(
         turned = first * cosine - second * sine
         second = second * cosine + first * sine
         first = turned
-    KIND: tl.constexpr = key_cache.dtype.element_ty
+    kind: tl.constexpr = key_cache.dtype.element_ty
     if scales is None:
-        inverse_scale = None
+        inverse_scales = None
     else:  # those of keys come first, as their heads do
-        kind = tl.load(scales + tl.maximum(head - query_heads, 0), mask=is_key | is_value, other=1.0)
-        inverse_scale = 1.0 / kind
+        inverse_scales = 1.0 / tl.load(scales + tl.maximum(head - query_heads, 0), mask=is_key | is_value, other=1.0)
     tl.store(row + first_column, first.to(qkv.dtype.element_ty), mask=is_query & in_half)
     tl.store(row + second_column, second.to(qkv.dtype.element_ty), mask=is_query & in_half)
-    tl.store(key_row + first_column, _stored(first, inverse_scale, KIND), mask=is_key & in_half)
-    tl.store(key_row + second_column, _stored(second, inverse_scale, KIND), mask=is_key & in_half)
-    tl.store(value_row + first_column, _stored(first, inverse_scale, KIND), mask=is_value & in_half)
-    tl.store(value_row + second_column, _stored(second, inverse_scale, KIND), mask=is_value & in_half)
+    tl.store(key_row + first_column, stored_codes(first, inverse_scales, kind), mask=is_key & in_half)
+    tl.store(key_row + second_column, stored_codes(second, inverse_scales, kind), mask=is_key & in_half)
+    tl.store(value_row + first_column, stored_codes(first, inverse_scales, kind), mask=is_value & in_half)
+    tl.store(value_row + second_column, stored_codes(second, inverse_scales, kind), mask=is_value & in_half)
     if REST > 0:
         tl.store(row + rest_column, rest.to(qkv.dtype.element_ty), mask=is_query & in_rest)
-        tl.store(key_row + rest_column, _stored(rest, inverse_scale, KIND), mask=is_key & in_rest)
-        tl.store(value_row + rest_column, _stored(rest, inverse_scale, KIND), mask=is_value & in_rest)
+        tl.store(key_row + rest_column, stored_codes(rest, inverse_scales, kind), mask=is_key & in_rest)
+        tl.store(value_row + rest_column, stored_codes(rest, inverse_scales, kind), mask=is_value & in_rest)
 
 
 def rotate_and_store(

@@ -76,8 +76,8 @@ class Room(msgspec.Struct, frozen=True):
 class Layout(msgspec.Struct, frozen=True):
     """The KV cache of `blocks` of `block_size` tokens, `token_bytes` each, and how large a step may be.
 
-    `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests of those of
-    a cache in 8 bits, of all ranks.
+    `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
+    ranks, of those of a cache in 8 bits.
     """
 
     max_model_len: int
