@@ -6,12 +6,19 @@ import torch
 
 from kvern.kernels.codes import NF4
 from kvern.kernels.packed import Packed
+from kvern.layers.linear_method import LinearShape
+from kvern.layers.quantized.gguf import RANDOM_SCALES, GgufMethod
+from kvern.layers.quantized.gguf_blocks import NUMBERS, taken_apart
+from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 KINDS = (
     *("e4m3 row", "e4m3 blocks", "int8 row", "int8 group", "int8 zero", "int4", "int4 zero", "int4 g32", "nf4"),
-    *("mxfp4", "nvfp4", "q8_0", "q4_0"),
+    *("mxfp4", "nvfp4", *(f"gguf {name}" for name in NUMBERS)),
 )
+
+
+LARGE_BLOCKS = tuple(f"gguf {item.name}" for item in QUANTIZED.values() if item.numbers == 256)
 
 
 class Made(NamedTuple):
@@ -35,8 +42,8 @@ def make_packed(kind: str, outputs: int, inputs: int, group: int = 64, order: bo
         return torch.randint(low, high, shape, generator=generator)
 
     code, _, form = kind.partition(" ")
-    if code in ("q8_0", "q4_0"):
-        return _blocks(code, outputs, inputs, integers)
+    if code == "gguf":
+        return _blocks(form, outputs, inputs, generator)
     per = 1
     if form == "row":
         group = inputs
@@ -84,19 +91,17 @@ def make_packed(kind: str, outputs: int, inputs: int, group: int = 64, order: bo
     return Made(Packed(code, codes, scale, zero, group, per, places, factor), plain)
 
 
-def _blocks(code: str, outputs: int, inputs: int, integers: object) -> Made:
-    count = inputs // 32
-    scale = (integers(1, 100, outputs, count) / 1000 / inputs**0.5).half()  # type: ignore[operator]
-    half = scale.view(torch.uint8).view(outputs, count, 2)
-    if code == "q8_0":
-        values = integers(-127, 128, outputs, count, 32).to(torch.int8)  # type: ignore[operator]
-        packed = torch.cat((half, values.view(torch.uint8)), -1)
-        plain = values.double() * scale.double()[..., None] / 1
-    else:
-        bits = integers(0, 16, outputs, count, 32).to(torch.uint8)  # type: ignore[operator]
-        packed = torch.cat((half, bits[..., :16] | bits[..., 16:] << 4), -1)
-        plain = (bits.double() - 8) * scale.double()[..., None]
-    return Made(Packed(code, packed.contiguous()), plain.flatten(1))
+def _blocks(name: str, outputs: int, inputs: int, generator: torch.Generator) -> Made:
+    """Random blocks of GGUF's."""
+    shape = LinearShape(outputs, inputs, torch.float32, torch.device("cpu"))
+    method = GgufMethod(shape, BY_NAME[name])
+    method.fill_random(generator)
+    for at, scale in RANDOM_SCALES[name]:
+        halves = (torch.rand(*method.weight.shape[:2], 1, generator=generator) + 0.5) * scale * 10
+        method.weight[..., at : at + 2] = halves.half().view(torch.uint8)
+    if name == "mxfp4":
+        method.weight[..., 0] = torch.randint(118, 124, method.weight.shape[:2], generator=generator)
+    return Made(Packed(name, *taken_apart(name, method.weight)), method.dequantize().double())
 
 
 def to_device(packed: Packed, device: torch.device) -> Packed:

@@ -14,7 +14,7 @@ from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import scaled_product
-from tests.kernels.packed_weights import KINDS, make_packed, to_device
+from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, make_packed, to_device
 from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error
 
@@ -37,7 +37,7 @@ LAUNCHES = [*_launches()] if os.environ.get("TRITON_INTERPRET") != "1" else []
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ending", ["", "gated", "residual"])
 def test_one_row(device: torch.device, kind: str, ending: str) -> None:
-    inputs, outputs = (512, 14) if ending == "gated" else (448, 22)
+    inputs, outputs = (512, 14) if ending == "gated" else (768 if kind in LARGE_BLOCKS else 448, 22)
     generator = torch.Generator().manual_seed(3)
     made = make_packed(kind, outputs, inputs)
     x = torch.randn(1, inputs, generator=generator).half().to(device)
@@ -52,7 +52,8 @@ def test_one_row(device: torch.device, kind: str, ending: str) -> None:
     if residual is not None:
         expected = expected + residual.double()
     around = Around(gain, 1e-5, "silu" if ending == "gated" else None, residual)
-    out = packed_row(x, to_device(made.packed, device), bias, ROW, around)
+    row = ROW._replace(inputs=512) if inputs == 768 else ROW
+    out = packed_row(x, to_device(made.packed, device), bias, row, around)
     assert relative_error(out, expected) < 1e-3
     assert residual is None or out is residual
 
@@ -61,6 +62,7 @@ def test_one_row(device: torch.device, kind: str, ending: str) -> None:
 @pytest.mark.parametrize(("rows", "inputs", "splits"), [(3, 256, 1), (9, 448, 2)])
 def test_several_rows(device: torch.device, kind: str, rows: int, inputs: int, splits: int) -> None:
     generator = torch.Generator().manual_seed(rows)
+    step, inputs = (512, 768) if inputs == 448 and kind in LARGE_BLOCKS else (128, inputs)
     order = splits > 1 and kind.startswith("int4")
     made = make_packed(kind, 40, inputs, order=order)
     packed = to_device(made.packed, device)
@@ -68,7 +70,7 @@ def test_several_rows(device: torch.device, kind: str, rows: int, inputs: int, s
     bias = torch.randn(40, generator=generator).half().to(device)
     arranged = arrange(x, packed.order, True) if packed.code in INTERLEAVED else x
     arrived = torch.zeros(8, dtype=torch.int32, device=device)
-    shape = MatmulShape(16, 32, 128, 4, 3, splits)
+    shape = MatmulShape(16, 32, step, 4, 3, splits)
     out = packed_product(arranged, packed, bias, shape, arrived)
     assert relative_error(out, x.double() @ made.plain.to(device).T + bias.double()) < 1e-3
     assert not arrived.any()

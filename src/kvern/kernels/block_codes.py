@@ -1,7 +1,9 @@
-"""What the blocks of GGUF's types mean, for `kernels/codes.py`; scales stand among the codes.
+"""What the blocks of GGUF's types mean, for `kernels/codes.py`.
 
-A row is a run of blocks: `codes [outputs, inputs / block, bytes]` uint8. The layouts are those of ggml's
-`ggml-common.h`. Whole blocks are multiplied, so steps are multiples of a block and no step ends within one.
+The blocks of a row are taken apart so that loads are aligned: `codes [outputs, blocks, bytes]` has the bits of the
+numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted; `PARTS` says which bytes of ggml's
+blocks (`ggml-common.h`) stand where. A block has 32 numbers or 256. But for q8_0, a byte has bits of two numbers, of
+the two planes: those of neighbouring runs of 16, 32 or 64 inputs. Types of 2 and 3 bits use each byte in two columns.
 """
 
 from collections.abc import Mapping
@@ -9,13 +11,44 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
-from kvern.kernels.halves import HIGH_BIAS, LOW_BIAS, biased_halves
+from kvern.kernels.halves import HIGH_BIAS, LOW_BIAS, SMALL_FLOATS_UNIT, biased_halves, small_floats
 
-BLOCKS: Mapping[str, tuple[int, int, int, int]] = {
-    "q8_0": (1, 32, 32, 34),
-    "q4_0": (2, 16, 32, 18),
+BLOCKS: Mapping[str, tuple[int, int, int]] = {
+    "q8_0": (1, 32, 32),
+    "q4_0": (2, 16, 32),
+    "q4_1": (2, 16, 32),
+    "q5_0": (2, 16, 32),
+    "q5_1": (2, 16, 32),
+    "iq4_nl": (2, 16, 32),
+    "mxfp4": (2, 16, 32),
+    "q2_k": (2, 16, 128),
+    "q3_k": (2, 16, 128),
+    "q4_k": (2, 32, 64),
+    "q5_k": (2, 32, 64),
+    "q6_k": (2, 16, 128),
+    "iq4_xs": (2, 16, 32),
 }
-"""By the type's name: planes, columns that share a scale, inputs of a block, bytes of a block."""
+"""By the type's name: planes, columns that share a scale, inputs of which a step has a multiple."""
+
+_BIAS = tl.constexpr(64.0)
+"""Of numbers of five and six bits, and of two and three."""
+
+
+@triton.constexpr_function
+def _run(code: str) -> int:
+    """Inputs of a plane that stand together."""
+    return {"q2_k": 64, "q3_k": 64, "q6_k": 64, "q4_k": 32, "q5_k": 32}.get(code, 16)
+
+
+@triton.constexpr_function
+def _scale_bytes(code: str) -> int:
+    sizes = {"q4_1": 4, "q5_1": 4, "q2_k": 20, "q3_k": 14, "q4_k": 16, "q5_k": 16, "q6_k": 18, "iq4_xs": 8, "mxfp4": 1}
+    return sizes.get(code, 2)
+
+
+@triton.constexpr_function
+def _is_among(code: str, names: str) -> bool:
+    return code in names.split()
 
 
 @triton.jit
@@ -24,37 +57,81 @@ def block_places(first, CODE: tl.constexpr, INPUTS: tl.constexpr, PLANE: tl.cons
     if CODE == "q8_0":
         return first + tl.arange(0, INPUTS)
     else:
+        RUN: tl.constexpr = _run(CODE)
         column = tl.arange(0, INPUTS // 2)
-        return first + column // 16 * 32 + column % 16 + 16 * PLANE
+        return first + column // RUN * (2 * RUN) + column % RUN + RUN * PLANE
 
 
 @triton.jit
-def half_at(codes, place, known):
-    """A float16 whose two bytes lie at any place."""
-    low = tl.load(codes + place, mask=known, other=0).to(tl.uint16)
-    high = tl.load(codes + place + 1, mask=known, other=0).to(tl.uint16)
-    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+def _bytes(tile, known, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(tile)
+    else:
+        return tl.load(tile, mask=known, other=0)
 
 
 @triton.jit
-def block_numbers(codes, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
+def _number(bits):
+    """A number of up to six bits plus _BIAS, made by setting an exponent before them."""
+    return ((bits << 17) | 0x42800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
     """See `numbers` in `kernels/codes.py`."""
     if CODE == "q8_0":
-        column = tl.arange(0, INPUTS)
-        place = (first // 32 + column // 32) * 34 + 2 + column % 32
-        tile = codes + row[:, None] * (inputs // 32 * 34) + place[None, :]
-        found = tl.load(tile, mask=(first + column < inputs)[None, :], other=0)
+        column = first + tl.arange(0, INPUTS)
+        found = _bytes(codes + row[:, None] * inputs + column[None, :], (column < inputs)[None, :], EVEN)
         return (found.to(tl.int8, bitcast=True).to(tl.float32),)
     else:
-        column = tl.arange(0, INPUTS // 2)
-        block = first // 32 + column // 16
-        tile = codes + row[:, None] * (inputs // 32 * 18) + (block * 18 + 2 + column % 16)[None, :]
-        return biased_halves(tl.load(tile, mask=(block * 32 < inputs)[None, :], other=0))
+        column = first // 2 + tl.arange(0, INPUTS // 2)
+        known = (2 * column < inputs)[None, :]
+        if _is_among(CODE, "q4_0 q4_1 q4_k iq4_nl iq4_xs mxfp4"):
+            found = _bytes(codes + row[:, None] * (inputs // 2) + column[None, :], known, EVEN)
+            if _is_among(CODE, "iq4_nl iq4_xs"):
+                values = table + 16
+                return tl.load(values + (found & 15)).to(tl.float32), tl.load(values + (found >> 4)).to(tl.float32)
+            elif CODE == "mxfp4":
+                return small_floats(found)
+            else:
+                return biased_halves(found)
+        elif _is_among(CODE, "q5_0 q5_1"):
+            within = (column % 16)[None, :]
+            block = codes + row[:, None] * (inputs // 32 * 20) + (column // 16 * 20)[None, :]
+            found = _bytes(block + within, known, EVEN).to(tl.int32)
+            low = _bytes(block + (16 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
+            high = _bytes(block + (18 + within // 8), known, EVEN).to(tl.int32) >> (within % 8)
+            return _number((found & 15) | ((low & 1) << 4)), _number((found >> 4) | ((high & 1) << 4))
+        else:
+            within = (column % 128)[None, :]
+            if CODE == "q5_k":
+                block = codes + row[:, None] * (inputs // 256 * 160) + (column // 128 * 160)[None, :]
+                found = _bytes(block + within, known, EVEN).to(tl.int32)
+                high = _bytes(block + (128 + within % 32), known, EVEN).to(tl.int32) >> (within // 32 * 2)
+                return _number((found & 15) | ((high & 1) << 4)), _number((found >> 4) | ((high & 2) << 3))
+            else:
+                quarter = within % 64 // 32 * 2
+                pair = within // 64 * 32 + within % 32
+                if CODE == "q6_k":
+                    block = codes + row[:, None] * (inputs // 256 * 192) + (column // 128 * 192)[None, :]
+                    found = _bytes(block + within, known, EVEN).to(tl.int32)
+                    high = _bytes(block + (128 + pair), known, EVEN).to(tl.int32) >> quarter
+                    return _number((found & 15) | ((high & 3) << 4)), _number((found >> 4) | (high & 48))
+                elif CODE == "q2_k":
+                    block = codes + row[:, None] * (inputs // 256 * 64) + (column // 128 * 64)[None, :]
+                    found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
+                    return _number(found & 3), _number((found >> 4) & 3)
+                else:
+                    block = codes + row[:, None] * (inputs // 256 * 96) + (column // 128 * 96)[None, :]
+                    found = _bytes(block + pair, known, EVEN).to(tl.int32) >> quarter
+                    third = within // 64 * 4 + within % 64 // 32
+                    high = _bytes(block + (64 + within % 32), known, EVEN).to(tl.int32) >> third
+                    return _number((found & 3) | ((high & 1) << 2)), _number(((found >> 4) & 3) | (high & 4))
 
 
 @triton.jit
 def block_scales(
-    codes,
+    scale,
     row,
     first,
     inputs,
@@ -66,11 +143,70 @@ def block_scales(
 ):
     """See `scales` in `kernels/codes.py`."""
     PLANES: tl.constexpr = 1 if CODE == "q8_0" else 2
-    BYTES: tl.constexpr = 34 if CODE == "q8_0" else 18
-    block = first // 32 + tl.arange(0, INPUTS // PLANES // CHUNK) * (CHUNK * PLANES) // 32
-    place = row[:, None] * (inputs // 32 * BYTES) + (block * BYTES)[None, :]
-    by = half_at(codes, place, (block * 32 < inputs)[None, :])
-    if CODE == "q8_0":
-        return by, by * 0.0
+    BYTES: tl.constexpr = _scale_bytes(CODE)
+    column = first // PLANES + tl.arange(0, INPUTS // PLANES // CHUNK) * CHUNK
+    known = (column * PLANES < inputs)[None, :]
+    if _is_among(CODE, "q2_k q3_k q4_k q5_k q6_k iq4_xs"):
+        within = (column % 128)[None, :]
+        block = row[:, None] * (inputs // 256 * BYTES) + (column // 128 * BYTES)[None, :]
+        return _large_scales(scale, block, within, known, CODE, EVEN, PLANE)
     else:
-        return by, by * (8.0 + (LOW_BIAS if PLANE == 0 else HIGH_BIAS))
+        block = row[:, None] * (inputs // 32) + (column * PLANES // 32)[None, :]
+        if CODE == "mxfp4":
+            exponent = _bytes(scale + block, known, EVEN).to(tl.int32)
+            by = (exponent << 23).to(tl.float32, bitcast=True) * SMALL_FLOATS_UNIT
+            return by, by * 0.0
+        else:
+            halves = scale.to(tl.pointer_type(tl.float16)) + block * (BYTES // 2)
+            by = _bytes(halves, known, EVEN).to(tl.float32)
+            if _is_among(CODE, "q8_0 iq4_nl"):
+                return by, by * 0.0
+            elif CODE == "q5_0":
+                return by, by * (_BIAS + 16.0)
+            else:
+                BIAS: tl.constexpr = _BIAS if CODE == "q5_1" else LOW_BIAS if PLANE == 0 else HIGH_BIAS
+                if CODE == "q4_0":
+                    return by, by * (BIAS + 8.0)
+                else:
+                    return by, by * BIAS - _bytes(halves + 1, known, EVEN).to(tl.float32)
+
+
+@triton.jit
+def _large_scales(
+    scale, block, within, known, CODE: tl.constexpr, EVEN: tl.constexpr, PLANE: tl.constexpr
+):  # fmt: skip
+    """Those of the blocks of 256 numbers, `within` being the columns of a block: its d is first in all of them."""
+    by = _bytes(scale.to(tl.pointer_type(tl.float16)) + block // 2, known, EVEN).to(tl.float32)
+    if CODE == "iq4_xs":
+        run = within // 16
+        high = _bytes(scale + (block + 2 + run // 4), known, EVEN).to(tl.int32) >> (run % 4 * 2)
+        low = _bytes(scale + (block + 4 + run // 2), known, EVEN).to(tl.int32) >> (run % 2 * 4)
+        by *= (((low & 15) | ((high & 3) << 4)) - 32).to(tl.float32)
+        return by, by * 0.0
+    elif _is_among(CODE, "q4_k q5_k"):
+        least = _bytes(scale.to(tl.pointer_type(tl.float16)) + (block // 2 + 1), known, EVEN).to(tl.float32)
+        run = within // 32 * 2 + PLANE
+        words = scale.to(tl.pointer_type(tl.int32)) + block // 4
+        shift = run % 4 * 8
+        low = _bytes(words + 1, known, EVEN) >> shift
+        middle = _bytes(words + 2, known, EVEN) >> shift
+        high = _bytes(words + 3, known, EVEN) >> shift
+        by *= tl.where(run < 4, low & 63, (high & 15) | ((low >> 2) & 48)).to(tl.float32)
+        least *= tl.where(run < 4, middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48)).to(tl.float32)
+        BIAS: tl.constexpr = _BIAS if CODE == "q5_k" else LOW_BIAS if PLANE == 0 else HIGH_BIAS
+        return by, by * BIAS + least
+    else:
+        run = within // 64 * 8 + PLANE * 4 + within % 64 // 16
+        if CODE == "q6_k":
+            by *= _bytes(scale + (block + 2 + run), known, EVEN).to(tl.int8, bitcast=True).to(tl.float32)
+            return by, by * (_BIAS + 32.0)
+        elif CODE == "q3_k":
+            low = _bytes(scale + (block + 2 + run % 8), known, EVEN).to(tl.int32) >> (run // 8 * 4)
+            high = _bytes(scale + (block + 10 + run % 4), known, EVEN).to(tl.int32) >> (run // 4 * 2)
+            by *= (((low & 15) | ((high & 3) << 4)) - 32).to(tl.float32)
+            return by, by * (_BIAS + 4.0)
+        else:
+            least = _bytes(scale.to(tl.pointer_type(tl.float16)) + (block // 2 + 1), known, EVEN).to(tl.float32)
+            both = _bytes(scale + (block + 4 + run), known, EVEN).to(tl.int32)
+            by *= (both & 15).to(tl.float32)
+            return by, by * _BIAS + least * (both >> 4).to(tl.float32)

@@ -57,14 +57,12 @@ class Code(NamedTuple):
 
     planes       numbers of a column
     run          columns of a plane that share scale and offset at least; 0: `Packed.group / planes`
-    block        inputs that stand together
-    block_bytes  and their bytes
+    block        inputs that stand together: a step has a multiple of them
     """
 
     planes: int
     run: int = 0
     block: int = 1
-    block_bytes: int = 1
 
 
 CODES: Mapping[str, Code] = {
@@ -99,13 +97,16 @@ def readable(weight: Packed) -> Packed:
     return weight._replace(codes=codes, scale=scale)
 
 
+NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
+
 _TABLES: dict[torch.device, torch.Tensor] = {}
 
 
 def table_of(device: torch.device) -> torch.Tensor:
-    """The 16 numbers of NF4 on a device, in float16, which is nearer than weights in 16 bits are."""
+    """The 16 numbers of NF4 on a device, in float16, which is nearer than weights in 16 bits are; then NON_LINEAR."""
     if device not in _TABLES:
-        _TABLES[device] = torch.tensor(NF4, dtype=torch.float16, device=device)
+        _TABLES[device] = torch.tensor((*NF4, *NON_LINEAR), dtype=torch.float16, device=device)
     return _TABLES[device]
 
 
@@ -170,7 +171,7 @@ def numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: tl.con
         else:
             return small_floats(found)
     else:
-        return block_numbers(codes, row, first, inputs, CODE, INPUTS, EVEN)
+        return block_numbers(codes, table, row, first, inputs, CODE, INPUTS, EVEN)
 
 
 @triton.jit
@@ -220,7 +221,7 @@ def scales(
             offset = by * 0.0
         return by, offset
     else:
-        return block_scales(codes, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
+        return block_scales(scale, row, first, inputs, CODE, INPUTS, CHUNK, EVEN, PLANE)
 
 
 @triton.jit

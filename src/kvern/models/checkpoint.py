@@ -1,4 +1,4 @@
-"""Reads safetensors files: headers first, then tensors through a memory map, in runs of rows.
+"""Reads safetensors and GGUF files: headers first, then tensors through a memory map, in runs of rows.
 
 Reading the headers ourselves lets every fault be found before any data is touched, and dropping the pages of each run
 keeps resident memory at the size of the weights.
@@ -7,7 +7,7 @@ keeps resident memory at the size of the weights.
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +41,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `begin` is its first byte there."""
+    """A tensor in a file: `begin` is its first byte there. `change` makes of `together` of its rows those of the model."""
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
+    change: Callable[[Tensor], Tensor] | None = None
+    together: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -57,13 +59,13 @@ class StoredTensor:
         """Yield `(first_row, rows)` in order; each run is valid until the next is asked for."""
         row_bytes = self.nbytes // self.shape[0] if self.shape and self.shape[0] else 0
         rows = self.shape[0] if self.shape else 1
-        step = rows if whole or not row_bytes else max(1, RUN_BYTES // row_bytes)
+        step = rows if whole or not row_bytes else max(1, RUN_BYTES // row_bytes // self.together) * self.together
         for first in range(0, rows, max(step, 1)):
             count = min(step, rows - first)
             begin = self.begin + first * row_bytes
             shape = (count, *self.shape[1:]) if self.shape else ()
             flat = torch.frombuffer(data, dtype=self.dtype, count=math.prod(shape), offset=begin)
-            yield first, flat.view(shape)
+            yield first, flat.view(shape) if self.change is None else self.change(flat.view(shape))
             _drop_pages(data, begin, flat.nbytes)
 
 
@@ -86,14 +88,25 @@ def open_map(file: Path) -> mmap.mmap:
 def read_headers(folder: Path) -> list[StoredTensor]:
     """Every tensor of a checkpoint, by file and position; each file is checked to be complete.
 
-    Raises ModelNotFound if there is no safetensors file, CorruptCheckpoint if one is missing, truncated or unreadable.
+    Raises ModelNotFound if there is no file of weights, CorruptCheckpoint if one is missing, truncated or unreadable,
+    UnsupportedModel for what GGUF files hold and kvern cannot read.
     """
+    if (file := gguf_file(folder)) is not None:
+        from kvern.models.gguf.tensors import gguf_tensors
+
+        return gguf_tensors(file)
     tensors = [tensor for file in checkpoint_files(folder) for tensor in read_header(file)]
     names: dict[str, StoredTensor] = {}
     for tensor in tensors:
         if (other := names.setdefault(tensor.name, tensor)) is not tensor:
             raise CorruptCheckpoint(f"tensor {tensor.name} is in two files: {other.file} and {tensor.file}")
     return tensors
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file, or the first of them, of a folder without safetensors."""
+    found = sorted(folder.glob("*.gguf"))
+    return found[0] if found and not any(folder.glob("*.safetensors*")) else None
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -116,7 +129,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_NAME]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise ModelNotFound(f"{folder} holds no *.safetensors file; kvern reads weights in no other format")
+        raise ModelNotFound(f"{folder} holds no *.safetensors or *.gguf file; kvern reads weights in no other format")
     return found
 
 

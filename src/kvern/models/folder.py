@@ -6,7 +6,8 @@
     generation_config, override_   generation_config.json
 
 A changed model is a folder of links to the model's files and those of its own that differ. It lies in the cache, under
-a name that says what is in it, so that another start of the same model finds it.
+a name that says what is in it, so that another start of the same model finds it. A GGUF file becomes such a folder as
+well, with what it says of the model in the files that other models have.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from kvern.chat_template import environment
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, InvalidParameter
 from kvern.files import MOST_CONFIG_BYTES, read_object, read_whole, reason
+from kvern.models.gguf.folder import gguf_folder_files, gguf_state
 from kvern.models.hub import resolve_model
 from kvern.sampling_params import USUAL, SamplingParams
 
@@ -37,9 +39,12 @@ Files = dict[str, Path | bytes]
 def model_folder(config: EngineConfig) -> Path:
     """The folder with the model's files, as options change them.
 
-    Raises ModelNotFound, ConfigError or CorruptCheckpoint.
+    Raises ModelNotFound, ConfigError, CorruptCheckpoint or UnsupportedModel.
     """
+    cache = config.cache_folder / "models"
     folder = resolve_model(config.model, revision=config.revision, cache_folder=config.download_dir).absolute()
+    if folder.is_file():
+        folder = _made_of_gguf(folder, cache, tokenizer=config.tokenizer is None)
     found: Files = {path.name: path for path in folder.iterdir()}
     files = dict(found)
     if config.tokenizer is not None:
@@ -50,7 +55,13 @@ def model_folder(config: EngineConfig) -> Path:
         files["config.json"] = as_json(merged(_object(files, "config.json"), config.hf_overrides))
     if config.generation_config != "auto" or config.override_generation_config:
         files["generation_config.json"] = as_json(_generation_config(files, config))
-    return folder if files == found else _linked(files, config.cache_folder / "models")
+    return folder if files == found else _linked(files, cache)
+
+
+def _made_of_gguf(file: Path, cache: Path, *, tokenizer: bool) -> Path:
+    """The folder of a GGUF file, which is read only where it was not before."""
+    folder = cache / gguf_state(file, tokenizer=tokenizer)
+    return folder if folder.is_dir() else _made(gguf_folder_files(file, tokenizer=tokenizer), folder)
 
 
 def template_text(given: str) -> str:
@@ -140,13 +151,17 @@ def _object(files: Files, name: str) -> dict[str, Any]:
 
 
 def _linked(files: Files, cache: Path) -> Path:
-    """The folder in the cache with these files; made whole elsewhere and then renamed. Raises ConfigError."""
+    """The folder in the cache with these files. Raises ConfigError."""
     state = hashlib.blake2b(digest_size=16)
     for name, file in sorted(files.items()):
         state.update(repr((name, file if isinstance(file, bytes) else str(file))).encode())
     folder = cache / state.hexdigest()
-    if folder.is_dir():
-        return folder
+    return folder if folder.is_dir() else _made(files, folder)
+
+
+def _made(files: Files, folder: Path) -> Path:
+    """`folder` with these files, made whole elsewhere and then renamed. Raises ConfigError."""
+    cache = folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=cache))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from kvern.config import DEFAULT_MODEL
 from kvern.errors import ModelNotFound
+from kvern.models.gguf.files import choose
 
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 WEIGHTS = "*.safetensors"
+GGUF = "*.gguf"
 NEEDED_FILES = (WEIGHTS, "*.json", "tokenizer*", "*.jinja")
 OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
 
@@ -45,9 +47,12 @@ def resolve_model(
     name = os.fspath(model) if model is not None else DEFAULT_MODEL
     folder = Path(name).expanduser()
     if name and folder.exists():
-        return _checked_folder(folder)
+        return _checked(folder)
     if (EMBEDDED_FOLDER / name / "config.json").is_file():
         return EMBEDDED_FOLDER / name
+    stem, _, ending = name.rpartition(":")
+    if ending and (folder := Path(stem).expanduser()).is_dir() and stem:
+        return _chosen(folder, ending)
     if not name or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"model {name!r}: there is no such folder")
     if "/" not in name:
@@ -59,9 +64,20 @@ def resolve_model(
     return _download(name, revision, token, offline, cache_folder, weights)
 
 
+def _checked(path: Path) -> Path:
+    """A folder with a model's files, or a GGUF file."""
+    if path.is_dir():
+        if any(path.glob(WEIGHTS)) or not any(path.glob(GGUF)):
+            return _checked_folder(path)
+        return _chosen(path, "")
+    if path.suffix != ".gguf":
+        raise ModelNotFound(
+            f"model {str(path)!r} is a file: give the folder that holds its config.json, or a file that ends in .gguf"
+        )
+    return path
+
+
 def _checked_folder(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ModelNotFound(f"model {str(folder)!r} is a file: give the folder that holds its config.json")
     if not (folder / "config.json").is_file():
         found = sorted(path.name for path in folder.iterdir())
         listed = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing"
@@ -70,6 +86,12 @@ def _checked_folder(folder: Path) -> Path:
             "give the folder of a checkpoint in Hugging Face format"
         )
     return folder
+
+
+def _chosen(folder: Path, ending: str) -> Path:
+    """The GGUF file of a folder, of which the name has this ending."""
+    names = [path.relative_to(folder).as_posix() for pattern in (GGUF, f"*/{GGUF}") for path in folder.glob(pattern)]
+    return folder / choose(names, ending, str(folder))[0]
 
 
 def _download(

@@ -120,15 +120,23 @@ def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
+def _fitted(shape: Shape, code: str) -> Shape:
+    """The shape with steps of whole blocks."""
+    if isinstance(shape, MatvecShape | MatmulShape) and shape.inputs % CODES[code].block:
+        return shape._replace(inputs=CODES[code].block)
+    return shape
+
+
 class PackedProducts:
     """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
 
     def __init__(self, method: "QuantizedMethod", deterministic: bool) -> None:
         self._method, self._deterministic = method, deterministic
-        dtype = method.shape.dtype
-        self._candidates = {} if deterministic else candidates_of(dtype)
+        dtype, code = method.shape.dtype, method.packed().code
+        given = {} if deterministic else candidates_of(dtype)
+        self._candidates = {most: tuple(_fitted(shape, code) for shape in shapes) for most, shapes in given.items()}
         self._most = sorted(self._candidates)
-        one_way = DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC
+        one_way = _fitted(DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC, code)
         self._ways: list[Shape] = [self._candidates[most][0] for most in self._most] or [one_way]
         self._ways.append(self._ways[-1])
 

@@ -1,0 +1,146 @@
+"""Matrices of a GGUF file: rows of blocks, each with its scales, stored as the file has them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvern.errors import UnsupportedModel, shown
+from kvern.layers.experts import Experts
+from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
+from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, TensorLayout
+from kvern.layers.quantized.gguf_blocks import NUMBERS, put_together, taken_apart
+from kvern.layers.quantized.gguf_types import PLAIN, QUANTIZED, BlockType
+from kvern.layers.quantized.method import Packed, QuantizedMethod
+from kvern.model_spec import MoeSpec
+
+if TYPE_CHECKING:
+    from kvern.layers.build import Build
+
+
+class GgufMethod(QuantizedMethod):
+    """`weight [outputs, inputs / numbers, bytes]` uint8: the blocks of each row. For kernels they are taken apart."""
+
+    weight: Tensor
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, shape: LinearShape, block: BlockType) -> None:
+        if shape.inputs % block.numbers:
+            raise UnsupportedModel(
+                f"a matrix of {shape.inputs} inputs cannot be stored as {block.name.upper()}: it has blocks of "
+                f"{block.numbers}"
+            )
+        self.name, self.block = block.name, block
+        super().__init__(shape)
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        axes = (OUTPUTS, Axis("inputs", self.block.numbers), Axis("others", self.block.size))
+        return {"weight": TensorLayout(torch.uint8, axes)}
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        if self._products is None:
+            blocks = self.weight[index]
+        else:
+            blocks = put_together(self.name, self.codes[index], self.scales[index])
+        numbers = NUMBERS[self.name](blocks.reshape(-1, self.block.size))
+        return numbers.view(len(blocks), self.shape.inputs).to(self.shape.dtype)
+
+    def packed(self) -> Packed:
+        if hasattr(self, "weight"):
+            return Packed(self.name, self.weight)
+        return Packed(self.name, self.codes, self.scales)
+
+    def finish(self) -> None:
+        if self._products is not None:
+            codes, scales = taken_apart(self.name, self.weight)
+            del self.weight
+            self.codes, self.scales = (nn.Parameter(part, requires_grad=False) for part in (codes, scales))
+
+    def fill_random(self, generator: torch.Generator) -> None:
+        """Any codes, under scales that make small numbers of them."""
+        self.weight.random_(generator=generator)
+        for at, scale in RANDOM_SCALES[self.block.name]:
+            value = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
+            self.weight[..., at : at + 2] = value.to(self.weight.device)
+        if self.block.name == "mxfp4":
+            self.weight[..., 0] = 120
+
+
+def _scales(largest: float, *places: int) -> list[tuple[int, float]]:
+    return [(at, RANDOM_SPREAD / largest) for at in places]
+
+
+RANDOM_SCALES: dict[str, list[tuple[int, float]]] = {
+    "q4_0": _scales(8, 0),
+    "q4_1": _scales(16, 0, 2),
+    "q5_0": _scales(16, 0),
+    "q5_1": _scales(32, 0, 2),
+    "q8_0": _scales(128, 0),
+    "q2_k": _scales(45, 80, 82),
+    "q3_k": _scales(128, 108),
+    "q4_k": _scales(945, 0, 2),
+    "q5_k": _scales(1953, 0, 2),
+    "q6_k": _scales(4096, 208),
+    "iq4_nl": _scales(127, 0),
+    "iq4_xs": _scales(4064, 0),
+    "mxfp4": [],
+}
+"""Where the half-precision numbers of a block begin, and which of them give numbers of RANDOM_SPREAD at most."""
+
+
+@dataclass(frozen=True)
+class GgufFormat(LinearFormat):
+    block: BlockType
+
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        return GgufMethod(shape, self.block)
+
+
+@dataclass(frozen=True)
+class GgufExperts(LinearFormat):
+    """Experts whose gates and ups are stored in one way, and downs perhaps in another."""
+
+    gate_up: LinearFormat
+    down: LinearFormat
+    gate_up_shape: tuple[int, int] = field(default=(0, 0))
+
+    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
+        """Of one expert or of a stack."""
+        outputs, inputs = self.gate_up_shape
+        chosen = self.gate_up if shape.inputs == inputs and shape.outputs % outputs == 0 else self.down
+        return chosen.linear(shape, build)
+
+    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
+        if self.gate_up is self.down:
+            return self.gate_up.experts(hidden_size, spec, build)
+        sized = GgufExperts(self.gate_up, self.down, (2 * spec.width, hidden_size))
+        return super(GgufExperts, sized).experts(hidden_size, spec, build)
+
+
+@dataclass(frozen=True)
+class GgufMethods(LinearMethods):
+    """The format of each path of `formats`, plain for others."""
+
+    formats: Mapping[str, LinearFormat] = field(default_factory=dict, hash=False)
+
+    def of(self, path: str) -> LinearFormat:
+        return self.formats.get(path, self.default)
+
+
+@LINEAR_METHODS.register("gguf")
+def gguf(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
+    """`types` says how the matrix of a path is stored; of experts, how "gate_up" and "down" are."""
+    formats: dict[str, LinearFormat] = {item.name: GgufFormat(item) for item in QUANTIZED.values()}
+    formats |= {item.name: unquantized for item in PLAIN.values()}
+
+    def one(name: Any) -> LinearFormat:
+        if isinstance(name, dict):
+            return GgufExperts(one(name["gate_up"]), one(name["down"]))
+        if name not in formats:
+            raise UnsupportedModel(f"quantization_config has the GGUF type {shown(name)}; known: {', '.join(formats)}")
+        return formats[name]
+
+    return GgufMethods(unquantized, formats={path: one(name) for path, name in quantization["types"].items()})

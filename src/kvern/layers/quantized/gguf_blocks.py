@@ -1,0 +1,167 @@
+"""The numbers in GGUF's blocks: `uint8 [N, bytes] -> float32 [N, numbers]`, one function for each type.
+
+They follow ggml's definition (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h) bit for bit: a scale is
+a half-precision number d, a product with it is rounded to single precision before a minimum is subtracted.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the 4-bit codes of IQ4_NL and IQ4_XS stand for."""
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The half-precision number at a byte: `[N, 1]`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: Tensor, run: int) -> Tensor:
+    """`[N, bytes] -> [N, 2 * bytes]`: of each run of bytes the low halves, then the high ones."""
+    data = data.reshape(len(data), -1, 1, run)
+    return torch.cat((data & 15, data >> 4), 2).flatten(1)
+
+
+def _bits(data: Tensor, run: int, width: int) -> Tensor:
+    """`[N, bytes] -> [N, 8 / width * bytes]`: of each run of bytes the lowest bits, then the next."""
+    data = data.reshape(len(data), -1, 1, run)
+    return torch.cat([data >> shift for shift in range(0, 8, width)], 2).flatten(1) & ((1 << width) - 1)
+
+
+def _fifth_bits(data: Tensor) -> Tensor:
+    """`[N, 4] -> [N, 32]`: the bits of each byte from the lowest on."""
+    return torch.stack([data >> shift & 1 for shift in range(8)], -1).flatten(1)
+
+
+def _spread(scales: Tensor, numbers: int) -> Tensor:
+    """Each of `[N, S]` for its share of the block's numbers."""
+    return scales.repeat_interleave(numbers // scales.shape[1], 1)
+
+
+def q4_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:], 16).float() - 8)
+
+
+def q4_1(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:], 16).float() + _half(blocks, 2)
+
+
+def q5_0(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]) << 4
+    return _half(blocks, 0) * (codes.float() - 16)
+
+
+def q5_1(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]) << 4
+    return _half(blocks, 0) * codes.float() + _half(blocks, 2)
+
+
+def q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
+
+
+def q2_k(blocks: Tensor) -> Tensor:
+    scales, codes = blocks[:, :16], _bits(blocks[:, 16:80], 32, 2).float()
+    scale, least = _half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float()
+    return _spread(scale, 256) * codes - _spread(least, 256)
+
+
+def q3_k(blocks: Tensor) -> Tensor:
+    high, codes, packed = blocks[:, :32], _bits(blocks[:, 32:96], 32, 2).float(), blocks[:, 96:108]
+    scales = _nibbles(packed[:, :8], 8) | _bits(packed[:, 8:], 4, 2) << 4
+    scale = _half(blocks, 108) * (scales.float() - 32)
+    return _spread(scale, 256) * (codes - 4 * (1 - _bits(high, 32, 1).float()))
+
+
+def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight of 6 bits each in 12 bytes: `[N, 12] -> [N, 8]`, twice."""
+    low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((low & 63, high & 15 | low >> 2 & 48), 1)
+    return scales.float(), torch.cat((middle & 63, high >> 4 | middle >> 2 & 48), 1).float()
+
+
+def _with_minima(blocks: Tensor, codes: Tensor) -> Tensor:
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    scale, least = _half(blocks, 0) * scales, _half(blocks, 2) * minima
+    return _spread(scale, 256) * codes.float() - _spread(least, 256)
+
+
+def q4_k(blocks: Tensor) -> Tensor:
+    return _with_minima(blocks, _nibbles(blocks[:, 16:], 32))
+
+
+def q5_k(blocks: Tensor) -> Tensor:
+    return _with_minima(blocks, _nibbles(blocks[:, 48:], 32) | _bits(blocks[:, 16:48], 32, 1) << 4)
+
+
+def q6_k(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 32, 2) << 4
+    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return _spread(scale, 256) * (codes.float() - 32)
+
+
+def _looked_up(table: tuple[int, ...], codes: Tensor) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def iq4_nl(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _looked_up(NON_LINEAR, _nibbles(blocks[:, 2:], 16))
+
+
+def iq4_xs(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, 4:8], 1)
+    high = _bits(blocks[:, 2:4], 1, 2)
+    scale = _half(blocks, 0) * ((low | high << 4).float() - 32)
+    return _spread(scale, 256) * _looked_up(NON_LINEAR, _nibbles(blocks[:, 8:], 16))
+
+
+def mxfp4(blocks: Tensor) -> Tensor:
+    exponents = blocks[:, :1].int()
+    # half of 2^(e - 127), for the table holds doubled numbers; the two smallest are subnormal
+    bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1).clamp_min(0) << 23)
+    return bits.view(torch.float32) * _looked_up(E2M1_DOUBLED, _nibbles(blocks[:, 1:], 16))
+
+
+def _bytes_of(*runs: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(place for first, last in runs for place in range(first, last))
+
+
+PARTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "q4_0": (_bytes_of((2, 18)), _bytes_of((0, 2))),
+    "q4_1": (_bytes_of((4, 20)), _bytes_of((0, 4))),
+    "q5_0": (_bytes_of((6, 22), (2, 6)), _bytes_of((0, 2))),
+    "q5_1": (_bytes_of((8, 24), (4, 8)), _bytes_of((0, 4))),
+    "q8_0": (_bytes_of((2, 34)), _bytes_of((0, 2))),
+    "q2_k": (_bytes_of((16, 80)), _bytes_of((80, 84), (0, 16))),
+    "q3_k": (_bytes_of((32, 96), (0, 32)), _bytes_of((108, 110), (96, 108))),
+    "q4_k": (_bytes_of((16, 144)), _bytes_of((0, 16))),
+    "q5_k": (_bytes_of((48, 176), (16, 48)), _bytes_of((0, 16))),
+    "q6_k": (_bytes_of((0, 192)), _bytes_of((208, 210), (192, 208))),
+    "iq4_nl": (_bytes_of((2, 18)), _bytes_of((0, 2))),
+    "iq4_xs": (_bytes_of((8, 136)), _bytes_of((0, 8))),
+    "mxfp4": (_bytes_of((1, 17)), _bytes_of((0, 1))),
+}
+"""Which bytes of a block hold the bits of its numbers, in the order that kernels read them in, and which its scales."""
+
+
+def taken_apart(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks `[..., bytes]`: together as large, and each on boundaries that loads are fast from."""
+    codes, scales = (blocks[..., torch.tensor(places, device=blocks.device)] for places in PARTS[name])
+    return codes, scales
+
+
+def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """The blocks again."""
+    codes_places, scale_places = PARTS[name]
+    back = torch.tensor([*codes_places, *scale_places], device=codes.device).argsort()
+    return torch.cat((codes, scales), -1)[..., back]
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    function.__name__: function
+    for function in (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4)
+}
+"""By the type's name."""
