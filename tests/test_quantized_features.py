@@ -15,7 +15,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.quantize import job
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
-from kvern.quantize.scheme import FP8, FP8_BLOCK, INT8, Scheme, int4
+from kvern.quantize.scheme import FP8, INT8, Scheme, int4
 from kvern.structured_output import StructuredOutput
 from tests.gguf_files import write_gguf
 from tests.packers import Pack, awq, gptq, nf4, nvfp4, store
@@ -23,6 +23,8 @@ from tests.peft_adapters import make_adapter
 from tests.test_quantized_four_bits import AWQ, GPTQ, LINEAR, of_tests
 from tests.tiny_model import make_tiny_model
 
+DIVISIBLE = r"(?<!down)_proj$"
+"""Layers whose inputs are in blocks of 64."""
 DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])"
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog"
 
@@ -41,8 +43,8 @@ def by_kvern(*schemes: Scheme) -> Callable[[Path, Path], Path]:
     return make
 
 
-def by_packer(pack: Pack, config: Mapping[str, Any]) -> Callable[[Path, Path], Path]:
-    return lambda model, folder: store(model, folder, pack, LINEAR, config).quantized
+def by_packer(pack: Pack, config: Mapping[str, Any], layers: str = LINEAR) -> Callable[[Path, Path], Path]:
+    return lambda model, folder: store(model, folder, pack, layers, config).quantized
 
 
 def as_gguf(kind: str) -> Callable[[Path, Path], Path]:
@@ -59,7 +61,6 @@ class Format:
 
 FORMATS = {
     "FP8": Format(by_kvern(FP8)),
-    "FP8, blocks": Format(by_kvern(FP8_BLOCK)),
     "FP8, made while loading": Format(options={"quantization": "fp8"}),
     "INT8": Format(by_kvern(INT8)),
     "INT8, made while loading": Format(options={"quantization": "int8"}),
@@ -70,14 +71,14 @@ FORMATS = {
     "GPTQ, activation order": Format(by_packer(partial(gptq, act_order=3), GPTQ | {"desc_act": True})),
     "AWQ": Format(by_packer(awq, AWQ)),
     "NVFP4": Format(by_packer(nvfp4, of_tests("nvfp4"))),
-    "NF4": Format(by_packer(nf4, of_tests("nf4"))),
+    "NF4": Format(by_packer(nf4, of_tests("nf4") | {"layers": DIVISIBLE}, DIVISIBLE)),
     "GGUF Q4_0": Format(as_gguf("Q4_0")),
     "GGUF Q8_0": Format(as_gguf("Q8_0")),
     "KV cache in FP8": Format(options={"kv_cache_dtype": "fp8"}),
     "KV cache in INT8": Format(options={"kv_cache_dtype": "int8"}),
     "FP8 with a KV cache in FP8": Format(by_kvern(FP8), {"kv_cache_dtype": "fp8"}),
 }
-DAILY = ("INT8", "mixed", "GPTQ, activation order", "GGUF Q4_0", "FP8 with a KV cache in FP8")
+DAILY = ("mixed", "GGUF Q4_0", "FP8 with a KV cache in FP8")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 REQUESTS: dict[str, tuple[SamplingParams, str | None]] = {
