@@ -19,7 +19,9 @@ from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.scheme import FP8, INT8, int4
 from kvern.worker.memory import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE, MARGIN_BYTES
 from tests.families import make_checkpoint
+from tests.gguf_files import add_tokenizer, write_gguf
 from tests.scaled_rows import quantize
+from tests.tiny_model import make_tiny_model
 
 
 @pytest.mark.parametrize("family", ["llama_bias", "llama3", "gemma3", "mixtral", "qwen2_moe", "glm4_moe", "phi3"])
@@ -149,3 +151,19 @@ def test_statistics_tell_ranges_scales_and_saturated_codes(
     )
     assert main(["models", str(out), "--statistics"]) == 0
     assert "0.self_attn.o_proj" in capsys.readouterr().out
+
+
+def test_a_gguf_file_is_described_by_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = make_tiny_model(tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"pad_token": "</s>"}))
+    file = write_gguf(model, tmp_path, "Q4_0", describe=add_tokenizer(model, "gpt-2")).file
+    capsys.readouterr()
+    assert main(["models", str(file), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    packed = {layer["kind"]: layer["bits_per_weight"] for layer in said["layers"] if layer["format"] == "q4_0"}
+    assert packed["MLP down"] == packed["attention q, k, v"] == 4.5
+    assert said["parameters"] == sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())

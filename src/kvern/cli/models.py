@@ -30,7 +30,7 @@ class ModelsCommand:
     """
 
     model: tyro.conf.Positional[str | None] = None
-    """Name, folder, or hub id of a downloaded model."""
+    """Name, folder, GGUF file, or hub id of a downloaded model."""
     json: bool = False
     """Say it of the model as JSON."""
     statistics: bool = False
@@ -64,11 +64,13 @@ class ModelsCommand:
         from dataclasses import asdict
 
         from kvern.cli.model_report import print_statistics, report_of
+        from kvern.config import EngineConfig
+        from kvern.models.folder import model_folder
         from kvern.models.hub import resolve_model
         from kvern.models.loader import load_model
         from kvern.models.weight_statistics import weight_statistics
 
-        folder = resolve_model(model, offline=True)
+        folder = model_folder(EngineConfig(str(resolve_model(model, offline=True))))
         report = report_of(model, folder)
         matrices = list(weight_statistics(load_model(folder))) if self.statistics else []
         if self.json:
