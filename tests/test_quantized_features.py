@@ -114,6 +114,7 @@ def engine(models: Models, name: str, folder: Path, **options: Any) -> LLM:
         "block_size": 4,
         "max_model_len": 96,
         "kv_cache_tokens": 2048,
+        "dtype": "float32",
     }
     path = json.loads(known.read_text())
     if path.endswith(".gguf"):
