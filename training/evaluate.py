@@ -36,18 +36,24 @@ def accuracy(llm: LLM, tokenizer: Tokenizer, task: str, count: int, seed: int) -
 
 def perplexity(llm: LLM, tokenizer: Tokenizer, count: int, seed: int) -> float:
     """Perplexity over the tokens that the assistant says in `count` held-out conversations of the training mix."""
+    return perplexities(llm, tokenizer, count, seed)[0]
+
+
+def perplexities(llm: LLM, tokenizer: Tokenizer, count: int, seed: int) -> tuple[float, float]:
+    """The same, and that over all tokens of the conversations, users' and tools' included."""
     limit = llm.spec.max_position_embeddings - 1
     documents = [_ids(tokenizer, document(example)) for example in conversations(count, seed)]
     documents = [ids for ids in documents if len(ids) <= limit]
     parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    total, tokens = 0.0, 0
+    spoken: list[float] = []
+    every: list[float] = []
     for ids, output in zip(documents, llm.generate(documents, parameters, progress=True), strict=True):
-        spoken: list[float] = weigh(tensor([ids]))[0].tolist()
-        for token, weight, scores in zip(ids, spoken, output.prompt_logprobs or (), strict=True):
-            if weight == 1.0 and scores is not None:
-                total -= scores[token].logprob
-                tokens += 1
-    return math.exp(total / tokens)
+        weights: list[float] = weigh(tensor([ids]))[0].tolist()
+        for token, weight, scores in zip(ids, weights, output.prompt_logprobs or (), strict=True):
+            if scores is not None:
+                every.append(scores[token].logprob)
+                spoken += [every[-1]] if weight == 1.0 else []
+    return math.exp(-sum(spoken) / len(spoken)), math.exp(-sum(every) / len(every))
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -1,10 +1,20 @@
-"""``kvern models``: what can be run without a download, and which families are known."""
+"""``kvern models``: what can be run without a download, which families are known, and what one model is and takes."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from kvern.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NEXT = """\
 kvern chat NAME     talk to one
@@ -14,8 +24,17 @@ NAME may also be a folder, or organisation/name of the Hugging Face hub."""
 
 @dataclass(frozen=True)
 class ModelsCommand:
-    """List the models on this machine: those inside kvern and those downloaded from the Hugging Face hub."""
+    """List the models on this machine, those inside kvern and those downloaded from the Hugging Face hub; or, with the
+    name or folder of one, say what precision it has, what it takes in memory and whether it fits, from the headers of
+    its files alone.
+    """
 
+    model: tyro.conf.Positional[str | None] = None
+    """Name, folder, GGUF file, or hub id of a downloaded model."""
+    json: bool = False
+    """Say it of the model as JSON."""
+    statistics: bool = False
+    """Load the model and show the range of each matrix' weights and scales, and the share of saturated codes."""
     families: bool = False
     """List the model families that kvern can run instead."""
 
@@ -24,6 +43,10 @@ class ModelsCommand:
         from rich.console import Console
 
         console = Console()
+        if self.model is not None:
+            return self._describe(self.model, console)
+        if self.json or self.statistics:
+            raise ConfigError("--json and --statistics say what one model is: name it")
         if self.families:
             for name in known_families():
                 console.print(name, highlight=False)
@@ -35,6 +58,28 @@ class ModelsCommand:
             table.add_row(name, where, f"{size / 1e6:,.0f} MB", str(folder))
         console.print(table)
         console.print(NEXT, highlight=False)
+        return 0
+
+    def _describe(self, model: str, console: Console) -> int:
+        from dataclasses import asdict
+
+        from kvern.cli.model_report import print_statistics, report_of
+        from kvern.config import EngineConfig
+        from kvern.models.folder import model_folder
+        from kvern.models.hub import resolve_model
+        from kvern.models.loader import load_model
+        from kvern.models.weight_statistics import weight_statistics
+
+        folder = model_folder(EngineConfig(str(resolve_model(model, offline=True))))
+        report = report_of(model, folder)
+        matrices = list(weight_statistics(load_model(folder))) if self.statistics else []
+        if self.json:
+            told = report.as_json() | ({"matrices": [asdict(item) for item in matrices]} if matrices else {})
+            sys.stdout.write(json.dumps(told, indent=1) + "\n")
+            return 0
+        report.print(console)
+        if matrices:
+            print_statistics(matrices, console)
         return 0
 
 

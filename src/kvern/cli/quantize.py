@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from kvern.cli.quantize_mixed import budget_of, make_mixture, print_mixture
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, shown
 
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from kvern.quantize.checkpoint import Checkpoint
     from kvern.quantize.job import Result
     from kvern.quantize.method import Plan
+    from kvern.quantize.mixed import Budget
     from kvern.quantize.scheme import Scheme
 
-METHODS = ("fp8", "int8", "int4", "awq", "gptq")
+METHODS = ("fp8", "int8", "int4", "awq", "gptq", "mixed")
 FOUR_BITS = ("int4", "awq", "gptq")
+CALIBRATED = ("awq", "gptq", "mixed")
 USUAL_GROUP = 128
 FEW_ROWS, MANY_ROWS = 16, 128
 """Of the calibration: to measure errors, or to choose codes."""
@@ -37,7 +40,14 @@ class QuantizeCommand:
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Folder, hub id or embedded model with float32, float16 or bfloat16 weights."""
     method: str = "gptq"
-    """fp8, int8 (weights and activations), int4 (weights, the nearest codes), awq or gptq (int4, calibrated)."""
+    """fp8, int8 (weights and activations), int4 (weights, rounded to the nearest), awq or gptq (4 bits, calibrated), or
+    mixed (for each layer what is best under target_bits or max_loss)."""
+    target_bits: float | None = None
+    """With mixed: bits per weight, scales included, as 5.0."""
+    max_loss: str | None = None
+    """With mixed: how much perplexity may grow, as 1%."""
+    report: Path | None = None
+    """With mixed: a quantization_report.json, edited perhaps, whose choices are taken; nothing is measured again."""
     out: Path | None = None
     """Folder for the new checkpoint. None: MODEL-METHOD in the current folder."""
     overwrite: bool = False
@@ -55,7 +65,7 @@ class QuantizeCommand:
     calibration: Path | None = None
     """Text, or JSONL of messages, prompts or texts, like what the model will read. None: kvern's own conversations."""
     calibration_rows: int | None = None
-    """Rows of text that the model reads. None: 128 for awq and gptq, else 16, which only measure."""
+    """Rows of text that the model reads. None: 128 for awq, gptq and mixed, else 16, which only measure."""
     calibration_tokens: int = 512
     """Tokens of each."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -63,6 +73,7 @@ class QuantizeCommand:
 
     def execute(self) -> int:
         """Quantize, print the table and return the exit code. Raises KvernError."""
+        budget = budget_of(self.target_bits, self.max_loss, self.report) if self.method == "mixed" else None
         scheme = self._scheme()
         self._check()
         from kvern.models.hub import resolve_model
@@ -74,8 +85,10 @@ class QuantizeCommand:
         device = resolve_device(EngineConfig(device=self.device))
         checkpoint = Checkpoint(resolve_model(self.model).absolute(), device)
         check_dtype(checkpoint.dtype, device)
-        plan = self._plan(checkpoint, scheme)
         out = self.out or Path(f"{checkpoint.folder.name}-{self.method}")
+        if scheme is None:
+            return self._mix(checkpoint, budget, out)
+        plan = self._plan(checkpoint, scheme)
         settings = job.Settings(
             plan,
             job.make_method(self.method, act_order=self.act_order),
@@ -96,19 +109,44 @@ class QuantizeCommand:
         print_table(self.method, result, out)
         return 0
 
-    def _scheme(self) -> Scheme:
+    def _mix(self, checkpoint: Checkpoint, budget: Budget | None, out: Path) -> int:
+        for name in [name for name in checkpoint.matrices if self._ignores(name)]:
+            del checkpoint.matrices[name]
+        result, report = make_mixture(
+            checkpoint,
+            self._calibration(checkpoint),
+            budget,
+            self.report,
+            out,
+            overwrite=self.overwrite,
+            act_order=self.act_order,
+            settings={"act_order": self.act_order, "ignore": list(self.ignore)},
+        )
+        print_table(self.method, result, out)
+        print_mixture(report, out)
+        return 0
+
+    def _ignores(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignore)
+
+    def _scheme(self) -> Scheme | None:
+        """Of all matrices; None: they differ."""
         from kvern.quantize.scheme import FP8, FP8_BLOCK, GROUPS, INT8, int4
 
         if self.method not in METHODS:
             raise ConfigError(f"method is {shown(self.method)}: it must be one of {', '.join(METHODS)}")
         if self.method not in FOUR_BITS and (self.group_size is not None or self.zero_points):
             raise ConfigError(f"group_size and zero_points are for {', '.join(FOUR_BITS)}; method is {self.method}")
+        if self.method != "mixed" and (self.target_bits, self.max_loss, self.report) != (None, None, None):
+            raise ConfigError(f"target_bits, max_loss and report are for mixed; method is {self.method}")
         if self.blocks and self.method != "fp8":
             raise ConfigError(f"blocks is for fp8; method is {self.method}")
         if self.group_size is not None and self.group_size not in GROUPS:
             raise ConfigError(f"group_size is {self.group_size}: it must be {', '.join(map(str, GROUPS))}")
         if self.method in FOUR_BITS:
             return int4(self.group_size or USUAL_GROUP, symmetric=not self.zero_points)
+        if self.method == "mixed":
+            return None
         return INT8 if self.method == "int8" else FP8_BLOCK if self.blocks else FP8
 
     def _check(self) -> None:
@@ -126,7 +164,7 @@ class QuantizeCommand:
         from kvern.quantize.job import check_plan
 
         names = checkpoint.matrices
-        plan = {name: scheme for name in names if not any(re.search(pattern, name) for pattern in self.ignore)}
+        plan = {name: scheme for name in names if not self._ignores(name)}
         check_plan(checkpoint, plan)
         return plan
 
@@ -134,7 +172,7 @@ class QuantizeCommand:
         from kvern.quantize.calibration import calibration
         from kvern.tokenizer import Tokenizer
 
-        rows = self.calibration_rows or (MANY_ROWS if self.method in ("awq", "gptq") else FEW_ROWS)
+        rows = self.calibration_rows or (MANY_ROWS if self.method in CALIBRATED else FEW_ROWS)
         length = min(self.calibration_tokens, checkpoint.spec.max_position_embeddings)
         return calibration(Tokenizer(checkpoint.folder), self.calibration, rows, length)
 

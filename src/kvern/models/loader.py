@@ -136,6 +136,20 @@ def outline_of(spec: ModelSpec, build: Build) -> Decoder:
     return Decoder(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
 
 
+def outline_model(folder: Path, dtype: str = "auto") -> Decoder:
+    """The model of a folder without memory, told by the headers of its files, which are checked; no weight is read.
+
+    Its formats are those of a CPU. Raises what `load_model` raises.
+    """
+    config = read_config(folder)
+    linear = linear_methods(config, Unquantized())
+    spec = spec_from_config(config)
+    stored = read_headers(folder)
+    build = Build(choose_dtype(dtype, spec, folder), torch.device("meta"), 1, linear=linear)
+    _check_sizes(spec, build, folder, stored)
+    return outline_of(spec, build)
+
+
 def check_fits(outline: Decoder, folder: Path, stored: list[StoredTensor]) -> None:
     """Raises CorruptCheckpoint with all tensors that are missing, unexpected or misshapen."""
     _assign(outline, folder, stored)

@@ -126,6 +126,10 @@ class Walk:
             rows = slice(first, first + self._batch)
             self.hidden[rows] = self.run(block, self.hidden[rows])
 
+    def through(self, block: Block, hidden: Tensor) -> Tensor:
+        """Any number of rows `[N, L, hidden]` before a block -> behind it."""
+        return torch.cat([self.run(block, rows) for rows in torch.split(hidden, self._batch)])
+
     @property
     def _batch(self) -> int:
         return max(1, BATCH_TOKENS // self._length)

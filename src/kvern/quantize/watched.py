@@ -1,6 +1,6 @@
 """Linear layers and experts of plain weights that tell an `Inputs` what they multiply."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -19,19 +19,31 @@ if TYPE_CHECKING:
     from kvern.layers.build import Build
 
 
+Rounding = Callable[[Tensor], Tensor]
+"""Rows `[T, inputs]` -> the same as a format has them multiplied."""
+
+
 class WatchedMethod(UnquantizedMethod):
-    """A plain weight, and its `inputs`; None: nobody asks."""
+    """A plain weight, and its `inputs`; None: nobody asks. `rounding`, if any, is done to what it multiplies."""
 
     inputs: Inputs | None = None
+    rounding: Rounding | None = None
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.inputs is not None:
             self.inputs.add(x)
+        if self.rounding is not None:
+            x = self.rounding(x)
         return super().multiply(x, bias)
 
 
 class WatchedExperts(StackedExperts):
-    """Plain experts: `inputs["gate_up", e]` and `inputs["down", e]` are those of the expert e; empty: nobody asks."""
+    """Plain experts: `inputs["gate_up", e]` and `inputs["down", e]` are those of the expert e; empty: nobody asks.
+
+    `rounding`, if any, is done to what they multiply.
+    """
+
+    rounding: Rounding | None = None
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
         super().__init__(hidden_size, spec, build)
@@ -39,11 +51,11 @@ class WatchedExperts(StackedExperts):
 
     def gate_up(self, expert: int, x: Tensor) -> Tensor:
         self._tell("gate_up", expert, x)
-        return super().gate_up(expert, x)
+        return super().gate_up(expert, x if self.rounding is None else self.rounding(x))
 
     def down(self, expert: int, x: Tensor) -> Tensor:
         self._tell("down", expert, x)
-        return super().down(expert, x)
+        return super().down(expert, x if self.rounding is None else self.rounding(x))
 
     def _tell(self, matrix: str, expert: int, x: Tensor) -> None:
         inputs = self.inputs.get((matrix, expert))

@@ -70,7 +70,12 @@ def cache_bytes(memory: DeviceMemory, token_bytes: int, reserved: int | None = N
         if reserved is None:
             return int(free * GPU_MEMORY_SHARE)
         return max(0, free - reserved - MARGIN_BYTES - int(MARGIN_SHARE * (memory.share or 1) * total))
-    return min(int(available_memory() * CPU_MEMORY_SHARE), max(CPU_CACHE_BYTES, CPU_CACHE_TOKENS * token_bytes))
+    return host_cache_bytes(available_memory(), token_bytes)
+
+
+def host_cache_bytes(available: int, token_bytes: int) -> int:
+    """Bytes for keys and values of a CPU with so much memory left."""
+    return min(int(available * CPU_MEMORY_SHARE), max(CPU_CACHE_BYTES, CPU_CACHE_TOKENS * token_bytes))
 
 
 def report_others(memory: DeviceMemory) -> None:

@@ -1,0 +1,210 @@
+"""What ``kvern models MODEL`` says of one model: its precision, what it takes in memory, and whether it fits here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvern.models.loader import outline_model
+from kvern.models.precision import Share, shares
+from kvern.models.weight_statistics import WeightStatistics
+from kvern.worker.memory import (
+    GIGABYTE,
+    GPU_MEMORY_SHARE,
+    MARGIN_BYTES,
+    available_memory,
+    bytes_of_token,
+    host_cache_bytes,
+)
+
+EIGHT_BIT = torch.int8
+SMALLER = {"fp8": 8.0, "int4": 4.125}
+"""Bits per weight of methods of `kvern quantize`, scales included."""
+KEPT = ("embeddings", "output layer", "routers", "norms, biases")
+"""Kinds that quantizing leaves as they are."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place that a model could run on, with the bytes that are free there."""
+
+    name: str
+    free: int
+    host: bool = False
+
+    def cache_tokens(self, weights: int, token_bytes: int) -> int:
+        """How many tokens kvern would have room for in its KV cache beside the weights; negative: not even those."""
+        left = self.free - weights
+        if left < 0:
+            return -1
+        cache = host_cache_bytes(left, token_bytes) if self.host else int((left - MARGIN_BYTES) * GPU_MEMORY_SHARE)
+        return max(cache, 0) // token_bytes
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """Everything that is said; `token_bytes` and `token_bytes_8bit` are those of a token's keys and values."""
+
+    model: str
+    folder: Path
+    shares: list[Share]
+    context: int
+    dtype: str
+    token_bytes: int
+    token_bytes_8bit: int
+    devices: list[Device]
+
+    @property
+    def parameters(self) -> int:
+        return sum(share.parameters for share in self.shares)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(share.nbytes for share in self.shares)
+
+    def smaller(self) -> dict[str, int]:
+        """About how many bytes the weights of a plain model would take by other methods."""
+        if any("float" not in share.format for share in self.shares):
+            return {}
+        layers = [share for share in self.shares if share.kind not in KEPT]
+        rest = self.weight_bytes - sum(share.nbytes for share in layers)
+        return {
+            method: rest + int(bits / 8 * sum(share.parameters for share in layers)) for method, bits in SMALLER.items()
+        }
+
+    def verdict(self, device: Device) -> str:
+        """Whether it fits, in a line."""
+        tokens, weights = device.cache_tokens(self.weight_bytes, self.token_bytes), self.weight_bytes
+        free = f"{device.free / GIGABYTE:.1f} GB free"
+        if tokens <= 0:
+            fitting = [name for name, size in self.smaller().items() if device.cache_tokens(size, self.token_bytes) > 0]
+            hint = f"; it would by kvern quantize --method {fitting[0]}" if fitting else ""
+            return f"does not fit: its weights take {weights / GIGABYTE:.1f} GB of {free}{hint}"
+        if tokens < self.context:
+            return (
+                f"fits with sequences of up to {tokens:,} tokens: {free} hold weights of {weights / GIGABYTE:.1f} GB "
+                f"and so many keys and values, not the whole context of {self.context:,}"
+            )
+        return f"fits: {free} hold the weights and a KV cache of {tokens:,} tokens, the context is {self.context:,}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "folder": str(self.folder),
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "bits_per_weight": 8 * self.weight_bytes / self.parameters,
+            "layers": [asdict(share) | {"bits_per_weight": share.bits} for share in self.shares],
+            "context": self.context,
+            "kv_cache": {
+                "dtype": self.dtype,
+                "token_bytes": self.token_bytes,
+                "context_bytes": self.context * self.token_bytes,
+                "token_bytes_8bit": self.token_bytes_8bit,
+                "context_bytes_8bit": self.context * self.token_bytes_8bit,
+            },
+            "smaller": self.smaller(),
+            "devices": [
+                {
+                    "device": device.name,
+                    "free_bytes": device.free,
+                    "fits": device.cache_tokens(self.weight_bytes, self.token_bytes) > 0,
+                    "cache_tokens": max(0, device.cache_tokens(self.weight_bytes, self.token_bytes)),
+                    "verdict": self.verdict(device),
+                }
+                for device in self.devices
+            ],
+        }
+
+    def print(self, console: Console) -> None:
+        """Two tables and a verdict for each device."""
+        console.print(_precision_table(self))
+        memory = _table("keys and values", "per token", f"context of {self.context:,}", "with the weights")
+        for name, size in ((self.dtype, self.token_bytes), ("8 bits", self.token_bytes_8bit)):
+            cache = self.context * size
+            memory.add_row(name, _size(size), _size(cache), _size(cache + self.weight_bytes))
+        console.print(memory)
+        for method, size in self.smaller().items():
+            console.print(f"kvern quantize --method {method} would make about {_size(size)} of the weights")
+        for device in self.devices:
+            console.print(f"[bold]{device.name}[/]: {self.verdict(device)}", highlight=False)
+
+
+def _precision_table(report: ModelReport) -> Table:
+    title = f"{report.model}: {report.parameters:,} parameters, {_size(report.weight_bytes)}"
+    table = _table("layers", "format", "parameters", "share", "bits", "size", title=title)
+    before = ""
+    for share in report.shares:
+        table.add_row(
+            share.kind if share.kind != before else "",
+            share.format,
+            f"{share.parameters:,}",
+            f"{share.parameters / report.parameters:.1%}",
+            f"{share.bits:.2f}",
+            _size(share.nbytes),
+        )
+        before = share.kind
+    table.add_section()
+    bits = 8 * report.weight_bytes / report.parameters
+    table.add_row("all", "", f"{report.parameters:,}", "100.0%", f"{bits:.2f}", _size(report.weight_bytes))
+    return table
+
+
+def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> None:
+    """A row for each matrix."""
+    table = _table("matrix", "weights", "deviation", "scales", "saturated")
+    for item in matrices:
+        scales = "" if item.smallest_scale is None else f"{item.smallest_scale:.2g} to {item.largest_scale:.2g}"
+        table.add_row(
+            item.layer.removeprefix("layers."),
+            f"{item.least:.3g} to {item.largest:.3g}",
+            f"{item.deviation:.3g}",
+            scales,
+            "" if item.saturated is None else f"{item.saturated:.2%}",
+        )
+    console.print(table)
+
+
+def _table(*names: str, title: str | None = None) -> Table:
+    """With words in the first column, and in the second if it is the format; numbers in the others."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(names):
+        words = index == 0 or name == "format"
+        table.add_column(name, justify="left" if words else "right", no_wrap=name != "format")
+    return table
+
+
+def _size(count: int) -> str:
+    unit, name = next((item for item in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= item[0]), (1, "B"))
+    return f"{count / unit:,.{2 if unit == 1e9 else 1 if unit > 1 else 0}f} {name}"
+
+
+def devices() -> Iterator[Device]:
+    """The GPUs of this machine that kvern can use, and the CPU."""
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            yield Device(torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)[0])
+    yield Device("CPU", available_memory(), host=True)
+
+
+def report_of(model: str, folder: Path) -> ModelReport:
+    """Read the headers of a model's files. Raises KvernError."""
+    decoder = outline_model(folder)
+    spec, dtype = decoder.spec, decoder.build.dtype
+    return ModelReport(
+        model=model,
+        folder=folder,
+        shares=shares(decoder),
+        context=spec.max_position_embeddings,
+        dtype=str(dtype).removeprefix("torch."),
+        token_bytes=bytes_of_token(spec, dtype),
+        token_bytes_8bit=bytes_of_token(spec, EIGHT_BIT),
+        devices=list(devices()),
+    )

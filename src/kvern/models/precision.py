@@ -1,0 +1,100 @@
+"""What precision a model has and what it takes in memory, told by its modules: no weight is read."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from kvern.layers.experts import Experts
+from kvern.layers.linear import Weighted
+from kvern.layers.linear_method import LinearMethod
+from kvern.layers.loadable import Loadable
+from kvern.layers.unquantized import UnquantizedMethod
+from kvern.models.decoder import Decoder
+
+KINDS = {
+    "embed_tokens": "embeddings",
+    "self_attn.qkv_proj": "attention q, k, v",
+    "self_attn.o_proj": "attention out",
+    "mlp.gate_up_proj": "MLP gate, up",
+    "mlp.up_proj": "MLP up",
+    "mlp.down_proj": "MLP down",
+    "mlp.experts": "experts",
+    "mlp.gate": "routers",
+    "mlp.shared_expert.gate_up_proj": "shared expert gate, up",
+    "mlp.shared_expert.down_proj": "shared expert down",
+    "lm_head": "output layer",
+}
+"""What the matrices of these places in a model are, in words."""
+SMALL = "norms, biases"
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parameters of one kind of layer that are stored in one format: `nbytes` with scales and all."""
+
+    kind: str
+    format: str
+    matrices: int
+    parameters: int
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Per weight, scales included."""
+        return 8 * self.nbytes / max(self.parameters, 1)
+
+
+def shares(decoder: Decoder) -> list[Share]:
+    """What the model's layers are stored as, in the model's order; a tied output layer is the embeddings'."""
+    found: dict[tuple[str, str], list[int]] = {}
+    seen: set[int] = set()
+    for path, module in decoder.named_modules():
+        if isinstance(module, Loadable):
+            for kind, name, parameters, nbytes in _of_module(path, module, seen):
+                count = found.setdefault((kind, name), [0, 0, 0])
+                count[0] += 1
+                count[1] += parameters
+                count[2] += nbytes
+    items = [Share(*key, *count) for key, count in found.items()]
+    kinds = list(dict.fromkeys(share.kind for share in items))
+    return sorted(items, key=lambda share: (share.kind == SMALL, kinds.index(share.kind)))
+
+
+def _of_module(path: str, module: Loadable, seen: set[int]) -> Iterator[tuple[str, str, int, int]]:
+    """(kind, format, parameters, bytes) of the matrices of a module that are not among the `seen`, and of the rest."""
+    place = re.sub(r"^layers\.\d+\.", "", path)
+    kind = KINDS.get(place, place)
+    for method in methods_of(module):
+        if id(method) not in seen:
+            seen.add(id(method))
+            yield kind, format_of(method), method.shape.outputs * method.shape.inputs, _nbytes(method)
+            seen.update(map(id, method.parameters()))
+    for parameter in module.parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            plain = kind if isinstance(module, Experts) else SMALL
+            yield plain, _dtype_name(parameter), parameter.numel(), parameter.nbytes
+
+
+def methods_of(module: nn.Module) -> Iterator[LinearMethod]:
+    """The matrices within a module, those of one product that are stored in different ways apart."""
+    if isinstance(module, Weighted):
+        yield from module.method.methods()
+    else:
+        inner = (item for item in module.modules() if isinstance(item, LinearMethod))
+        yield from (method for method in inner if tuple(method.methods()) == (method,))
+
+
+def format_of(method: LinearMethod) -> str:
+    """The name of a matrix' format: that of its numbers where it is plain."""
+    return _dtype_name(next(method.parameters())) if isinstance(method, UnquantizedMethod) else method.name
+
+
+def _dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

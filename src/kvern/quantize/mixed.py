@@ -1,0 +1,188 @@
+"""A model of several precisions: measured, chosen under a budget, written, and measured again as it was written."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvern.errors import ConfigError
+from kvern.layers.attention import Attend
+from kvern.model_spec import ModelSpec
+from kvern.models.loader import load_model
+from kvern.quantize.blocks import CausalAttend, Walk
+from kvern.quantize.calibration import Calibration
+from kvern.quantize.checkpoint import Checkpoint
+from kvern.quantize.job import Progress, Result, Settings, quantize
+from kvern.quantize.method import Method, Plan
+from kvern.quantize.mixed_report import SECTION, MixedReport
+from kvern.quantize.report_page import page
+from kvern.quantize.scheme import named
+from kvern.quantize.sensitivity import log_probabilities, measure, tokens_for
+from kvern.quantize.statistics import REPORT_NAME
+
+PAGE_NAME = "quantization_report.html"
+Measuring = Callable[[int, int], None]
+"""Takes how many layers were measured, and how many there are."""
+MOST_TRIES = 3
+"""How often a mixture is made that should keep to a loss."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a mixture may have: bits per weight, scales included, or a `loss` of perplexity, as 0.01 for 1 %."""
+
+    bits: float | None = None
+    loss: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bits is None) == (self.loss is None):
+            raise ConfigError("a mixture needs one of --target-bits, as 5.0, and --max-loss, as 1%")
+        if self.bits is not None and not 0 < self.bits <= 64:
+            raise ConfigError(f"target_bits is {self.bits:g}: it must be above 0, as 5.0")
+        if self.loss is not None and not 0 < self.loss <= 1:
+            raise ConfigError(f"max_loss is {self.loss:.4g}: it must be above 0 and at most 100%, as 1%")
+
+    def choose(self, report: MixedReport, tightened: float) -> MixedReport:
+        """The best mixture; `tightened` multiplies what the sum of losses may be."""
+        report = replace(report, budget=self.as_json())
+        if self.bits is not None:
+            return report.within_bits(self.bits)
+        return report.within_loss(tightened * self.nats)
+
+    @property
+    def nats(self) -> float:
+        """The loss in nats a token: perplexity is their exponential."""
+        return math.log1p(self.loss or 0.0)
+
+    def as_json(self) -> dict[str, float]:
+        return {"target_bits": self.bits} if self.bits is not None else {"max_loss": self.loss or 0.0}
+
+
+class Mixture:
+    """Makes one: of `checkpoint`, with `calibration`, by `method` for the codes.
+
+    `settings` go into the report as they are.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        calibration: Calibration,
+        method: Method,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.checkpoint, self.calibration = checkpoint, calibration
+        self._method, self._settings = method, dict(settings or {})
+        self._walk: Walk | None = None
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Those of the calibration that losses are measured with."""
+        rows = self.calibration.rows
+        return rows[: max(1, tokens_for(self.checkpoint) // rows.shape[1])]
+
+    def measure(self, progress: Measuring = lambda done, layers: None) -> MixedReport:
+        """What each precision costs each unit, all plain so far."""
+        self._walk = Walk(self.checkpoint, self.rows)
+        return MixedReport(
+            model=self.checkpoint.folder.name,
+            plain=str(self.checkpoint.dtype).removeprefix("torch."),
+            units=tuple(measure(self._walk, progress)),
+            calibration={
+                "source": self.calibration.source,
+                "tokens": self.rows.numel(),
+                "row_tokens": self.rows.shape[1],
+            },
+        )
+
+    def make(
+        self,
+        report: MixedReport,
+        budget: Budget | None,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        progress: Progress = lambda matrices, weights: None,
+    ) -> tuple[Result, MixedReport]:
+        """Write the best mixture under a budget, None: with the report's choices, to the folder `out`.
+
+        One that should keep to a loss is measured, and made again with a smaller sum of losses if it does not. Raises
+        ConfigError or CorruptCheckpoint.
+        """
+        tightened = 1.0
+        for attempt in range(MOST_TRIES):
+            chosen = report if budget is None else budget.choose(report, tightened)
+            result = self._write(chosen, out, overwrite or attempt > 0, progress)
+            chosen = replace(chosen, measured=measure_folder(out, self._behind_layers(), self.rows))
+            tell(out, chosen)
+            if budget is None or budget.loss is None or (loss := loss_of(chosen)) <= budget.nats:
+                break
+            tightened *= 0.9 * budget.nats / loss
+        return result, chosen
+
+    def _behind_layers(self) -> Walk:
+        """The plain model's walk at its end."""
+        if self._walk is None:
+            self._walk = Walk(self.checkpoint, self.rows)
+            for index in range(self._walk.layers):
+                self._walk.advance(self._walk.block(index))
+        return self._walk
+
+    def _write(self, report: MixedReport, out: Path, overwrite: bool, progress: Progress) -> Result:
+        act_order = getattr(self._method, "act_order", False)
+        about = {"method": "mixed", "settings": self._settings, SECTION: report.as_json()}
+        settings = Settings(plan_of(report), self._method, act_order, about)
+        return quantize(self.checkpoint, settings, self.calibration, out, overwrite=overwrite, progress=progress)
+
+
+def plan_of(report: MixedReport) -> Plan:
+    """What is stored how. Raises ConfigError for a precision that is unknown."""
+    schemes = {unit.name: named(unit.chosen) for unit in report.units}
+    return {layer: scheme for unit in report.units for layer in unit.layers if (scheme := schemes[unit.name])}
+
+
+def loss_of(report: MixedReport) -> float:
+    """The measured loss in nats a token: of the distribution, or of perplexity if that is larger."""
+    grown = math.log(report.measured["perplexity"] / report.measured["plain_perplexity"])
+    return max(report.measured["loss"], grown)
+
+
+class _LayersAttend:
+    """Attention of whole rows, each layer with its own window and scale."""
+
+    def __init__(self, spec: ModelSpec, length: int) -> None:
+        self._layers: list[Attend] = [CausalAttend(layer.attention, length) for layer in spec.layers]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._layers[layer](layer, query, key, value)
+
+
+@torch.no_grad()
+def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
+    """The loss of a folder's model against the plain one, whose `walk` is behind its last layer, over the same rows."""
+    device, length = walk.checkpoint.device, rows.shape[1]
+    decoder, ends = load_model(folder, device=device, max_model_len=length), walk.ends()
+    attend, positions = _LayersAttend(decoder.spec, length), torch.arange(length, device=device)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for ids, hidden in zip(rows.to(device), walk.hidden, strict=True):
+        plain = log_probabilities(ends, hidden)
+        found = decoder.logits(decoder(ids, positions, attend)).log_softmax(-1)
+        divergence = (plain.exp() * (plain - found)).sum(-1)
+        surprises = [-scores[:-1].gather(1, ids[1:, None]) for scores in (found, plain)]
+        sums += torch.stack([part.double().mean().cpu() for part in (divergence, *surprises)])
+    loss, *means = (sums / len(rows)).tolist()
+    return {"loss": max(0.0, loss), "perplexity": math.exp(means[0]), "plain_perplexity": math.exp(means[1])}
+
+
+def tell(folder: Path, report: MixedReport) -> None:
+    """Put what was measured into the report beside the weights, and the page beside it."""
+    path = folder / REPORT_NAME
+    values = json.loads(path.read_text()) | {SECTION: report.as_json()}
+    path.write_text(json.dumps(values, indent=1) + "\n")
+    (folder / PAGE_NAME).write_text(page(report))

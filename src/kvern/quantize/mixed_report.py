@@ -1,0 +1,174 @@
+"""What a mixture of precisions is made of and why, as data and as JSON that may be edited and read again."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvern.errors import ConfigError
+from kvern.files import read_object
+from kvern.quantize.assignment import Choice, Frontier, frontier
+
+PLAIN = "plain"
+"""The name of what is not quantized."""
+SECTION = "mixed"
+"""Of the report beside the weights: what `MixedReport.as_json` says."""
+MOST_SHOWN_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Matrices that share one product, as queries, keys and values: they get one precision, `chosen`.
+
+    `layers` are their paths; `choices` tell what each precision takes in bits, and how much the model's next-token
+    distribution changes if only this unit has it: the mean Kullback-Leibler divergence, in nats a token.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    parameters: int
+    choices: Mapping[str, Choice]
+    chosen: str
+
+    @property
+    def choice(self) -> Choice:
+        return self.choices[self.chosen]
+
+    def smaller(self) -> tuple[str, float] | None:
+        """The precision that would save bits at the least loss for each, and that loss a bit; None: none is smaller."""
+        now = self.choice
+        steps = {
+            name: (other.loss - now.loss) / (now.size - other.size)
+            for name, other in self.choices.items()
+            if other.size < now.size
+        }
+        return min(steps.items(), key=lambda step: step[1], default=None)
+
+    def larger(self) -> tuple[str, float] | None:
+        """The precision whose further bits would each take away most loss, and that loss; None: none is larger."""
+        now = self.choice
+        steps = {
+            name: (now.loss - other.loss) / (other.size - now.size)
+            for name, other in self.choices.items()
+            if other.size > now.size
+        }
+        return max(steps.items(), key=lambda step: step[1], default=None)
+
+
+@dataclass(frozen=True)
+class MixedReport:
+    """The units of a model with their choices.
+
+    `plain` is what the weights are otherwise. `budget` says what was asked for, `measured` what the finished mixture
+    was measured to be, `calibration` on what.
+    """
+
+    model: str
+    plain: str
+    units: tuple[Unit, ...]
+    budget: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.parameters for unit in self.units)
+
+    @property
+    def bits(self) -> float:
+        """Per weight of the units."""
+        return sum(unit.choice.size for unit in self.units) / self.parameters
+
+    @property
+    def loss(self) -> float:
+        """The sum of the units' losses: what the mixture's is expected to be."""
+        return sum(unit.choice.loss for unit in self.units)
+
+    def frontier(self) -> Frontier:
+        return frontier([list(unit.choices.values()) for unit in self.units])
+
+    def uniform(self) -> dict[str, tuple[float, float]]:
+        """Bits per weight and expected loss of the model in one precision alone, for each that all units have."""
+        shared = [name for name in self.units[0].choices if all(name in unit.choices for unit in self.units)]
+        totals = {name: [unit.choices[name] for unit in self.units] for name in shared}
+        return {
+            name: (sum(choice.size for choice in all_of) / self.parameters, sum(choice.loss for choice in all_of))
+            for name, all_of in totals.items()
+        }
+
+    def choose(self, chosen: Sequence[int]) -> "MixedReport":
+        """The same with another choice for each unit, by index."""
+        units = (
+            replace(unit, chosen=list(unit.choices)[index]) for unit, index in zip(self.units, chosen, strict=True)
+        )
+        return replace(self, units=tuple(units))
+
+    def within_bits(self, bits: float) -> "MixedReport":
+        """The best of at most so many bits per weight. Raises ConfigError."""
+        found = self.frontier()
+        if bits * self.parameters < found.sizes[0]:
+            least = float(found.sizes[0]) / self.parameters
+            raise ConfigError(
+                f"target_bits is {bits:g}: the smallest mixture has {least:.3f} bits a weight, ask for more"
+            )
+        return self.choose(found.choices(found.within_size(bits * self.parameters)))
+
+    def within_loss(self, loss: float) -> "MixedReport":
+        """The smallest of at most this expected loss, in nats a token."""
+        found = self.frontier()
+        return self.choose(found.choices(found.within_loss(loss)))
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Bits per weight and expected loss of the best assignments, from the smallest on."""
+        found = self.frontier()
+        step = math.ceil(len(found.sizes) / MOST_SHOWN_POINTS)
+        points = sorted({*range(0, len(found.sizes), step), len(found.sizes) - 1})
+        return [(float(found.sizes[point]) / self.parameters, float(found.losses[point])) for point in points]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "plain": self.plain,
+            "budget": dict(self.budget),
+            "bits_per_weight": self.bits,
+            "expected_loss": self.loss,
+            "measured": dict(self.measured),
+            "calibration": dict(self.calibration),
+            "uniform": {name: {"bits_per_weight": bits, "loss": loss} for name, (bits, loss) in self.uniform().items()},
+            "units": [
+                {
+                    "name": unit.name,
+                    "chosen": unit.chosen,
+                    "layers": list(unit.layers),
+                    "parameters": unit.parameters,
+                    "choices": {name: {"bits": item.size, "loss": item.loss} for name, item in unit.choices.items()},
+                }
+                for unit in self.units
+            ],
+        }
+
+
+def read_report(path: Path) -> MixedReport:
+    """The mixture of a report, which somebody edited perhaps. Raises ConfigError, CorruptCheckpoint."""
+    try:
+        told = read_object(path).get(SECTION)
+    except FileNotFoundError:
+        raise ConfigError(f"report {str(path)!r}: there is no such file") from None
+    if not isinstance(told, Mapping):
+        raise ConfigError(f"{path} is no report of a mixture: it has no section {SECTION!r}")
+    try:
+        units = tuple(map(_unit, told["units"]))
+        return MixedReport(str(told["model"]), str(told["plain"]), units, calibration=told.get("calibration", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"lacks {error}" if isinstance(error, KeyError) else json.dumps(str(error))
+        raise ConfigError(f"{path} cannot be read as a report of kvern quantize: it {said}") from None
+
+
+def _unit(values: Mapping[str, Any]) -> Unit:
+    choices = {str(name): Choice(int(item["bits"]), float(item["loss"])) for name, item in values["choices"].items()}
+    name, chosen = str(values["name"]), values["chosen"]
+    if chosen not in choices:
+        raise ConfigError(f"{name}: chosen is {chosen!r:.40}, its choices are {', '.join(choices)}")
+    return Unit(name, tuple(map(str, values["layers"])), int(values["parameters"]), choices, chosen)

@@ -1,0 +1,186 @@
+"""What each precision of each part of a model costs, by the model's own outputs.
+
+Every unit, the matrices that multiply the same rows, is stored in every precision alone, and the mean Kullback-Leibler
+divergence of the next-token distribution from the plain model's is its loss. All these variants go through the layers
+side by side: a variant begins as the plain model's hidden states at its own layer, and each layer is read once. So it
+takes one layer's memory, that of the variants' hidden states, and on average half a forward pass for each variant.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvern.layers.linear import Linear
+from kvern.models.decoder import Decoder
+from kvern.quantize.assignment import Choice
+from kvern.quantize.blocks import Block, Walk
+from kvern.quantize.checkpoint import WEIGHT, Checkpoint, Piece
+from kvern.quantize.mixed_report import PLAIN, Unit
+from kvern.quantize.round_to_nearest import RoundToNearest
+from kvern.quantize.scheme import FP8, GROUPS, INT8, Scheme, int4
+from kvern.quantize.watched import WatchedExperts, WatchedMethod
+
+SCHEMES = (FP8, INT8, *(int4(group) for group in GROUPS))
+"""What each unit is measured in, and what mixtures are made of beside plain weights."""
+HIDDEN_BYTES = 4 << 30
+"""Of all variants' hidden states."""
+UNITS_A_LAYER = 4
+"""Of most families."""
+MOST_TOKENS, LEAST_TOKENS = 4096, 256
+HEAD_ROWS = 512
+"""Tokens whose distributions are compared at a time."""
+
+Key = TypeVar("Key", bound=Hashable)
+Progress = Callable[[int, int], None]
+"""Takes how many layers are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The matrices of a unit, what multiplies by them, and the precisions that all of them can have."""
+
+    name: str
+    owner: WatchedMethod | WatchedExperts
+    pieces: tuple[Piece, ...]
+    schemes: tuple[Scheme, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(piece.shape[0] * piece.shape[1] for piece in self.pieces)
+
+    def bits(self, scheme: Scheme, scale_dtype: torch.dtype) -> int:
+        """What they take, scales included."""
+        return 8 * sum(scheme.stored_bytes(*_matrix(piece), scale_dtype) for piece in self.pieces)
+
+
+def groups_of(block: Block) -> Iterator[Group]:
+    """The units of a layer: each linear layer whose weights may be quantized, and all experts together."""
+    pieces = {piece.path: piece for piece in block.pieces if piece.matrix in block.checkpoint.matrices}
+    owner: WatchedMethod | WatchedExperts
+    for name, module in block.module.named_modules():
+        if isinstance(module, Linear) and isinstance(module.method, WatchedMethod):
+            owner, names = module.method, [*module.outputs, *([module.fused] if module.fused else [])]
+            found = [pieces.get(f"{module.path}.{part}{WEIGHT}") for part in names]
+        elif isinstance(module, WatchedExperts):
+            owner = module
+            found = [piece for path, piece in pieces.items() if path.startswith(f"{module.path}.experts.")]
+        else:
+            continue
+        members = tuple(piece for piece in found if piece is not None)
+        if members:
+            schemes = tuple(item for item in SCHEMES if all(_fits(item, piece) for piece in members))
+            yield Group(f"{block.prefix}.{name}", owner, members, schemes)
+
+
+def _fits(scheme: Scheme, piece: Piece) -> bool:
+    return not scheme.group or _matrix(piece)[1] % scheme.group == 0
+
+
+def _matrix(piece: Piece) -> tuple[int, int]:
+    outputs, inputs = piece.shape
+    return outputs, inputs
+
+
+def tokens_for(checkpoint: Checkpoint) -> int:
+    """How many tokens to measure with, for the memory that the variants take."""
+    spec = checkpoint.spec
+    variants = len(spec.layers) * UNITS_A_LAYER * len(SCHEMES)
+    each = spec.hidden_size * checkpoint.dtype.itemsize
+    return max(LEAST_TOKENS, min(MOST_TOKENS, HIDDEN_BYTES // (variants * each)))
+
+
+def operations(checkpoint: Checkpoint, tokens: int) -> float:
+    """About how many floating point operations measuring with so many tokens takes: half a pass for each variant."""
+    weights = sum(piece.shape[0] * piece.shape[1] for piece in checkpoint.matrices.values())
+    variants = len(checkpoint.spec.layers) * UNITS_A_LAYER * len(SCHEMES)
+    return 2.0 * weights * tokens * (1 + variants / 2)
+
+
+class Variants:
+    """The hidden states `[N, L, hidden]` of the model with one unit in one precision, by the two's names."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = walk
+        self.hidden: dict[tuple[str, str], Tensor] = {}
+        self.groups: list[Group] = []
+        self._rounding = RoundToNearest()
+
+    def through(self, block: Block) -> None:
+        """Take all variants through a layer, and begin those of its own units."""
+        self.walk.observe(block)
+        for key, hidden in self.hidden.items():
+            self.hidden[key] = self.walk.through(block, hidden)
+        groups = list(groups_of(block))
+        self.groups += groups
+        plain = dict(block.tensors)
+        for group in groups:
+            for scheme in group.schemes:
+                for piece in group.pieces:
+                    block.tensors[piece.path] = self._rounded(block, piece, scheme)
+                block.load()
+                group.owner.rounding = partial(round_rows, scheme=scheme) if scheme.activations else None
+                self.hidden[group.name, scheme.name] = self.walk.through(block, self.walk.hidden)
+                group.owner.rounding = None
+                block.tensors.update(plain)
+        self.walk.advance(block)
+
+    def _rounded(self, block: Block, piece: Piece, scheme: Scheme) -> Tensor:
+        checkpoint, inputs = block.checkpoint, block.inputs[piece.path]
+        rounded = self._rounding.round(block.weight(piece.path), inputs, scheme, checkpoint.scale_dtype)
+        return rounded.plain().to(checkpoint.dtype)
+
+
+def round_rows(x: Tensor, scheme: Scheme) -> Tensor:
+    """`x [T, inputs]` in the codes of a scheme, with a scale for each row."""
+    largest = scheme.code_range[1]
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / largest
+    codes = x.float() / scale
+    codes = codes.round() if scheme.kind == "int" else codes.to(torch.float8_e4m3fn).float()
+    return (codes * scale).to(x.dtype)
+
+
+def measure(walk: Walk, progress: Progress) -> list[Unit]:
+    """The units of the model with what each precision costs, all plain so far. `walk` stands before the first layer."""
+    checkpoint, variants = walk.checkpoint, Variants(walk)
+    for index in range(walk.layers):
+        progress(index, walk.layers)
+        variants.through(walk.block(index))
+    progress(walk.layers, walk.layers)
+    losses = divergences(walk.ends(), walk.hidden, variants.hidden)
+    return [_unit(group, losses, checkpoint) for group in variants.groups]
+
+
+def _unit(group: Group, losses: Mapping[tuple[str, str], float], checkpoint: Checkpoint) -> Unit:
+    choices = {PLAIN: Choice(8 * checkpoint.dtype.itemsize * group.parameters, 0.0)}
+    for scheme in group.schemes:
+        bits = group.bits(scheme, checkpoint.scale_dtype)
+        choices[scheme.name] = Choice(bits, losses[group.name, scheme.name])
+    return Unit(group.name, tuple(piece.matrix for piece in group.pieces), group.parameters, choices, PLAIN)
+
+
+@torch.no_grad()
+def divergences(ends: Decoder, plain: Tensor, others: Mapping[Key, Tensor]) -> dict[Key, float]:
+    """The mean divergence of others' next-token distributions from the plain one, in nats a token.
+
+    All are hidden states `[N, L, hidden]` behind the last layer.
+    """
+    sums = dict.fromkeys(others, 0.0)
+    flat = {key: hidden.flatten(0, 1) for key, hidden in others.items()}
+    for first in range(0, plain.shape[0] * plain.shape[1], HEAD_ROWS):
+        rows = slice(first, first + HEAD_ROWS)
+        expected = log_probabilities(ends, plain.flatten(0, 1)[rows])
+        probabilities = expected.exp()
+        for key, hidden in flat.items():
+            found = log_probabilities(ends, hidden[rows])
+            sums[key] += float((probabilities * (expected - found)).sum(dtype=torch.float64))
+    return {key: max(0.0, total / (plain.shape[0] * plain.shape[1])) for key, total in sums.items()}
+
+
+def log_probabilities(ends: Decoder, hidden: Tensor) -> Tensor:
+    """`[T, hidden]` behind the last layer -> float32 `[T, vocab]`."""
+    normal: Tensor = ends.norm(hidden)
+    return ends.logits(normal).log_softmax(-1)
