@@ -33,7 +33,7 @@ class TensorTarget:
 
 
 def targets_of(modules: Iterable[Loadable], stored: Collection[str] = ()) -> dict[str, TensorTarget]:
-    """Map the names of a Llama-style checkpoint to where these modules take each tensor, fused or stacked as `stored`."""
+    """Map the names of a Llama-style checkpoint to where these modules take each tensor, fused as `stored`."""
     targets: dict[str, TensorTarget] = {}
     for module in modules:
         prefix = f"{module.path}." if module.path else ""
