@@ -62,7 +62,7 @@ def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return scale.log2().ceil().exp2() if dtype.is_floating_point else scale
 
 
-def digest(scales: Sequence[torch.Tensor]) -> bytes:
-    """The same for the same scales: 16 bytes."""
+def digest(scales: Sequence[torch.Tensor]) -> str:
+    """The same for the same scales: 16 bytes in hexadecimal."""
     numbers = b"".join(scale.cpu().numpy().tobytes() for scale in scales)
-    return hashlib.blake2b(numbers, digest_size=16).digest()
+    return hashlib.blake2b(numbers, digest_size=16).hexdigest()

@@ -70,7 +70,7 @@ class Room(msgspec.Struct, frozen=True):
     token_bytes: int
     attention: dict[str, str] = {}
     libraries: frozenset[str] = frozenset()
-    scales: bytes = b""
+    scales: str = ""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Layout(msgspec.Struct, frozen=True):
     attention: dict[str, str]
     device: str
     gpus: tuple[str, ...]
-    scales: bytes = b""
+    scales: str = ""
 
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
@@ -169,7 +169,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         attention=_agreed_attention(rooms),
         device=plan.device,
         gpus=plan.gpus,
-        scales=b"".join(room.scales for room in rooms),
+        scales="".join(room.scales for room in rooms),
     )
 
 
