@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 BAD = [
     ("--method int3", "method is 'int3': it must be one of fp8, int8, int4, awq, gptq"),
-    ("--method int4 --group-size 48", "group_size is 48: it must be 32, 64, 128"),
+    ("--method int4 --group-size 48", "group_size is 48: it must be one of 32, 64, 128"),
     ("--method int4 --group-size 128", "model.layers.0.mlp.down_proj has 96 inputs, which groups of 128 do not"),
     ("--method fp8 --group-size 64", "group_size and zero_points are for int4, awq, gptq; method is fp8"),
     ("--method fp8 --blocks", "use --method fp8 or int8, without --blocks"),

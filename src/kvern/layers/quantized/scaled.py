@@ -75,7 +75,7 @@ class Scaled(LinearFormat):
 
     @property
     def name(self) -> str:
-        """For people, and as the key of measurements: "fp8 by row, W8A8", "int8 by 1 x 32", "fp8 by 128 x 128, W8A8"."""
+        """For people, and in keys of measurements: "fp8 by row, W8A8", "int8 by 1 x 32", "fp8 by 128 x 128"."""
         rows, inputs = self.granule or self.block.outputs, self.block.inputs
         block = f"{rows} x {inputs}" if inputs else "row" if rows else "tensor"
         name = f"{'fp8' if self.code == 'e4m3' else self.code} by {block}"
