@@ -70,5 +70,8 @@ def test_the_command_writes_a_folder_says_what_and_refuses_to_do_it_again(
     assert "exists: give another folder, or --overwrite" in capsys.readouterr().err
     assert main(["quantize", str(here / "out"), "--method", "fp8", "--out", "again"]) == 2
     assert "is quantized already ('compressed-tensors')" in capsys.readouterr().err
+    (here / "model.gguf").write_bytes(b"GGUF")
+    assert main(["quantize", "model.gguf", "--out", "again"]) == 2
+    assert "model.gguf is a file: quantize the model's folder of safetensors" in capsys.readouterr().err
     assert main(["quantize", str(model), "--method", "fp8", "--out", str(model), "--overwrite"]) == 2
     assert "holds the model itself" in capsys.readouterr().err
