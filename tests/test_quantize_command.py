@@ -60,10 +60,14 @@ def test_bad_input_is_refused_in_one_line(
 def test_the_command_writes_a_folder_says_what_and_refuses_to_do_it_again(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (here / "words.txt").write_text("the quick brown fox " * 40)
+    few = ["--calibration", "words.txt", "--calibration-tokens", "32", "--calibration-rows", "900"]
+    assert main(["quantize", str(model), "--method", "fp8", "--out", "few", *few]) == 0
+    assert "rows of 32 tokens, not 900: give more text with --calibration" in capsys.readouterr().err
     command = ["quantize", str(model), "--method", "gptq", "--group-size", "32", "--calibration-rows", "4"]
     assert main([*command, "--ignore", "layers.0.", "--out", "out"]) == 0
     told = capsys.readouterr().out
-    assert "int4-g32" in told and "bits per weight" in told and "kvern chat out" in told
+    assert "4 x " in told and "int4-g32" in told and "bits per weight" in told and "kvern chat out" in told
     plain = json.loads((here / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert "model.layers.0.mlp.up_proj" in plain and "model.layers.1.mlp.up_proj" not in plain
     assert main([*command, "--out", "out"]) == 2

@@ -67,7 +67,8 @@ class QuantizeCommand:
     calibration: Path | None = None
     """Text, or JSONL of messages, prompts or texts, like what the model will read. None: kvern's own conversations."""
     calibration_rows: int | None = None
-    """Rows of text that the model reads. None: 128 for awq, gptq and mixed, else 16, which only measure."""
+    """Rows of text that the model reads, as far as there is so much. None: 128 for awq, gptq and mixed, else 16, which
+    only measure."""
     calibration_tokens: int = 512
     """Tokens of each."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -108,16 +109,17 @@ class QuantizeCommand:
                 overwrite=self.overwrite,
                 progress=lambda matrices, weights: report(matrices, weights / 1e6),
             )
-        print_table(self.method, result)
+        print_table(self.method, result, calibration)
         print_next(out)
         return 0
 
     def _mix(self, checkpoint: Checkpoint, budget: Budget | None, out: Path) -> int:
         for name in [name for name in checkpoint.matrices if self._ignores(name)]:
             del checkpoint.matrices[name]
+        calibration = self._calibration(checkpoint)
         result, report = make_mixture(
             checkpoint,
-            self._calibration(checkpoint),
+            calibration,
             budget,
             self.report,
             out,
@@ -125,7 +127,7 @@ class QuantizeCommand:
             act_order=self.act_order,
             settings={"act_order": self.act_order, "ignore": list(self.ignore)},
         )
-        print_table(self.method, result)
+        print_table(self.method, result, calibration)
         print_mixture(report, budget, out)
         print_next(out)
         return 0
@@ -176,7 +178,14 @@ class QuantizeCommand:
 
         rows = self.calibration_rows or (MANY_ROWS if self.method in CALIBRATED else FEW_ROWS)
         length = min(self.calibration_tokens, checkpoint.spec.max_position_embeddings)
-        return calibration(Tokenizer(checkpoint.folder), self.calibration, rows, length)
+        found = calibration(Tokenizer(checkpoint.folder), self.calibration, rows, length)
+        count, tokens = found.rows.shape
+        if self.calibration_rows is not None and count < rows:
+            sys.stderr.write(
+                f"kvern: the calibration's text makes {count} rows of {tokens} tokens, not {rows}: give more text with "
+                "--calibration\n"
+            )
+        return found
 
     def _told(self, scheme: Scheme) -> dict[str, Any]:
         """For the report."""
@@ -187,7 +196,7 @@ class QuantizeCommand:
         }
 
 
-def print_table(method: str, result: Result) -> None:
+def print_table(method: str, result: Result, calibration: Calibration) -> None:
     """Print on stdout what has been written."""
     from rich.console import Console
     from rich.table import Table
@@ -200,6 +209,8 @@ def print_table(method: str, result: Result) -> None:
     table.add_row("layers", f"{len({item.layer for item in result.matrices}):,}")
     table.add_row("matrices", f"{len(result.matrices):,}")
     table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
+    rows, length = calibration.rows.shape
+    table.add_row("calibration", f"{rows} x {length} tokens")
     if errors:
         worst = max(errors, key=errors.__getitem__)
         table.add_row("error of outputs", f"{sum(errors.values()) / len(errors):.2%} on average")
