@@ -202,6 +202,7 @@ def test_folder_is_taken_as_it_is(tmp_path: Path) -> None:
         ("/missing/model", "no such folder"),
         ("missing/a/b", "no such folder"),
         ("missing", "neither a folder nor an embedded model"),
+        ("missing.gguf", "there is no such file"),
         ("", "no such folder"),
     ],
 )

@@ -334,7 +334,13 @@ def test_steps_to_other_precisions_are_the_cheapest() -> None:
         (["--report", "none.json", "--max-loss", "1%"], "leave target_bits and max_loss out"),
         (["--report", "none.json"], "there is no such file"),
         (["--target-bits", "5", "--group-size", "64"], "group_size and zero_points are for"),
-        (["--target-bits", "2", "--calibration-rows", "1", "--calibration-tokens", "32"], "the smallest mixture has 4"),
+        (["--target-bits", "2"], "the smallest mixture has 4"),
+        (["--target-bits", "32"], "the model has 32 bits a weight, ask for fewer"),
+        (["--target-bits", "5", "--ignore", "proj"], "every matrix is left plain"),
+        (
+            ["--max-loss", "1e-12%", "--calibration-rows", "1", "--calibration-tokens", "32"],
+            "no layer can be quantized",
+        ),
     ],
 )
 def test_the_command_refuses_in_a_line(
@@ -345,7 +351,21 @@ def test_the_command_refuses_in_a_line(
     assert main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1] and lines[-1].startswith("kvern: error: ")
-    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    measured = any("measuring" in line for line in lines)
+    assert measured == ("no layer" in message), "what can be known is said before anything is measured"
+
+
+def test_an_interrupted_mixture_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    made = mixture(model)
+    report = made.measure()
+    monkeypatch.setattr(mixed, "measure_folder", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.make(report, Budget(bits=7.0), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_options_of_mixtures_are_refused_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +373,9 @@ def test_options_of_mixtures_are_refused_elsewhere(tmp_path: Path, capsys: pytes
     assert "target_bits, max_loss and report are for mixed; method is fp8" in capsys.readouterr().err
 
 
-def test_the_command_writes_a_mixture_and_takes_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_mixture_and_takes_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_tiny_model(tmp_path / "model")
     few = ["--calibration-rows", "2", "--calibration-tokens", "32", "--ignore", r"layers\.0\.mlp"]
     base = ["quantize", str(model), "--method", "mixed", *few]
@@ -368,6 +390,10 @@ def test_the_command_writes_a_mixture_and_takes_its_report(tmp_path: Path, capsy
     for name in load_file(tmp_path / "first" / "model.safetensors"):
         first, second = (load_file(tmp_path / part / "model.safetensors")[name] for part in ("first", "second"))
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8)), name
+    assert "warning" not in captured.err
+    monkeypatch.setattr(mixed, "loss_of", lambda report: 0.7)
+    assert main([*base, "--max-loss", "50%", "--out", str(tmp_path / "third")]) == 0
+    assert "kvern: warning: the mixture loses 0.7 nats a token, more than the 0.4055 of" in capsys.readouterr().err
     with LLM(str(tmp_path / "second"), max_model_len=128) as llm:
         [output] = llm.generate(["The"], SamplingParams(max_tokens=4, temperature=0))
     assert len(output.outputs[0].token_ids) == 4

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from kvern.cli.main import main
 from kvern.cli.model_report import Device, report_of
+from kvern.layers.quantized.rounding import Rounding
+from kvern.layers.quantized.scaled import ROWS, TENSOR, Block, Scaled
 from kvern.models.loader import load_model, read_config
 from kvern.quantize import job
 from kvern.quantize.calibration import Calibration
@@ -52,6 +54,18 @@ def test_each_kind_of_layer_says_how_it_is_stored(tmp_path: Path) -> None:
         ("output layer", "float32"): 1,
         ("norms, biases", "float32"): 7,
     }
+
+
+def test_formats_of_a_byte_have_names_that_tell_them_apart() -> None:
+    names = {
+        Scaled("e4m3", ROWS, Rounding("e4m3")): "fp8 by row, W8A8",
+        Scaled("e4m3", TENSOR, Rounding("e4m3"), static=True): "fp8 by tensor, W8A8 static",
+        Scaled("e4m3", Block(128, 128), Rounding("e4m3", 128)): "fp8 by 128 x 128, W8A8",
+        Scaled("int8", ROWS): "int8 by row",
+        Scaled("int8", Block(1, 32), Rounding("int8")): "int8 by 1 x 32, W8A8",
+        Scaled("int8", ROWS, Rounding("int8", 64)): "int8 by row, W8A8 by 64",
+    }
+    assert {form.name: name for form, name in names.items()} == {name: name for name in names.values()}
 
 
 def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

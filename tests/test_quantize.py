@@ -344,10 +344,10 @@ def test_texts_become_rows_of_tokens(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(model)
     own = calibration(tokenizer, None, 8, 64)
     assert own.rows.shape == (8, 64) and torch.equal(own.rows, calibration(tokenizer, None, 8, 64).rows)
-    lines = [{"messages": [{"role": "user", "content": "hello"}]}, "plain words", {"prompt": "a prompt"}]
-    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [{"messages": [{"role": "user", "content": "hello"}]}, "plain words", {"prompt": "a\u2028prompt"}]
+    (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
     rows = calibration(tokenizer, tmp_path / "some.jsonl", 8, 64).rows
-    assert tokenizer.decode(rows[0].tolist()) == "helloplain wordsa prompt"
+    assert tokenizer.decode(rows[0].tolist()) == "helloplain wordsa\u2028prompt"
     assert rows[0, 0] == tokenizer.token_to_id("<|user|>")
     (tmp_path / "some.txt").write_text("the quick brown fox " * 40)
     assert calibration(tokenizer, tmp_path / "some.txt", 2, 32).rows.shape == (2, 32)

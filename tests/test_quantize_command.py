@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 BAD = [
     ("--method int3", "method is 'int3': it must be one of fp8, int8, int4, awq, gptq"),
-    ("--method int4 --group-size 48", "group_size is 48: it must be 32, 64, 128"),
+    ("--method int4 --group-size 48", "group_size is 48: it must be one of 32, 64, 128"),
     ("--method int4 --group-size 128", "model.layers.0.mlp.down_proj has 96 inputs, which groups of 128 do not"),
     ("--method fp8 --group-size 64", "group_size and zero_points are for int4, awq, gptq; method is fp8"),
     ("--method fp8 --blocks", "use --method fp8 or int8, without --blocks"),
@@ -60,15 +60,22 @@ def test_bad_input_is_refused_in_one_line(
 def test_the_command_writes_a_folder_says_what_and_refuses_to_do_it_again(
     model: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (here / "words.txt").write_text("the quick brown fox " * 40)
+    few = ["--calibration", "words.txt", "--calibration-tokens", "32", "--calibration-rows", "900"]
+    assert main(["quantize", str(model), "--method", "fp8", "--out", "few", *few]) == 0
+    assert "rows of 32 tokens, not 900: give more text with --calibration" in capsys.readouterr().err
     command = ["quantize", str(model), "--method", "gptq", "--group-size", "32", "--calibration-rows", "4"]
     assert main([*command, "--ignore", "layers.0.", "--out", "out"]) == 0
     told = capsys.readouterr().out
-    assert "int4-g32" in told and "bits per weight" in told and "kvern chat out" in told
+    assert "4 x " in told and "int4-g32" in told and "bits per weight" in told and "kvern chat out" in told
     plain = json.loads((here / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert "model.layers.0.mlp.up_proj" in plain and "model.layers.1.mlp.up_proj" not in plain
     assert main([*command, "--out", "out"]) == 2
     assert "exists: give another folder, or --overwrite" in capsys.readouterr().err
     assert main(["quantize", str(here / "out"), "--method", "fp8", "--out", "again"]) == 2
     assert "is quantized already ('compressed-tensors')" in capsys.readouterr().err
+    (here / "model.gguf").write_bytes(b"GGUF")
+    assert main(["quantize", "model.gguf", "--out", "again"]) == 2
+    assert "model.gguf is a file: quantize the model's folder of safetensors" in capsys.readouterr().err
     assert main(["quantize", str(model), "--method", "fp8", "--out", str(model), "--overwrite"]) == 2
     assert "holds the model itself" in capsys.readouterr().err

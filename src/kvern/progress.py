@@ -26,7 +26,8 @@ def work_progress(doing: str, items: str, unit: str, total: int | None, done: in
     started = time.monotonic()
 
     def rate(units: float) -> str:
-        return f"{units / max(time.monotonic() - started, 1e-9):.0f} {unit}/s"
+        value = units / max(time.monotonic() - started, 1e-9)
+        return f"{value:.0f} {unit}/s" if value >= 10 else f"{value:.2g} {unit}/s"
 
     if not sys.stderr.isatty():
         last = started

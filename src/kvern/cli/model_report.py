@@ -159,7 +159,7 @@ def _precision_table(report: ModelReport) -> Table:
 
 def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> None:
     """A row for each matrix."""
-    table = _table("matrix", "weights", "deviation", "scales", "saturated")
+    table = _table("matrix", "weights", "spread", "scales", "saturated")
     for item in matrices:
         scales = "" if item.smallest_scale is None else f"{item.smallest_scale:.2g} to {item.largest_scale:.2g}"
         table.add_row(
@@ -173,11 +173,24 @@ def print_statistics(matrices: Sequence[WeightStatistics], console: Console) -> 
 
 
 def _table(*names: str, title: str | None = None) -> Table:
-    """With words in the first column, and in the second if it is the format; numbers in the others."""
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    """With words in the first column, and in the second if it is the format; numbers in the others.
+
+    Where a terminal is narrow the words are broken into lines.
+    """
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for index, name in enumerate(names):
         words = index == 0 or name == "format"
-        table.add_column(name, justify="left" if words else "right", no_wrap=name != "format")
+        if words:
+            table.add_column(name, overflow="fold", min_width=10)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvern.quantize.mixed import Budget
     from kvern.quantize.scheme import Scheme
 
-METHODS = ("fp8", "int8", "int4", "awq", "gptq", "mixed")
+Name = Literal["fp8", "int8", "int4", "awq", "gptq", "mixed"]
 FOUR_BITS = ("int4", "awq", "gptq")
 CALIBRATED = ("awq", "gptq", "mixed")
 USUAL_GROUP = 128
@@ -39,9 +40,10 @@ class QuantizeCommand:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Folder, hub id or embedded model with float32, float16 or bfloat16 weights."""
-    method: str = "gptq"
-    """fp8, int8 (weights and activations), int4 (weights, rounded to the nearest), awq or gptq (4 bits, calibrated), or
-    mixed (for each layer what is best under target_bits or max_loss)."""
+    method: Name = "gptq"
+    """fp8 and int8: 8 bits for weights and activations, the least loss. int4: 4 bits for weights, rounded to the
+    nearest; awq and gptq: the same, calibrated, slower to make and closer to the model. mixed: 4, 8 or 16 bits, for
+    each layer what is best under target_bits or max_loss."""
     target_bits: float | None = None
     """With mixed: bits per weight, scales included, as 5.0."""
     max_loss: str | None = None
@@ -65,7 +67,8 @@ class QuantizeCommand:
     calibration: Path | None = None
     """Text, or JSONL of messages, prompts or texts, like what the model will read. None: kvern's own conversations."""
     calibration_rows: int | None = None
-    """Rows of text that the model reads. None: 128 for awq, gptq and mixed, else 16, which only measure."""
+    """Rows of text that the model reads, as far as there is so much. None: 128 for awq, gptq and mixed, else 16, which
+    only measure."""
     calibration_tokens: int = 512
     """Tokens of each."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -106,15 +109,17 @@ class QuantizeCommand:
                 overwrite=self.overwrite,
                 progress=lambda matrices, weights: report(matrices, weights / 1e6),
             )
-        print_table(self.method, result, out)
+        print_table(self.method, result, calibration)
+        print_next(out)
         return 0
 
     def _mix(self, checkpoint: Checkpoint, budget: Budget | None, out: Path) -> int:
         for name in [name for name in checkpoint.matrices if self._ignores(name)]:
             del checkpoint.matrices[name]
+        calibration = self._calibration(checkpoint)
         result, report = make_mixture(
             checkpoint,
-            self._calibration(checkpoint),
+            calibration,
             budget,
             self.report,
             out,
@@ -122,8 +127,9 @@ class QuantizeCommand:
             act_order=self.act_order,
             settings={"act_order": self.act_order, "ignore": list(self.ignore)},
         )
-        print_table(self.method, result, out)
-        print_mixture(report, out)
+        print_table(self.method, result, calibration)
+        print_mixture(report, budget, out)
+        print_next(out)
         return 0
 
     def _ignores(self, name: str) -> bool:
@@ -133,8 +139,6 @@ class QuantizeCommand:
         """Of all matrices; None: they differ."""
         from kvern.quantize.scheme import FP8, FP8_BLOCK, GROUPS, INT8, int4
 
-        if self.method not in METHODS:
-            raise ConfigError(f"method is {shown(self.method)}: it must be one of {', '.join(METHODS)}")
         if self.method not in FOUR_BITS and (self.group_size is not None or self.zero_points):
             raise ConfigError(f"group_size and zero_points are for {', '.join(FOUR_BITS)}; method is {self.method}")
         if self.method != "mixed" and (self.target_bits, self.max_loss, self.report) != (None, None, None):
@@ -142,7 +146,7 @@ class QuantizeCommand:
         if self.blocks and self.method != "fp8":
             raise ConfigError(f"blocks is for fp8; method is {self.method}")
         if self.group_size is not None and self.group_size not in GROUPS:
-            raise ConfigError(f"group_size is {self.group_size}: it must be {', '.join(map(str, GROUPS))}")
+            raise ConfigError(f"group_size is {self.group_size}: it must be one of {', '.join(map(str, GROUPS))}")
         if self.method in FOUR_BITS:
             return int4(self.group_size or USUAL_GROUP, symmetric=not self.zero_points)
         if self.method == "mixed":
@@ -174,7 +178,14 @@ class QuantizeCommand:
 
         rows = self.calibration_rows or (MANY_ROWS if self.method in CALIBRATED else FEW_ROWS)
         length = min(self.calibration_tokens, checkpoint.spec.max_position_embeddings)
-        return calibration(Tokenizer(checkpoint.folder), self.calibration, rows, length)
+        found = calibration(Tokenizer(checkpoint.folder), self.calibration, rows, length)
+        count, tokens = found.rows.shape
+        if self.calibration_rows is not None and count < rows:
+            sys.stderr.write(
+                f"kvern: the calibration's text makes {count} rows of {tokens} tokens, not {rows}: give more text with "
+                "--calibration\n"
+            )
+        return found
 
     def _told(self, scheme: Scheme) -> dict[str, Any]:
         """For the report."""
@@ -185,8 +196,8 @@ class QuantizeCommand:
         }
 
 
-def print_table(method: str, result: Result, out: Path) -> None:
-    """Print what has been written on stdout, and what to do with it."""
+def print_table(method: str, result: Result, calibration: Calibration) -> None:
+    """Print on stdout what has been written."""
     from rich.console import Console
     from rich.table import Table
 
@@ -198,6 +209,8 @@ def print_table(method: str, result: Result, out: Path) -> None:
     table.add_row("layers", f"{len({item.layer for item in result.matrices}):,}")
     table.add_row("matrices", f"{len(result.matrices):,}")
     table.add_row("bits per weight", f"{result.bits_per_weight:.3f}")
+    rows, length = calibration.rows.shape
+    table.add_row("calibration", f"{rows} x {length} tokens")
     if errors:
         worst = max(errors, key=errors.__getitem__)
         table.add_row("error of outputs", f"{sum(errors.values()) / len(errors):.2%} on average")
@@ -205,6 +218,10 @@ def print_table(method: str, result: Result, out: Path) -> None:
     table.add_row("size before", f"{result.bytes_before / 1e6:,.1f} MB")
     table.add_row("size after", f"{result.bytes_after / 1e6:,.1f} MB")
     table.add_row("seconds", f"{result.seconds:.1f}")
-    console = Console()
-    console.print(table)
-    console.print(f"kvern chat {out}     talk to it\nkvern serve {out}    serve it", highlight=False, soft_wrap=True)
+    Console().print(table)
+
+
+def print_next(out: Path) -> None:
+    """What to do with it."""
+    for command, what in (("chat", "talk to it"), ("serve", "serve it"), ("models", "what it takes in memory")):
+        sys.stdout.write(f"{f'kvern {command} {out}':{len(str(out)) + 16}}{what}\n")

@@ -55,6 +55,8 @@ def make_mixture(
     from kvern.quantize.writer import check_target
 
     told = read_report(report) if report is not None else None
+    if budget is not None:
+        budget.check(checkpoint)
     plain = sum(tensor.nbytes for tensor in checkpoint.stored)
     check_target(out, checkpoint.folder, overwrite, int(plain * (budget.bits / 16 if budget and budget.bits else 0.5)))
     mixture = Mixture(checkpoint, calibration, make_method("gptq", act_order=act_order), settings)
@@ -76,11 +78,11 @@ def make_mixture(
         )
 
 
-def print_mixture(report: MixedReport, out: Path) -> None:
-    """What it is made of, and what it loses."""
+def print_mixture(report: MixedReport, budget: Budget | None, out: Path) -> None:
+    """What it is made of, and what it loses; on stderr, if that is more than was allowed."""
     from rich.console import Console
 
-    from kvern.quantize.mixed import PAGE_NAME
+    from kvern.quantize.mixed import MOST_TRIES, PAGE_NAME, loss_of
 
     console = Console()
     shares = {unit.chosen: 0 for unit in report.units}
@@ -96,3 +98,8 @@ def print_mixture(report: MixedReport, out: Path) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if budget is not None and not budget.kept_by(report):
+        sys.stderr.write(
+            f"kvern: warning: the mixture loses {loss_of(report):.4g} nats a token, more than the {budget.nats:.4g} of "
+            f"--max-loss, after {MOST_TRIES} tries: give a smaller --max-loss, or --target-bits\n"
+        )

@@ -54,6 +54,8 @@ def resolve_model(
     stem, _, ending = name.rpartition(":")
     if ending and (folder := Path(stem).expanduser()).is_dir() and stem:
         return _chosen(folder, ending)
+    if name.endswith(".gguf"):
+        raise ModelNotFound(f"model {name!r}: there is no such file")
     if not name or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"model {name!r}: there is no such folder")
     if "/" not in name:

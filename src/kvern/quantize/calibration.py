@@ -64,7 +64,7 @@ def texts(path: Path, most_characters: int) -> Iterator[str | list[Mapping[str, 
     if path.suffix != ".jsonl":
         yield text[:most_characters]
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may stand within texts of JSON
         if line.strip():
             yield item_of(line, f"calibration file {path}, line {number}")
 

@@ -84,6 +84,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
+        _refuse_file(folder)
         self.config: Mapping[str, Any] = read_config(folder)
         _refuse_quantized(folder, self.config)
         self.spec = spec_from_config(dict(self.config))
@@ -146,6 +147,14 @@ class Checkpoint:
             for part, (first, count) in parts.items():
                 name = f"{match[1]}.{expert}.{part}.weight"
                 yield Piece(name, name, tensor, None, (expert, first, count))
+
+
+def _refuse_file(folder: Path) -> None:
+    if folder.is_file():
+        raise ConfigError(
+            f"{folder} is a file: quantize the model's folder of safetensors with float32, float16 or bfloat16 weights "
+            "that it was made from"
+        )
 
 
 def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:

@@ -20,11 +20,12 @@ from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.job import Progress, Result, Settings, quantize
 from kvern.quantize.method import Method, Plan
-from kvern.quantize.mixed_report import SECTION, MixedReport
+from kvern.quantize.mixed_report import PLAIN, SECTION, MixedReport
 from kvern.quantize.report_page import page
 from kvern.quantize.scheme import named
-from kvern.quantize.sensitivity import log_probabilities, measure, tokens_for
+from kvern.quantize.sensitivity import least_bits, log_probabilities, measure, tokens_for
 from kvern.quantize.statistics import REPORT_NAME
+from kvern.quantize.writer import check_target, placing
 
 PAGE_NAME = "quantization_report.html"
 Measuring = Callable[[int, int], None]
@@ -53,7 +54,24 @@ class Budget:
         report = replace(report, budget=self.as_json())
         if self.bits is not None:
             return report.within_bits(self.bits)
-        return report.within_loss(tightened * self.nats)
+        chosen = report.within_loss(tightened * self.nats)
+        if all(unit.chosen == PLAIN for unit in chosen.units):
+            raise ConfigError(f"max_loss is {self.loss:.4g}: no layer can be quantized within it, allow more")
+        return chosen
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises ConfigError, before anything is measured, for bits that no mixture of this model has."""
+        least, plain = least_bits(checkpoint), 8 * checkpoint.dtype.itemsize
+        if self.bits is not None and self.bits < least:
+            raise ConfigError(
+                f"target_bits is {self.bits:g}: the smallest mixture has {least:.3f} bits a weight, ask for more"
+            )
+        if self.bits is not None and self.bits >= plain:
+            raise ConfigError(f"target_bits is {self.bits:g}: the model has {plain} bits a weight, ask for fewer")
+
+    def kept_by(self, report: MixedReport) -> bool:
+        """Whether the finished mixture has no larger loss than was allowed."""
+        return self.loss is None or loss_of(report) <= self.nats
 
     @property
     def nats(self) -> float:
@@ -112,18 +130,21 @@ class Mixture:
     ) -> tuple[Result, MixedReport]:
         """Write the best mixture under a budget, None: with the report's choices, to the folder `out`.
 
-        One that should keep to a loss is measured, and made again with a smaller sum of losses if it does not. Raises
-        ConfigError or CorruptCheckpoint.
+        One that should keep to a loss is measured, and made again with a smaller sum of losses if it does not; the last
+        try is kept, whether it does or not. Raises ConfigError or CorruptCheckpoint; whatever is raised, nothing is
+        left of `out`.
         """
         tightened = 1.0
-        for attempt in range(MOST_TRIES):
-            chosen = report if budget is None else budget.choose(report, tightened)
-            result = self._write(chosen, out, overwrite or attempt > 0, progress)
-            chosen = replace(chosen, measured=measure_folder(out, self._behind_layers(), self.rows))
-            tell(out, chosen)
-            if budget is None or budget.loss is None or (loss := loss_of(chosen)) <= budget.nats:
-                break
-            tightened *= 0.9 * budget.nats / loss
+        check_target(out, self.checkpoint.folder, overwrite, 0)
+        with placing(out) as made:
+            for _ in range(MOST_TRIES):
+                chosen = report if budget is None else budget.choose(report, tightened)
+                result = self._write(chosen, made, progress)
+                chosen = replace(chosen, measured=measure_folder(made, self._behind_layers(), self.rows))
+                tell(made, chosen)
+                if budget is None or budget.kept_by(chosen):
+                    break
+                tightened *= 0.9 * budget.nats / loss_of(chosen)
         return result, chosen
 
     def _behind_layers(self) -> Walk:
@@ -134,11 +155,11 @@ class Mixture:
                 self._walk.advance(self._walk.block(index))
         return self._walk
 
-    def _write(self, report: MixedReport, out: Path, overwrite: bool, progress: Progress) -> Result:
+    def _write(self, report: MixedReport, out: Path, progress: Progress) -> Result:
         act_order = getattr(self._method, "act_order", False)
         about = {"method": "mixed", "settings": self._settings, SECTION: report.as_json()}
         settings = Settings(plan_of(report), self._method, act_order, about)
-        return quantize(self.checkpoint, settings, self.calibration, out, overwrite=overwrite, progress=progress)
+        return quantize(self.checkpoint, settings, self.calibration, out, overwrite=True, progress=progress)
 
 
 def plan_of(report: MixedReport) -> Plan:

@@ -65,11 +65,13 @@ def _head(report: MixedReport) -> str:
         change = f"{measured['perplexity'] / plain - 1:+.2%}"
         figures.append((change, f"perplexity, {plain:.4g} to {measured['perplexity']:.4g}"))
     boxes = "".join(f"<div><b>{escape(value)}</b>{escape(what)}</div>" for value, what in figures)
-    asked = ", ".join(f"{name} {value:g}" for name, value in report.budget.items()) or "choices of an edited report"
-    about = ", ".join(f"{name} {value}" for name, value in report.calibration.items())
+    texts = {"target_bits": "{:g} bits a weight", "max_loss": "a perplexity that grows by at most {:.3g}"}
+    asked = ", ".join(texts.get(name, f"{name} {{:g}}").format(value) for name, value in report.budget.items())
+    asked, about = asked or "choices of an edited report", report.calibration
+    measured_with = f"{about.get('tokens', '?')} tokens of {about.get('source', 'unknown text')}"
     return (
         f'<h1>{escape(report.model)}</h1><p class="quiet">Mixed precision; asked for: {escape(asked)}. '
-        f"Measured with: {escape(about)}.</p>"
+        f"Measured with {escape(measured_with)}.</p>"
         f'<div class="figures">{boxes}</div>'
         "<p>Loss is the mean Kullback-Leibler divergence of the next-token distribution from that of the plain model. "
         "Each unit, the matrices that multiply the same numbers, was stored in each precision alone, all others plain; "
@@ -115,15 +117,18 @@ def _plot(report: MixedReport) -> str:
 
 def _spots(uniform: Mapping[str, tuple[float, float]], here: tuple[float, float], right: float) -> Iterator[str]:
     """Points with their names, which keep out of each other's way."""
-    line = 0.0
+    line, names = 0.0, []
     for name, (x, y) in sorted(uniform.items(), key=lambda item: (-item[1][0], -item[1][1])):
         line = y + 4 if not line or y + 4 < line - 14 or x > right - 90 else line - 14
+        names.append((x, line))
         anchor, side = ("end", -9) if x > right - 90 else ("start", 9)
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" style="fill: {_color(name, "--mark")}"/>'
         yield f'<text x="{x + side:.1f}" y="{line:.1f}" text-anchor="{anchor}">{escape(name)}</text>'
     x, y = here
     yield f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="6"/>'
-    yield f'<text class="strong" x="{x + 10:.1f}" y="{y - 8:.1f}">this mixture</text>'
+    crossed = any(abs(at - x) < 90 and abs(other - y + 8) < 14 for at, other in names)
+    side, line = (-8, y + 30) if crossed else (10, y - 8)
+    yield f'<text class="strong" x="{x + side:.1f}" y="{line:.1f}">this mixture</text>'
 
 
 def _choices(report: MixedReport) -> str:

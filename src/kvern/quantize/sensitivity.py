@@ -6,6 +6,7 @@ side by side: a variant begins as the plain model's hidden states at its own lay
 takes one layer's memory, that of the variants' hidden states, and on average half a forward pass for each variant.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvern.errors import ConfigError
 from kvern.layers.linear import Linear
 from kvern.models.decoder import Decoder
 from kvern.quantize.assignment import Choice
@@ -91,6 +93,21 @@ def tokens_for(checkpoint: Checkpoint) -> int:
     variants = len(spec.layers) * UNITS_A_LAYER * len(SCHEMES)
     each = spec.hidden_size * checkpoint.dtype.itemsize
     return max(LEAST_TOKENS, min(MOST_TOKENS, HIDDEN_BYTES // (variants * each)))
+
+
+def least_bits(checkpoint: Checkpoint) -> float:
+    """Bits per weight of the model with each matrix in the smallest precision that it can have.
+
+    Raises ConfigError if none may be quantized.
+    """
+    pieces = checkpoint.matrices.values()
+    if not pieces:
+        raise ConfigError("every matrix is left plain: nothing is to be quantized")
+    stored = sum(
+        min(scheme.stored_bytes(*_matrix(piece), checkpoint.scale_dtype) for scheme in SCHEMES if _fits(scheme, piece))
+        for piece in pieces
+    )
+    return 8 * stored / sum(math.prod(_matrix(piece)) for piece in pieces)
 
 
 def operations(checkpoint: Checkpoint, tokens: int) -> float:

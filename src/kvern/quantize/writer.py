@@ -170,15 +170,28 @@ def writing(out: Path, tensors: int, shard_bytes: int = SHARD_BYTES) -> Iterator
 
     `tensors`: how many there will be.
     """
+    with placing(out) as made:
+        writer = Writer(made, tensors, shard_bytes)
+        try:
+            yield writer
+        finally:
+            writer.abandon()
+
+
+@contextlib.contextmanager
+def placing(out: Path) -> Iterator[Path]:
+    """A new folder that becomes `out`, in the place of the one there, once this ends well; else it is removed.
+
+    Raises ConfigError.
+    """
     out = Path(os.path.abspath(out))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{out.name[:100]}.", dir=out.parent))
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {reason(error)}") from None
-    writer = Writer(made, tensors, shard_bytes)
     try:
-        yield writer
+        yield made
         made.chmod(0o777 & ~_umask())
         if out.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{out.name[:100]}.", dir=out.parent))
@@ -190,7 +203,6 @@ def writing(out: Path, tensors: int, shard_bytes: int = SHARD_BYTES) -> Iterator
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {reason(error)}") from error
     finally:
-        writer.abandon()
         shutil.rmtree(made, ignore_errors=True)
 
 

@@ -73,6 +73,18 @@ class Scaled(LinearFormat):
     zeros_needed: bool = True
     granule: int = 0
 
+    @property
+    def name(self) -> str:
+        """For people, and in keys of measurements: "fp8 by row, W8A8", "int8 by 1 x 32", "fp8 by 128 x 128"."""
+        rows, inputs = self.granule or self.block.outputs, self.block.inputs
+        block = f"{rows} x {inputs}" if inputs else "row" if rows else "tensor"
+        name = f"{'fp8' if self.code == 'e4m3' else self.code} by {block}"
+        if self.activations is None:
+            return name
+        group = self.activations.group
+        by = f" by {group}" if group and group != inputs else ""
+        return f"{name}, W8A8{by}{' static' if self.static else ''}"
+
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
         return ScaledMethod(shape, self)
 
@@ -98,9 +110,7 @@ class ScaledMethod(QuantizedMethod):
     def __init__(self, shape: LinearShape, form: Scaled) -> None:
         self.form = form
         self._library_products: Mapping[str, Product] | None = None
-        self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
-        if form.activations is not None:
-            self.name += f", rounded by {form.activations.group}{' as they were' if form.static else ''}"
+        self.name = form.name
         super().__init__(shape)
         if not form.zeros:
             self.zero = None
