@@ -1,10 +1,11 @@
 """Quantized layers in the engine whose batch lives on the device: kernels of their own, fused for a single token."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvern.kernels.launch import cdiv
 from kvern.kernels.linear import Around, MatmulShape
@@ -86,6 +87,18 @@ def test_every_candidate_is_timed_and_right(device: torch.device) -> None:
             expected = x[: min(rows, 3)].double() @ made.plain.to(device).T
             torch.testing.assert_close(way(x[: min(rows, 3)], None).double(), expected, rtol=1e-4, atol=1e-4)
             linear.method.choose(rows, name)
+
+
+def test_many_rows_are_timed_over_few_layers(device: torch.device) -> None:
+    made = make_packed("int4", 40, 256)
+    seen: dict[int, int] = {}
+
+    def clock(calls: list[Any]) -> float:
+        seen[len(calls[0].args[-2])] = len(calls)
+        return 1.0
+
+    tune(nn.ModuleList([layer(made, device), layer(made, device)]), clock, {})
+    assert seen == {1: 2, 16: 2, 64: 2, 1024: 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
