@@ -18,7 +18,9 @@ from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
 
 
 @pytest.mark.parametrize("name", ["iq4_xs", "mxfp4"])
-def test_rows_take_nothing_from_the_host_again(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_take_nothing_from_the_host_again(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     linear_format = LinearMethods(GgufFormat(BY_NAME[name]))
     method = Linear(256, {"o_proj": 2}, Build(torch.float32, device, 1, linear=linear_format)).method
     method.fill_random(torch.Generator(device).manual_seed(0))

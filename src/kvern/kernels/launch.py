@@ -60,10 +60,7 @@ def overlaps(device: torch.device) -> bool:
 
 @functools.cache
 def stages(device: torch.device, wanted: int, tile_bytes: int, beside: int = 0) -> int:
-    """As many of the `wanted` stages of a loop as the card's shared memory holds, with `beside` bytes of something else.
-
-    Each takes `tile_bytes`.
-    """
+    """As many of the `wanted` stages of a loop as the card's shared memory holds: of `tile_bytes`, `beside` others."""
     known = capability(device)
     if known == 0:
         return wanted

@@ -11,7 +11,7 @@ from kvern.kernels.codes import CODES, chunk_of, planes_of, scales_rows, table_o
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 from kvern.kernels.moe_direct import inputs_of_step
 from kvern.kernels.packed import Packed
-from kvern.kernels.packed_product import MOST_CHUNK, ended_sums, add_row_step
+from kvern.kernels.packed_product import MOST_CHUNK, add_row_step, ended_sums
 
 DIRECT_OUTPUTS, DIRECT_INPUTS, DIRECT_WARPS = 8, 512, 4
 """Of a program, and of one step, of a direct product."""
