@@ -36,7 +36,7 @@ def test_some_launches_compile_for_other_cards(capability: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "codes"), list(zip(OTHERS, ("fp8", "int4_zero", "mxfp4", "nvfp4"), strict=True))
+    ("capability", "codes"), list(zip(OTHERS, ("fp8", "int4_zero", "mxfp4", "q6_k"), strict=True))
 )
 def test_some_products_with_codes_compile_for_other_cards(capability: int, codes: str) -> None:
     compile_for(capability, "llama", "--sample", "--codes", codes)

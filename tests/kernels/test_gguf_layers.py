@@ -17,6 +17,19 @@ from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
 
 
+@pytest.mark.parametrize("name", ["iq4_xs", "mxfp4"])
+def test_rows_take_nothing_from_the_host_again(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear_format = LinearMethods(GgufFormat(BY_NAME[name]))
+    method = Linear(256, {"o_proj": 2}, Build(torch.float32, device, 1, linear=linear_format)).method
+    method.fill_random(torch.Generator(device).manual_seed(0))
+    ids = torch.tensor([1, 0], device=device)
+    first = method.embed(ids)
+    monkeypatch.setattr(torch, "tensor", None)  # a CUDA graph could not either
+    assert torch.equal(method.embed(ids), first)
+
+
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "q5_0", "mxfp4"])
 def test_a_layer_multiplies_by_its_blocks_taken_apart(name: str, device: torch.device) -> None:
     def make(*kernels: str) -> Linear:

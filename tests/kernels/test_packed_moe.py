@@ -24,7 +24,7 @@ from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import MoeSpec
-from tests.kernels.packed_weights import KINDS, make_packed, to_device
+from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, make_packed, to_device
 from tests.kernels.test_moe import experts_reference
 from tests.kernels.test_norm import relative_error
 
@@ -73,17 +73,18 @@ LAUNCHES: list[Callable[[], object]] = [
 ]
 """A few; all codes are compiled at night, from the list."""
 
-BY_DAY = ("e4m3 row", "e4m3 blocks", "int8 zero", "int4 zero", "mxfp4", "q4_0")
-EXPERTS, HIDDEN, WIDTH = 3, 256, 128
+BY_DAY = ("e4m3 row", "e4m3 blocks", "int8 zero", "int4 zero", "mxfp4", "gguf q4_0")
+EXPERTS, HIDDEN = 3, 256
 
 
 def matrices(kind: str, device: torch.device) -> tuple[Packed, Packed, torch.Tensor, torch.Tensor]:
     """Gate and up, down, and the numbers that they stand for."""
-    gate_up = make_packed(kind, EXPERTS * 2 * WIDTH, HIDDEN, seed=1)
-    down = make_packed(kind, EXPERTS * HIDDEN, WIDTH, seed=2)
+    width = 256 if kind in LARGE_BLOCKS else 128
+    gate_up = make_packed(kind, EXPERTS * 2 * width, HIDDEN, seed=1)
+    down = make_packed(kind, EXPERTS * HIDDEN, width, seed=2)
     plain = (
-        gate_up.plain.view(EXPERTS, 2 * WIDTH, HIDDEN).to(device),
-        down.plain.view(EXPERTS, HIDDEN, WIDTH).to(device),
+        gate_up.plain.view(EXPERTS, 2 * width, HIDDEN).to(device),
+        down.plain.view(EXPERTS, HIDDEN, width).to(device),
     )
     return to_device(gate_up.packed, device), to_device(down.packed, device), *plain
 

@@ -10,8 +10,9 @@ from kvern.kernels.quantize_rows import quantize_rows, scale_products
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear_method import LinearShape
 from kvern.layers.quantized.rounding import Code, Rounding, rounded, scaled
-from kvern.layers.quantized.scaled import Block, Scaled, ScaledMethod
+from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from tests.kernels.test_norm import relative_error
 
 STEP = 2.0**-8
@@ -117,6 +118,12 @@ def test_products_of_many_rows(device: torch.device, form: Scaled) -> None:
     assert sum(isinstance(name, tuple) and name[-1] == "codes" for name in ways) == 2
     for name, way in ways.items():
         assert relative_error(way(x, linear.bias), expected) < (1e-5 if device.type == "cpu" else 0.01), name
+
+
+@pytest.mark.parametrize(("group", "known"), [(0, True), (128, True), (64, False)])
+def test_scales_of_short_runs_are_not_for_products_of_codes(device: torch.device, group: int, known: bool) -> None:
+    method = ScaledMethod(LinearShape(32, 256, torch.bfloat16, device), Scaled("e4m3", ROWS, Rounding("e4m3", group)))
+    assert (method.activation_codes() is not None) == known
 
 
 def _launch(group: int, code: str, static: bool) -> object:

@@ -1,18 +1,22 @@
 """Quantized layers in the engine whose batch lives on the device: kernels of their own, fused for a single token."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvern.kernels.linear import Around
+from kvern.kernels.launch import cdiv
+from kvern.kernels.linear import Around, MatmulShape
 from kvern.kernels.packed import Packed
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, TensorLayout
 from kvern.layers.quantized.method import QuantizedMethod
+from kvern.layers.quantized.products import PackedProducts, candidates_of
+from kvern.layers.tuned_linear import MOST_TILES
 from kvern.layers.tuning import tune
 from tests.kernels.packed_weights import Made, make_packed, to_device
 
@@ -76,13 +80,38 @@ def test_every_candidate_is_timed_and_right(device: torch.device) -> None:
         chosen.append(calls[0]())
         return float(len(chosen))
 
-    assert set(tune(linear, clock, {})) == {f"made, 40 x 256, torch.float32, {rows} rows" for rows in (1, 64, 1024)}
+    assert set(tune(linear, clock, {})) == {f"made, 40 x 256, torch.float32, {rows} rows" for rows in (1, 16, 64, 1024)}
     x = torch.randn(3, 256, device=device)
     for rows, ways in linear.method.candidates().items():
         for name, way in ways.items():
             expected = x[: min(rows, 3)].double() @ made.plain.to(device).T
             torch.testing.assert_close(way(x[: min(rows, 3)], None).double(), expected, rtol=1e-4, atol=1e-4)
             linear.method.choose(rows, name)
+
+
+def test_many_rows_are_timed_over_few_layers(device: torch.device) -> None:
+    made = make_packed("int4", 40, 256)
+    seen: dict[int, int] = {}
+
+    def clock(calls: list[Any]) -> float:
+        seen[len(calls[0].args[-2])] = len(calls)
+        return 1.0
+
+    tune(nn.ModuleList([layer(made, device), layer(made, device)]), clock, {})
+    assert seen == {1: 2, 16: 2, 64: 2, 1024: 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_largest_heads_have_counters_for_every_tile_of_a_split_product(dtype: torch.dtype) -> None:
+    for rows, shapes in candidates_of(dtype).items():
+        for shape in shapes:
+            if isinstance(shape, MatmulShape) and shape.splits > 1:
+                assert cdiv(262144, shape.outputs) * cdiv(rows, shape.rows) <= MOST_TILES
+
+
+def test_a_head_is_not_timed_with_results_larger_than_its_weights(device: torch.device) -> None:
+    method = MadeMethod(LinearShape(128256, 256, torch.bfloat16, device), make_packed("int4", 40, 256))
+    assert set(PackedProducts(method, False).candidates()) == {1, 8, 16, 32, 64, 256, 1024}
 
 
 def test_deterministic_products_do_not_depend_on_the_rows(device: torch.device) -> None:

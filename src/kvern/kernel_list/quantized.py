@@ -28,14 +28,14 @@ from kvern.layers.quantized.gguf import GgufMethod
 from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME
+from kvern.layers.quantized.groups import E2M1
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, _fitted, candidates_of
+from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of, fitted
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
 
 Sizes = Iterator[tuple[Any, ...]]
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class PackedKind(NamedTuple):
@@ -302,7 +302,7 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in _forms(inputs):
         for shape in candidates_of(inputs.dtype)[1]:
             if isinstance(shape, MatvecShape):
-                launched[kind._replace(part=""), kind.outputs, _fitted(shape, kind.code)] = None
+                launched[kind._replace(part=""), kind.outputs, fitted(shape, kind.code)] = None
         if not kind.order:
             for around in _arounds(spec, kind):
                 cut = ONE_ROW if around[1] is None else ONE_ACTIVATED_ROW
@@ -315,7 +315,7 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind, (rows, shapes) in itertools.product(_forms(inputs), candidates_of(inputs.dtype).items()):
         for shape in shapes:
             if isinstance(shape, MatmulShape):
-                launched[kind._replace(part=""), min(rows, 256), kind.outputs, _fitted(shape, kind.code)] = None
+                launched[kind._replace(part=""), min(rows, 256), kind.outputs, fitted(shape, kind.code)] = None
     yield from launched
 
 
@@ -346,7 +346,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
         most = min((most for most in candidates if most >= rows), default=max(candidates))
         shape = candidates[most][0]
         if isinstance(shape, MatmulShape):
-            yield kind, rows, kind.outputs, _fitted(shape, kind.code)
+            yield kind, rows, kind.outputs, fitted(shape, kind.code)
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -108,8 +108,9 @@ def _prefix_attention_kernel(
         )  # fmt: skip
         divisor = tl.where(total == 0.0, 1.0, total)
         index = (member * kv_heads * group + head) * parts + part
+        target = partial + index[:, None] * head_dim + dim[None, :]
         gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
-        tl.store(partial + index[:, None] * head_dim + dim[None, :], gathered, mask=inside)
+        tl.store(target, gathered, mask=inside)
         sums = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
         tl.store(partial_sum + index, sums, mask=real)
 

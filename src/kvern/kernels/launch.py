@@ -59,8 +59,8 @@ def overlaps(device: torch.device) -> bool:
 
 
 @functools.cache
-def stages(device: torch.device, wanted: int, tile_bytes: int) -> int:
-    """As many of the `wanted` stages of a loop as the card's shared memory holds; each takes `tile_bytes`."""
+def stages(device: torch.device, wanted: int, tile_bytes: int, beside: int = 0) -> int:
+    """As many of the `wanted` stages of a loop as the card's shared memory holds: of `tile_bytes`, `beside` others."""
     known = capability(device)
     if known == 0:
         return wanted
@@ -69,7 +69,7 @@ def stages(device: torch.device, wanted: int, tile_bytes: int) -> int:
         limit: int = properties.shared_memory_per_block_optin
     else:
         limit = SHARED_MEMORY[known] << 10
-    kept = limit // tile_bytes
+    kept = (limit - beside) // tile_bytes
     return max(1, min(wanted, kept if known in ASYNCHRONOUS else kept + 1))
 
 

@@ -266,9 +266,10 @@ def _by_step(form: Form) -> bool:
     return one and form.chunk == form.inputs
 
 
-def _stages(x: torch.Tensor, rows: int, outputs: int, tile: Tile, form: Form) -> int:
-    tile_bytes = rows * form.inputs * x.element_size() + outputs * form.inputs // planes_of(form.code)
-    return stages(x.device, tile.stages, tile_bytes)
+def _stages(x: torch.Tensor, rows: int, outputs: int, tile: Tile, form: Form, matrix: Packed) -> int:
+    size, columns = x.element_size(), form.inputs // planes_of(form.code)
+    tile_bytes = rows * form.inputs * size + matrix.bytes_of_step(outputs, form.inputs, x.shape[1])
+    return stages(x.device, tile.stages, tile_bytes, outputs * columns * size)
 
 
 def _grouped_gate_up(
@@ -309,7 +310,7 @@ def _grouped_gate_up(
         *form,
         overlap,
         num_warps=tile.warps,
-        num_stages=_stages(x, rows, 2 * outputs, tile, form),
+        num_stages=_stages(x, rows, 2 * outputs, tile, form, gate_up),
         launch_pdl=overlap,
     )
 
@@ -347,7 +348,7 @@ def _grouped_down(
         *form,
         overlap,
         num_warps=tile.warps,
-        num_stages=_stages(gated, rows, outputs, tile, form),
+        num_stages=_stages(gated, rows, outputs, tile, form, down),
         launch_pdl=overlap,
     )
     return out

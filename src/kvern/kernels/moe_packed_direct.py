@@ -11,7 +11,7 @@ from kvern.kernels.codes import CODES, chunk_of, planes_of, scales_rows, table_o
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 from kvern.kernels.moe_direct import inputs_of_step
 from kvern.kernels.packed import Packed
-from kvern.kernels.packed_product import MOST_CHUNK, _ended, _row_step
+from kvern.kernels.packed_product import MOST_CHUNK, add_row_step, ended_sums
 
 DIRECT_OUTPUTS, DIRECT_INPUTS, DIRECT_WARPS = 8, 512, 4
 """Of a program, and of one step, of a direct product."""
@@ -94,12 +94,12 @@ def _direct_gate_up_kernel(
     up = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
     squares = 0.0
     for start in tl.range(0, hidden, INPUTS):
-        gate, up, squares = _row_step(
+        gate, up, squares = add_row_step(
             gate, up, squares, x + pair // top_k * x_stride, x, codes, scale, zero, table, row, row + width, start,
             hidden, CODE, GROUP, PER, ZERO, SCALES_ROWS, False, True, EVEN, INPUTS, CHUNK, False,
         )  # fmt: skip
-    first = _ended(tl.sum(gate, axis=1), row, known, scale, factor, x, PER, SCALES_ROWS, FACTOR, False)
-    second = _ended(tl.sum(up, axis=1), row + width, known, scale, factor, x, PER, SCALES_ROWS, FACTOR, False)
+    first = ended_sums(tl.sum(gate, axis=1), row, known, scale, factor, x, PER, SCALES_ROWS, FACTOR, False)
+    second = ended_sums(tl.sum(up, axis=1), row + width, known, scale, factor, x, PER, SCALES_ROWS, FACTOR, False)
     tl.store(out + pair * width + output, (activate(first, KIND) * second).to(out.dtype.element_ty), mask=known)
 
 
@@ -146,11 +146,11 @@ def _direct_down_kernel(
         total = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
         squares = 0.0
         for start in tl.static_range(0, width, INPUTS):
-            total, _, squares = _row_step(
+            total, _, squares = add_row_step(
                 total, total, squares, x + pair * width, x, codes, scale, zero, table, row, row, start, width,
                 CODE, GROUP, PER, ZERO, SCALES_ROWS, False, False, EVEN, INPUTS, CHUNK, False,
             )  # fmt: skip
-        part = _ended(tl.sum(total, axis=1), row, known, scale, factor, x, PER, SCALES_ROWS, FACTOR, False)
+        part = ended_sums(tl.sum(total, axis=1), row, known, scale, factor, x, PER, SCALES_ROWS, FACTOR, False)
         result += part * tl.load(weights + pair)
     if ADD:
         result += tl.load(add + token * add_stride + output, mask=known, other=0.0).to(tl.float32)

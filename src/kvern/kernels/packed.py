@@ -22,3 +22,7 @@ class Packed(NamedTuple):
     outputs_per_scale: int = 1
     order: Tensor | None = None
     factor: Tensor | None = None
+
+    def bytes_of_step(self, outputs: int, step: int, inputs: int) -> int:
+        """Of the codes of so many rows, in a step of the matrix's `inputs`."""
+        return outputs * self.codes.stride(0) * step // inputs

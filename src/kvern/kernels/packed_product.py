@@ -44,7 +44,7 @@ def _add_step(total, tile, value, by, offset, CHUNK: tl.constexpr, SCALES_ROWS: 
 
 
 @triton.jit
-def _row_step(
+def add_row_step(
     total,
     other,
     squares,
@@ -100,7 +100,7 @@ def _row_step(
 
 
 @triton.jit
-def _ended(
+def ended_sums(
     total, row, known, scale, factor, bias, PER: tl.constexpr, SCALES_ROWS: tl.constexpr, FACTOR: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -155,12 +155,12 @@ def _packed_row_kernel(
     total = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
     other = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
-    total, other, squares = _row_step(
+    total, other, squares = add_row_step(
         total, other, squares, x, gain, codes, scale, zero, table, row, ups, 0, inputs,
         CODE, GROUP, PER, ZERO, SCALES_ROWS, NORM, GATED, EVEN, INPUTS, CHUNK, OVERLAP,
     )  # fmt: skip
     for start in tl.range(INPUTS, inputs, INPUTS, loop_unroll_factor=UNROLL):
-        total, other, squares = _row_step(
+        total, other, squares = add_row_step(
             total, other, squares, x, gain, codes, scale, zero, table, row, ups, start, inputs,
             CODE, GROUP, PER, ZERO, SCALES_ROWS, NORM, GATED, EVEN, INPUTS, CHUNK, False,
         )  # fmt: skip
@@ -169,12 +169,12 @@ def _packed_row_kernel(
     if NORM:
         inverse = tl.rsqrt(tl.sum(squares, axis=0) / inputs + epsilon)
         result *= inverse
-    result = _ended(result, row, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
+    result = ended_sums(result, row, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
     if GATED:
         up = tl.sum(other, axis=1)
         if NORM:
             up *= inverse
-        up = _ended(up, ups, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
+        up = ended_sums(up, ups, known, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS)
         result = activate(result, ACTIVATION) * up
     if RESIDUAL:
         result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
@@ -323,12 +323,13 @@ def packed_product(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     partial = counters = out
     if shape.splits > 1:
-        if arrived is None:
-            raise ValueError("a product with splits needs counters")
+        if arrived is None or arrived.numel() < cdiv(outputs, shape.outputs) * cdiv(rows, shape.rows):
+            raise ValueError("a product with splits needs a counter for every tile")
         partial = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device)
         counters = arrived
     columns = shape.inputs // planes_of(weight.code)
-    tile_bytes = shape.rows * shape.inputs * x.element_size() + shape.outputs * columns
+    size = x.element_size()
+    tile_bytes = shape.rows * shape.inputs * size + weight.bytes_of_step(shape.outputs, shape.inputs, inputs)
     _packed_product_kernel[(cdiv(outputs, shape.outputs), shape.splits, cdiv(rows, shape.rows))](
         x,
         weight.codes,
@@ -360,7 +361,7 @@ def packed_product(
         chunk_of(weight.code, weight.group, columns),
         overlap,
         num_warps=shape.warps,
-        num_stages=stages(x.device, shape.stages, tile_bytes),
+        num_stages=stages(x.device, shape.stages, tile_bytes, shape.outputs * columns * size),
         launch_pdl=overlap,
     )
     return out

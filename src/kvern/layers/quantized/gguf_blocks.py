@@ -5,6 +5,7 @@ a half-precision number d, a product with it is rounded to single precision befo
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -103,8 +104,14 @@ def q6_k(blocks: Tensor) -> Tensor:
     return _spread(scale, 256) * (codes.float() - 32)
 
 
+@cache
+def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, since a CUDA graph, which embeds and multiplies, can take nothing from the host."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
 def _looked_up(table: tuple[int, ...], codes: Tensor) -> Tensor:
-    return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.int()]
+    return _table(table, codes.device)[codes.int()]
 
 
 def iq4_nl(blocks: Tensor) -> Tensor:

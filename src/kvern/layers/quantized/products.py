@@ -93,13 +93,16 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
-    64: (MatmulShape(16, 32, 64, 4, 3), MatmulShape(16, 32, 64, 4, 3, splits=2)),
+    16: (MatmulShape(16, 32, 64, 4, 3), MatmulShape(16, 32, 64, 4, 3, splits=2)),
+    64: (MatmulShape(16, 32, 64, 4, 3),),
     1024: (PlainRuns(PLAIN_RUN_NUMBERS),),
 }
 """Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
 
 MANY_ROWS = 64
 """A format's own products, and those of codes with codes, are for more."""
+MOST_TIMED_NUMBERS = 1 << 28
+"""Of a result: a head, of so many outputs, gets few rows, and its result for many is larger than the weights."""
 CODES_SHAPES = (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4))
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
 FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
@@ -120,7 +123,7 @@ def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
-def _fitted(shape: Shape, code: str) -> Shape:
+def fitted(shape: Shape, code: str) -> Shape:
     """The shape with steps of whole blocks."""
     if isinstance(shape, MatvecShape | MatmulShape) and shape.inputs % CODES[code].block:
         return shape._replace(inputs=CODES[code].block)
@@ -134,9 +137,13 @@ class PackedProducts:
         self._method, self._deterministic = method, deterministic
         dtype, code = method.shape.dtype, method.packed().code
         given = {} if deterministic else candidates_of(dtype)
-        self._candidates = {most: tuple(_fitted(shape, code) for shape in shapes) for most, shapes in given.items()}
+        self._candidates = {
+            most: tuple(fitted(shape, code) for shape in shapes)
+            for most, shapes in given.items()
+            if most <= MANY_ROWS or most * method.shape.outputs <= MOST_TIMED_NUMBERS
+        }
         self._most = sorted(self._candidates)
-        one_way = _fitted(DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC, code)
+        one_way = fitted(DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC, code)
         self._ways: list[Shape] = [self._candidates[most][0] for most in self._most] or [one_way]
         self._ways.append(self._ways[-1])
 

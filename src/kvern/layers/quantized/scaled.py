@@ -39,6 +39,8 @@ from kvern.model_spec import MoeSpec
 if TYPE_CHECKING:
     from kvern.layers.build import Build
 
+CODES_STEP = 128
+"""Inputs that are multiplied as codes before scales are: no scale is of fewer."""
 RANDOM_ACTIVATION = 8.0
 """The largest activation that random weights expect."""
 
@@ -214,7 +216,9 @@ class ScaledMethod(QuantizedMethod):
     def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
         """As `QuantizedMethod.activation_codes`: for many rows; with few, activations stay as they are."""
         how = self.form.activations
-        if how is None or how.code != self.form.code or not how.symmetric or self.shape.inputs % (how.group or 1):
+        if how is None or how.code != self.form.code or not how.symmetric:
+            return None
+        if how.group and (how.group % CODES_STEP or self.shape.inputs % how.group):
             return None
         from kvern.layers.quantized.library_products import activation_codes
 
