@@ -98,9 +98,10 @@ class ScaledMethod(QuantizedMethod):
     def __init__(self, shape: LinearShape, form: Scaled) -> None:
         self.form = form
         self._library_products: Mapping[str, Product] | None = None
-        self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
+        outputs, inputs = form.granule or form.block.outputs, form.block.inputs
+        self.name = f"{form.code} by {f'{outputs} x {inputs}' if inputs else 'row' if outputs else 'tensor'}"
         if form.activations is not None:
-            self.name += f", rounded by {form.activations.group}{' as they were' if form.static else ''}"
+            self.name += f", rounded {_in_words(form)}"
         super().__init__(shape)
         if not form.zeros:
             self.zero = None
@@ -143,7 +144,7 @@ class ScaledMethod(QuantizedMethod):
 
     @property
     def _group(self) -> int:
-        return self.form.block.inputs or self.shape.inputs
+        return min(self.form.block.inputs or self.shape.inputs, self.shape.inputs)
 
     def cuts(self) -> tuple[int, int]:
         return self.rows_per_scale, max(self.form.block.inputs, 1)
@@ -152,11 +153,16 @@ class ScaledMethod(QuantizedMethod):
         if kind == "weight":
             copy_part(self.storage()["codes"], self.codes, tensor, part, first_row)
         elif kind == "input_scale":
+            if not 0 < float(tensor) < float("inf"):
+                raise ValueError(f"the scale of activations is {float(tensor)}; it has to be above 0")
             self.input_scale.copy_(torch.maximum(self.input_scale, tensor.to(self.input_scale).view(1)))
         elif kind == "weight_zero_point":
             self._load_scales("zero", tensor, part, first_row)
         else:
-            self._load_scales("scale", tensor.float() * self.form.factor, part, first_row)
+            scale = tensor.float() * self.form.factor
+            if not bool(scale.isfinite().all()):
+                raise ValueError("a scale is not finite; the file is damaged, download it again")
+            self._load_scales("scale", scale, part, first_row)
 
     def _load_scales(self, name: str, tensor: Tensor, part: Part, first_row: int) -> None:
         """Of the rows from `first_row` on; if fewer outputs share one here than in the checkpoint, it is repeated."""
@@ -224,3 +230,9 @@ class ScaledMethod(QuantizedMethod):
         self.scale.data.fill_(RANDOM_SPREAD / largest)
         if self.form.static:
             self.input_scale.data.fill_(RANDOM_ACTIVATION / largest)
+
+
+def _in_words(form: Scaled) -> str:
+    assert form.activations is not None
+    group = form.activations.group
+    return "by the file's scales" if form.static else f"by {group} inputs" if group else "by token"
