@@ -204,6 +204,9 @@ def _copy(spec: ModelSpec, assignment: _Assignment, data: Any) -> None:
         wanted = assignment.target.shape
         if rows.shape[1:] != wanted[1:] or rows.dim() != len(wanted):  # a dimension of one entry is elsewhere, or not
             rows = rows.reshape(wanted if rows.numel() == math.prod(wanted) else (-1, *wanted[1:]))
+        dtype = assignment.target.dtype
+        if dtype is not None and dtype.itemsize == rows.dtype.itemsize == 1 and not dtype.is_floating_point:
+            rows = rows.view(dtype)
         try:
             assignment.target.load(rows, first_row)
         except ValueError as error:
@@ -288,7 +291,7 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         return True
     if any(length == ANY for length in wanted):
         return len(shape) == len(wanted) and all(
-            length in (ANY, found) for found, length in zip(shape, wanted, strict=True)
+            found == length or (length == ANY and found > 0) for found, length in zip(shape, wanted, strict=True)
         )
     return [length for length in shape if length != 1] == [length for length in wanted if length != 1]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel, shown
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
-from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, TensorLayout
+from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, Part, TensorLayout
 from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import PLAIN, QUANTIZED, BlockType
@@ -39,6 +39,12 @@ class GgufMethod(QuantizedMethod):
         axes = (OUTPUTS, Axis("inputs", self.block.numbers), Axis("others", self.block.size))
         return {"weight": TensorLayout(torch.uint8, axes)}
 
+    def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
+        for at, _ in SCALES[self.name]:
+            if not bool(tensor.view(torch.float16)[..., at // 2].isfinite().all()):
+                raise ValueError("the scale of a block is not finite; the file is damaged, download it again")
+        super().load(kind, tensor, part, first_row)
+
     def rows(self, index: Tensor | slice) -> Tensor:
         if self._products is None:
             blocks = self.weight[index]
@@ -53,10 +59,6 @@ class GgufMethod(QuantizedMethod):
         return Packed(self.name, self.codes, self.scales)
 
     def finish(self) -> None:
-        """Raises ValueError for scales that are no numbers."""
-        for at, _ in SCALES[self.name]:
-            if not bool(self.weight[..., at : at + 2].contiguous().view(torch.float16).isfinite().all()):
-                raise ValueError("the scale of a block is not finite; the file is damaged, download it again")
         if self._products is not None:
             codes, scales = taken_apart(self.name, self.weight)
             del self.weight

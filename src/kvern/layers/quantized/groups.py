@@ -100,8 +100,8 @@ class GroupedMethod(QuantizedMethod):
         Scales keep the checkpoint's precision. Raises ValueError for a scale that is no number.
         """
         target = getattr(self, kind)
-        if tensor.dtype.itemsize == 1 and tensor.dtype != target.dtype:
-            tensor = tensor.view(target.dtype) if target.dtype.itemsize == 1 else tensor.float()
+        if tensor.dtype.itemsize == 1 < target.dtype.itemsize:
+            tensor = tensor.float()
         if kind == "scale" and not bool(_finite(tensor).all()):
             raise ValueError("a scale is not finite; the file is damaged, download it again")
         if target.dtype.itemsize > 1:
