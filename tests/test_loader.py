@@ -180,7 +180,6 @@ def test_tensors_that_share_their_bytes_are_refused(folder: Path) -> None:
     assert "has tensor b at byte 0 of its data, where 8 is expected" in fault(folder)
 
 
-
 def test_an_index_that_names_missing_files_is_refused(folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
