@@ -98,10 +98,9 @@ class ScaledMethod(QuantizedMethod):
     def __init__(self, shape: LinearShape, form: Scaled) -> None:
         self.form = form
         self._library_products: Mapping[str, Product] | None = None
-        outputs, inputs = form.granule or form.block.outputs, form.block.inputs
-        self.name = f"{form.code} by {f'{outputs} x {inputs}' if inputs else 'row' if outputs else 'tensor'}"
+        self.name = f"{form.code} by {form.granule or form.block.outputs} x {form.block.inputs}"
         if form.activations is not None:
-            self.name += f", rounded {_in_words(form)}"
+            self.name += f", rounded by {form.activations.group}{' as they were' if form.static else ''}"
         super().__init__(shape)
         if not form.zeros:
             self.zero = None
@@ -230,9 +229,3 @@ class ScaledMethod(QuantizedMethod):
         self.scale.data.fill_(RANDOM_SPREAD / largest)
         if self.form.static:
             self.input_scale.data.fill_(RANDOM_ACTIVATION / largest)
-
-
-def _in_words(form: Scaled) -> str:
-    assert form.activations is not None
-    group = form.activations.group
-    return "by the file's scales" if form.static else f"by {group} inputs" if group else "by token"
