@@ -142,7 +142,9 @@ def test_nested_scales_of_nf4_that_disagree(tmp_path: Path) -> None:
         (AWQ | {"version": "marlin"}, "version 'marlin'"),
         (AWQ | {"version": 3}, "version 3"),
         (AWQ | {"zero_point": False}, "without zero points"),
-        (AWQ | {"modules_to_not_convert": 3}, "cannot be read as 'awq'"),
+        (AWQ | {"modules_to_not_convert": 3}, "modules_to_not_convert is '3': it must be a list of names of layers"),
+        (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head': it must be a list"),
+        (GPTQ | {"dynamic": {r"(\w+\.?)+x": {}}}, "may take forever"),
     ],
 )
 def test_configurations_that_are_refused(config: dict[str, Any], said: str) -> None:

@@ -19,6 +19,8 @@ from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_types import QUANTIZED
 from kvern.llm import LLM
 from kvern.models.folder import model_folder
+from kvern.models.gguf.header import Header, read_gguf_header
+from kvern.models.gguf.tokenizer import tokenizer_files
 from kvern.models.hub import resolve_model
 from kvern.models.loader import load_model
 from kvern.sampling_params import SamplingParams
@@ -253,3 +255,30 @@ def test_damaged_files_end_in_a_line_or_load(embedded: Path, tmp_path: Path) -> 
         file.unlink()
     tracemalloc.stop()
     assert len(refused) > 30 and all("\n" not in line and len(line) < 1000 for line in refused)
+
+
+def test_scales_of_blocks_that_are_no_numbers(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    file = write_gguf(model, tmp_path, lambda name: "Q8_0" if "attn_q" in name else "F32").file
+    folder = folder_of(file, tmp_path)
+    load_model(folder)
+    begin = read_gguf_header(file).by_name["blk.0.attn_q.weight"].begin
+    with file.open("r+b") as stream:
+        stream.seek(begin)
+        stream.write(struct.pack("<e", float("inf")))
+    with pytest.raises(CorruptCheckpoint, match=r"layers\.0\.self_attn\.q_proj\.weight in .* is not finite"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": "gpt2", "tokens": ["a"], "merges": [1, 2]}, "pairs that are no tokens"),
+        ({"model": "llama", "tokens": ["a"], "scores": ["x"]}, "it has 1 tokens, and scores"),
+        ({"model": "llama", "tokens": ["a" * 5000], "scores": [0.0]}, "a token has 5000 characters: at most 1024"),
+    ],
+)
+def test_vocabularies_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    header = Header(Path("a.gguf"), {f"tokenizer.ggml.{name}": value for name, value in values.items()}, ())
+    with pytest.raises(CorruptCheckpoint, match=message):
+        tokenizer_files(header)

@@ -172,6 +172,12 @@ def test_a_header_whose_offsets_do_not_fit_its_shapes_is_refused(folder: Path) -
     assert "tensor model.norm.weight of 12 bytes has offsets 0 to 8" in fault(folder)
 
 
+def test_tensors_that_share_their_bytes_are_refused(folder: Path) -> None:
+    header = json.dumps({name: {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]} for name in "ab"}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert "has tensor b at byte 0 of its data, where 8 is expected" in fault(folder)
+
+
 def test_an_index_that_names_missing_files_is_refused(folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

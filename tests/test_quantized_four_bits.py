@@ -17,8 +17,9 @@ from kvern.adapters.peft import read_adapter
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import LinearShape, Part
+from kvern.layers.quantized.choice import all_but
 from kvern.layers.quantized.fp4 import modelopt_nvfp4
-from kvern.layers.quantized.groups import GroupedMethod, all_but
+from kvern.layers.quantized.groups import GroupedMethod
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.nf4 import bitsandbytes_nf4
 from kvern.layers.quantized.torchao_int4 import torchao_int4
@@ -55,7 +56,7 @@ def by_name(quantization: Mapping[str, Any], unquantized: LinearFormat) -> Linea
     made = FORMATS[quantization["format"]]()
     if "layers" in quantization:
         return LinearMethods(unquantized, ((re.compile(quantization["layers"]), made),))
-    return all_but(made, unquantized, ["lm_head"])
+    return all_but([], made, unquantized)
 
 
 def of_tests(name: str) -> dict[str, Any]:

@@ -4,15 +4,13 @@ from typing import NamedTuple
 
 import torch
 
-from kvern.kernels.halves import NF4
-from kvern.kernels.packed import Packed
+from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.quantized.gguf import RANDOM_SCALES, GgufMethod
+from kvern.layers.quantized.gguf import SCALES, GgufMethod
 from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME, QUANTIZED
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 KINDS = (
     *("e4m3 row", "e4m3 blocks", "int8 row", "int8 group", "int8 zero", "int4", "int4 zero", "int4 g32", "nf4"),
     *("mxfp4", "nvfp4", *(f"gguf {name}" for name in NUMBERS)),
@@ -97,7 +95,7 @@ def _blocks(name: str, outputs: int, inputs: int, generator: torch.Generator) ->
     shape = LinearShape(outputs, inputs, torch.float32, torch.device("cpu"))
     method = GgufMethod(shape, BY_NAME[name])
     method.fill_random(generator)
-    for at, scale in RANDOM_SCALES[name]:
+    for at, scale in SCALES[name]:
         halves = (torch.rand(*method.weight.shape[:2], 1, generator=generator) + 0.5) * scale * 10
         method.weight[..., at : at + 2] = halves.half().view(torch.uint8)
     if name == "mxfp4":

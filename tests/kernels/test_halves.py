@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvern.kernels.halves import HALVES, HIGH_BIAS, LOW_BIAS, NF4, SMALL_FLOATS, SMALL_FLOATS_UNIT, lookup
-from tests.kernels.packed_weights import E2M1
+from kvern.kernels.halves import HALVES, HIGH_BIAS, LOW_BIAS, SMALL_FLOATS, SMALL_FLOATS_UNIT, lookup
+from kvern.kernels.packed import E2M1, NF4
 
 WORD = 0xFFFFFFFF
 

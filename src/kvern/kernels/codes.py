@@ -43,8 +43,6 @@ from kvern.kernels.block_codes import BLOCKS, block_numbers, block_places, block
 from kvern.kernels.halves import (
     HIGH_BIAS,
     LOW_BIAS,
-    NF4,
-    NON_LINEAR,
     SMALL_FLOATS_UNIT,
     biased_halves,
     e4m3_of_bits,
@@ -52,7 +50,7 @@ from kvern.kernels.halves import (
     small_floats,
 )
 from kvern.kernels.launch import capability
-from kvern.kernels.packed import Packed
+from kvern.kernels.packed import NF4, NON_LINEAR, Packed
 
 
 class Code(NamedTuple):

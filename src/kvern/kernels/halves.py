@@ -6,6 +6,8 @@ import struct
 import triton
 import triton.language as tl
 
+from kvern.kernels.packed import NF4, NON_LINEAR
+
 LOW_BIAS = tl.constexpr(2048.0)
 HIGH_BIAS = tl.constexpr(128.0)
 COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
@@ -88,14 +90,6 @@ def e4m3_of_bits(found):
     return (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256
 
 
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
-
-
 def lookup(values: tuple[float, ...]) -> str:
     """What looks up the low and high halves of four bytes among 16 numbers, as float16, in four instructions each.
 
@@ -123,8 +117,6 @@ def lookup(values: tuple[float, ...]) -> str:
     return " ".join([*lines, "}"])
 
 
-NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
 NF4_LOOKUP = tl.constexpr(lookup(NF4))
 NON_LINEAR_LOOKUP = tl.constexpr(lookup(NON_LINEAR))
 

@@ -4,6 +4,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of FP4 (OCP Microscaling Formats 1.0, 5.3.3): a sign, two bits of exponent, one of mantissa."""
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The quantiles of a normal distribution that codes of NF4 stand for (Dettmers et al., QLoRA)."""
+NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the codes of GGUF's IQ4_NL and IQ4_XS stand for."""
+
 
 class Packed(NamedTuple):
     """A quantized matrix `[outputs, inputs]` as kernels read it: rows of codes, and what they are multiplied by.

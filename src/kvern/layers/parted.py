@@ -1,5 +1,6 @@
 """A matrix whose parts are stored in different ways: as many products, side by side."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -42,13 +43,22 @@ class PartedMethod(LinearMethod):
 
     def cuts(self) -> tuple[int, int]:
         cuts = [method.cuts() for method in self._methods]
-        return max(outputs for outputs, _ in cuts), max(inputs for _, inputs in cuts)
+        outputs, inputs = (math.lcm(*sizes) for sizes in zip(*cuts, strict=True))
+        return outputs, inputs
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        """A part of a checkpoint may hold several of the methods' outputs: each takes its own."""
+        """A part of a checkpoint may hold several of the methods' outputs: each takes its own.
+
+        Raises ValueError where a block of the checkpoint has rows of two of them.
+        """
         for first, method in self._first.items():
             if part.first <= first < part.first + len(part.outputs):
                 begin = part.outputs.start + first - part.first
+                if begin % method.cuts()[0]:
+                    raise ValueError(
+                        f"a block of {method.cuts()[0]} rows holds rows of two layers; store queries, keys and values, "
+                        "and gates and ups, in tensors of their own"
+                    )
                 outputs = range(begin, begin + method.shape.outputs)
                 method.load(kind, tensor, Part(0, outputs, part.inputs), first_row)
 

@@ -59,7 +59,12 @@ def read_entries(stream: BinaryIO, most_bytes: int = MOST_HEADER_BYTES) -> tuple
             _check(name, entry)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"has an unreadable safetensors header ({reason(error).replace('`', '')})") from None
-    described = 8 + count + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.data_offsets[0] != end:
+            raise ValueError(f"has tensor {name} at byte {entry.data_offsets[0]} of its data, where {end} is expected")
+        end = entry.data_offsets[1]
+    described = 8 + count + end
     if size != described:
         raise ValueError(f"has {size} bytes, its header describes {described}")
     return 8 + count, entries

@@ -14,7 +14,7 @@ import torch
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.files import read_object
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearFormat, linear_methods
+from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import ANY
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, Rename
@@ -85,9 +85,8 @@ def load_model(
     """
     config = read_config(folder)
     spec = spec_from_config(config)
-    linear = linear_methods(config, unquantized or Unquantized(), quantization)
     stored = [] if load_format == "dummy" else read_headers(folder)
-    linear = replace(linear, names=_own_names(stored, spec))
+    linear = stored_methods(config, spec, stored, unquantized, quantization)
     length = max_model_len or spec.max_position_embeddings
     build = Build(
         choose_dtype(dtype, spec, None if load_format == "dummy" else folder),
@@ -142,9 +141,9 @@ def outline_model(folder: Path, dtype: str = "auto") -> Decoder:
     Its formats are those of a CPU. Raises what `load_model` raises.
     """
     config = read_config(folder)
-    linear = linear_methods(config, Unquantized())
     spec = spec_from_config(config)
     stored = read_headers(folder)
+    linear = stored_methods(config, spec, stored)
     build = Build(choose_dtype(dtype, spec, folder), torch.device("meta"), 1, linear=linear)
     _check_sizes(spec, build, folder, stored)
     return outline_of(spec, build)
@@ -203,8 +202,11 @@ def _copy(spec: ModelSpec, assignment: _Assignment, data: Any) -> None:
     for first_row, rows in assignment.tensor.runs(data, whole=transform is not None):
         rows = transform(rows, spec) if transform else rows
         wanted = assignment.target.shape
-        if rows.dim() != len(wanted):  # a dimension of one entry is there or not
+        if rows.shape[1:] != wanted[1:] or rows.dim() != len(wanted):  # a dimension of one entry is elsewhere, or not
             rows = rows.reshape(wanted if rows.numel() == math.prod(wanted) else (-1, *wanted[1:]))
+        dtype = assignment.target.dtype
+        if dtype is not None and dtype.itemsize == rows.dtype.itemsize == 1 and not dtype.is_floating_point:
+            rows = rows.view(dtype)
         try:
             assignment.target.load(rows, first_row)
         except ValueError as error:
@@ -220,6 +222,18 @@ def llama_name(name: str, rules: tuple[Rename, ...]) -> tuple[str, Rename | None
         if count and rule.transform:
             transforming = rule
     return name, transforming
+
+
+def stored_methods(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    stored: list[StoredTensor],
+    unquantized: LinearFormat | None = None,
+    quantization: str | None = None,
+) -> LinearMethods:
+    """`linear_methods` of a checkpoint with these tensors, whose own names its configuration may use."""
+    methods = linear_methods(config, unquantized or Unquantized(), quantization)
+    return replace(methods, names=_own_names(stored, spec))
 
 
 def _own_names(stored: list[StoredTensor], spec: ModelSpec) -> dict[str, str]:
@@ -277,21 +291,24 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
         return True
     if any(length == ANY for length in wanted):
         return len(shape) == len(wanted) and all(
-            length in (ANY, found) for found, length in zip(shape, wanted, strict=True)
+            found == length or (length == ANY and found > 0) for found, length in zip(shape, wanted, strict=True)
         )
     return [length for length in shape if length != 1] == [length for length in wanted if length != 1]
 
 
 def _readable(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """They are the same, or both integers, or both plain numbers; floats of one byte are codes, and nothing else is.
+    """They are the same, both bytes, or both numbers of more bytes, integers or not; floats of one byte are codes.
 
     Those that are exponents alone are numbers as well, and bytes.
     """
-    if stored.itemsize == 1 and "e8m0" in str(stored):
+    if stored == wanted:
         return True
-    if stored.is_floating_point != wanted.is_floating_point:
+    if "e8m0" in str(stored):
+        return wanted == torch.uint8 or (wanted.is_floating_point and wanted.itemsize > 1)
+    if stored.is_floating_point != wanted.is_floating_point or torch.bool in (stored, wanted):
         return False
-    return stored == wanted or not stored.is_floating_point or min(stored.itemsize, wanted.itemsize) > 1
+    bytes_ = [dtype for dtype in (stored, wanted) if dtype.itemsize == 1]
+    return not bytes_ or (len(bytes_) == 2 and not stored.is_floating_point)
 
 
 def _shape(tensor: StoredTensor, rename: Rename | None, spec: ModelSpec) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.loadable import Loadable
+from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import Packed, QuantizedMethod
 from kvern.models.decoder import Decoder
 from kvern.models.precision import format_of, methods_of
@@ -52,7 +53,7 @@ def weight_statistics(decoder: Decoder) -> Iterator[WeightStatistics]:
 def _of(layer: str, method: LinearMethod) -> WeightStatistics:
     plain = method.dequantize().float()
     packed = method.packed() if isinstance(method, QuantizedMethod) else None
-    scale = None if packed is None or packed.scale is None else _scales(packed)
+    scale = None if packed is None or packed.scale is None or packed.code in BY_NAME else _scales(packed)
     return WeightStatistics(
         layer=layer,
         format=format_of(method),

@@ -15,12 +15,13 @@ from kvern.adapters.store import AdapterStore
 from kvern.attention.eight_bit import LARGEST_CODE, EightBit
 from kvern.config import EngineConfig
 from kvern.errors import InvalidAdapter
-from kvern.layers.linear_format import LinearMethods, linear_methods
+from kvern.layers.linear_format import LinearMethods
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
+from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
-from kvern.models.loader import choose_dtype, load_model, read_config
+from kvern.models.loader import choose_dtype, load_model, read_config, stored_methods
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
@@ -74,7 +75,9 @@ class Worker:
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             check_dtype(dtype, device)
-            methods = linear_methods(read_config(self._folder), Unquantized(), config.quantization)
+            described = read_config(self._folder)
+            stored = [] if config.load_format == "dummy" else read_headers(self._folder)
+            methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods)
         else:
             torch.set_num_threads(config.threads or available_cores())

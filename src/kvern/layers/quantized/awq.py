@@ -15,13 +15,12 @@ from torch import Tensor
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, Part, TensorLayout
+from kvern.layers.quantized.choice import all_but, paths_matching
 from kvern.layers.quantized.groups import (
     Form,
     GroupedFormat,
     GroupedMethod,
-    all_but,
     check_group,
-    named,
     pack_pairs,
     unpack_pairs,
     words_to_bytes,
@@ -84,7 +83,5 @@ def awq(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMet
     group = quantization.get("group_size", quantization.get("q_group_size", 128))
     group = check_group("the AWQ configuration", group)
     make = partial(AwqMethod, form=Form("int4", group, zero=True))
-    names = quantization.get("modules_to_not_convert") or ()
-    return all_but(
-        GroupedFormat("AWQ", make, group, per_word_of_outputs=8), unquantized, ["^lm_head$", *map(named, names)]
-    )
+    plain = paths_matching(quantization.get("modules_to_not_convert"), "modules_to_not_convert")
+    return all_but([plain], GroupedFormat("AWQ", make, group, per_word_of_outputs=8), unquantized)

@@ -10,6 +10,7 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, Part, TensorLayout
 from kvern.layers.quantized.choice import all_but, paths_matching
+from kvern.layers.quantized.nf4 import bitsandbytes_nf4
 from kvern.layers.quantized.scaled import Scaled, ScaledMethod
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ def bitsandbytes(quantization: Mapping[str, Any], unquantized: LinearFormat) -> 
         )
     form: LinearFormat = Int8("int8", scale_name="SCB", factor=1 / 127)
     if four:
-        from kvern.layers.quantized.nf4 import bitsandbytes_nf4  # type: ignore[import-not-found, unused-ignore]
-
         form = bitsandbytes_nf4(quantization, unquantized)
     ignored = paths_matching(quantization.get("llm_int8_skip_modules"), "llm_int8_skip_modules")
     return all_but([ignored], form, unquantized)

@@ -9,8 +9,10 @@ from kvern.layers.linear_format import LinearFormat, LinearMethods
 
 ROUTERS = re.compile(r"\.mlp\.(gate|shared_expert_gate)$")
 """Small, and what they say decides much: they are plain in all formats here."""
-ENDS = re.compile(r"^(model\.embed_tokens|lm_head)$")
+EMBEDDINGS = re.compile(r"^model\.embed_tokens$")
+HEAD = re.compile(r"^lm_head$")
 NEVER = re.compile(r"(?!)")
+MOST_REPEATS = 5
 
 
 def paths_matching(entries: object, what: str) -> re.Pattern[str]:
@@ -29,12 +31,45 @@ def paths_matching(entries: object, what: str) -> re.Pattern[str]:
 def expression_of(entry: str) -> str:
     """The regular expression, to be searched for, of one entry."""
     if entry.startswith("re:"):
-        return f"^(?:{entry.removeprefix('re:')})"
+        return f"^(?:{checked(entry.removeprefix('re:'))})"
     if any(sign in entry for sign in "*?["):
-        return f"^(?:{fnmatch.translate(entry)})"
-    return rf"(?:^|\.){re.escape(entry)}(?:\.|$)"
+        return f"^(?:{fnmatch.translate(entry)}|{fnmatch.translate(entry + '.*')})"
+    return rf"(?:^|\.){re.escape(entry.strip('.'))}(?:\.|$)"
+
+
+def checked(expression: str) -> str:
+    """The expression, if it is searched for in a short time. Raises UnsupportedModel.
+
+    A search may take a time that is exponential in the repeats and choices within a repeated group, and a power of the
+    name's length with as many repeats as there are.
+    """
+    bare = re.sub(r"\[\^?\]?[^\]]*\]", "a", re.sub(r"\\.", "a", expression))
+    within, repeats = [False], 0
+    for place, sign in enumerate(bare):
+        if sign == "(":
+            within.append(False)
+        elif sign == ")" and len(within) > 1:
+            varies = within.pop()
+            within[-1] |= varies
+            if varies and bare[place + 1 : place + 2] in ("*", "+", "{"):
+                repeats = MOST_REPEATS + 1
+                break
+        elif sign == "|":
+            within[-1] = True
+            repeats = 0 if len(within) == 1 else repeats
+        elif sign in "*+{":
+            within[-1] = True
+            repeats += 1
+            if repeats > MOST_REPEATS:
+                break
+    if repeats > MOST_REPEATS:
+        raise UnsupportedModel(
+            f"quantization_config: the expression {expression!r:.80} may take forever: it may have {MOST_REPEATS} "
+            "repeats, and none, nor a choice, within another"
+        )
+    return expression
 
 
 def all_but(ignored: Iterable[re.Pattern[str]], stored: LinearFormat, unquantized: LinearFormat) -> LinearMethods:
     """All layers are `stored` so but for those that are `ignored`, embeddings, the head and routers."""
-    return LinearMethods(stored, tuple((pattern, unquantized) for pattern in (*ignored, ROUTERS, ENDS)))
+    return LinearMethods(stored, tuple((pattern, unquantized) for pattern in (*ignored, ROUTERS, EMBEDDINGS, HEAD)))

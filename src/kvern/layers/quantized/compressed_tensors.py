@@ -11,12 +11,12 @@ from typing import Any
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.quantized.choice import ROUTERS, paths_matching
-from kvern.layers.quantized.fp8 import block_of
+from kvern.layers.quantized.fp8 import block_of, runs_of
+from kvern.layers.quantized.packed_tensors import PACKED_FORMS, packed_format
 from kvern.layers.quantized.rounding import Code, Rounding
 from kvern.layers.quantized.scaled import ROWS, TENSOR, Block, Scaled
 
 PLAIN = ("float-quantized", "naive-quantized", "int-quantized")
-PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 CLASSES = {"Linear": r"(?<!embed_tokens)$", "Embedding": r"^model\.embed_tokens$"}
 """Targets that are classes of modules, and the paths of these."""
 CODES: Mapping[str, Code] = {"float": "e4m3", "int": "int8"}
@@ -56,15 +56,10 @@ def _format(group: Mapping[str, Any], form: str, unquantized: LinearFormat) -> L
     form = group.get("format") or form
     if weights is None:
         return unquantized
-    if form in PACKED:
-        from kvern.layers.quantized.packed_tensors import (  # type: ignore[import-not-found, unused-ignore]
-            packed_format,
-        )
-
-        made: LinearFormat = packed_format(weights, activations, form)
-        return made
+    if form in PACKED_FORMS:
+        return packed_format(weights, activations, form)
     if form not in PLAIN:
-        raise _refused("format", form, ", ".join((*PLAIN, *PACKED)))
+        raise _refused("format", form, ", ".join((*PLAIN, *PACKED_FORMS)))
     if group.get("output_activations") is not None:
         raise _refused("output_activations", "given", "quantized weights and inputs")
     return _scaled(weights, activations)
@@ -87,10 +82,7 @@ def _scaled(weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -
 def _block(weights: Mapping[str, Any]) -> Block:
     strategy = weights.get("strategy") or "tensor"
     if strategy == "group":
-        size = weights.get("group_size")
-        if type(size) is not int or size < 1:
-            raise _refused("weights.group_size", size, "a number of inputs")
-        return Block(1, size)
+        return runs_of(weights.get("group_size"))
     if strategy == "block":
         block = block_of(weights.get("block_structure"))
         if block is None:
@@ -113,7 +105,8 @@ def _rounding(activations: Mapping[str, Any]) -> Rounding:
         )
     if not symmetric and (code == "e4m3" or not dynamic):
         raise _refused("input_activations.symmetric", False, "it for dynamic int activations alone")
-    return Rounding(code, int(activations["group_size"]) if strategy == "group" else 0, symmetric=symmetric)
+    group = runs_of(activations.get("group_size")).inputs if strategy == "group" else 0
+    return Rounding(code, group, symmetric=symmetric)
 
 
 def _code(what: str, described: Mapping[str, Any]) -> Code:

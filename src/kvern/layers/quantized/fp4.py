@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import OUTPUTS, Axis, LinearShape, Part, TensorLayout
-from kvern.layers.quantized.groups import Form, GroupedFormat, GroupedMethod, all_but, named
+from kvern.layers.quantized.choice import all_but, paths_matching
+from kvern.layers.quantized.groups import Form, GroupedFormat, GroupedMethod
 
 MX = Form("e2m1", 32, torch.uint8)
 NV = Form("e2m1", 16, torch.float8_e4m3fn, factor=True)
@@ -81,5 +82,6 @@ def modelopt_nvfp4(quantization: Mapping[str, Any], unquantized: LinearFormat) -
 def mxfp4(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """The layers of a model in MXFP4: its experts, and all linear layers but those named."""
     quantized = GroupedFormat("MXFP4", partial(Mxfp4Blocks, form=MX), MX.group)
-    names = quantization.get("modules_to_not_convert") or ("self_attn", "lm_head")
-    return all_but(quantized, unquantized, map(named, names))
+    names = quantization.get("modules_to_not_convert")
+    plain = paths_matching(("self_attn",) if names is None else names, "modules_to_not_convert")
+    return all_but([plain], quantized, unquantized)

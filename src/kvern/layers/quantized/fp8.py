@@ -16,6 +16,7 @@ from kvern.model_spec import Rename
 
 STACKED = Rename(r"(_proj)_scale_inv$", r"\1_weight_scale_inv")
 """Scales of the experts' tensors, all of which are in one."""
+MOST_BLOCK = 1 << 16
 BLOCK_NAMES = (STACKED, Rename(r"([._]weight_scale)$", r"\1_inv"))
 TENSOR_NAMES = (STACKED, Rename(r"([._]weight_scale)_inv$", r"\1"), Rename(r"\.activation_scale$", ".input_scale"))
 """Some programs that write checkpoints call scales otherwise."""
@@ -52,13 +53,20 @@ def block_of(size: object) -> Block | None:
     """From `[outputs, inputs]`. Raises UnsupportedModel."""
     if size is None:
         return None
-    whole = isinstance(size, list | tuple) and len(size) == 2 and all(type(item) is int and item > 0 for item in size)
-    if not whole:
+    sizes = tuple(size) if isinstance(size, list | tuple) else ()
+    if len(sizes) != 2 or not all(type(item) is int and 0 < item <= MOST_BLOCK for item in sizes):
         raise UnsupportedModel(
-            f"quantization_config: the block size is {str(size)[:40]}; it must be two numbers, as [128, 128]"
+            f"quantization_config: the block size is {str(size)[:40]}; it must be two numbers, as [128, 128], of at "
+            f"most {MOST_BLOCK}"
         )
-    assert isinstance(size, list | tuple)
-    return Block(*size)
+    return Block(*sizes)
+
+
+def runs_of(size: object) -> Block:
+    """Runs of so many inputs of a row. Raises UnsupportedModel."""
+    block = block_of([1, size])
+    assert block is not None
+    return block
 
 
 @LINEAR_METHODS.register("fbgemm_fp8")

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel, shown
-from kvern.layers.experts import Experts
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
-from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, TensorLayout
+from kvern.layers.linear_method import OUTPUTS, RANDOM_SPREAD, Axis, LinearMethod, LinearShape, Part, TensorLayout
 from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import PLAIN, QUANTIZED, BlockType
 from kvern.layers.quantized.method import Packed, QuantizedMethod
-from kvern.model_spec import MoeSpec
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
@@ -41,6 +39,12 @@ class GgufMethod(QuantizedMethod):
         axes = (OUTPUTS, Axis("inputs", self.block.numbers), Axis("others", self.block.size))
         return {"weight": TensorLayout(torch.uint8, axes)}
 
+    def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
+        for at, _ in SCALES[self.name]:
+            if not bool(tensor.view(torch.float16)[..., at // 2].isfinite().all()):
+                raise ValueError("the scale of a block is not finite; the file is damaged, download it again")
+        super().load(kind, tensor, part, first_row)
+
     def rows(self, index: Tensor | slice) -> Tensor:
         if self._products is None:
             blocks = self.weight[index]
@@ -63,7 +67,7 @@ class GgufMethod(QuantizedMethod):
     def fill_random(self, generator: torch.Generator) -> None:
         """Any codes, under scales that make small numbers of them."""
         self.weight.random_(generator=generator)
-        for at, scale in RANDOM_SCALES[self.block.name]:
+        for at, scale in SCALES[self.block.name]:
             value = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
             self.weight[..., at : at + 2] = value.to(self.weight.device)
         if self.block.name == "mxfp4":
@@ -74,7 +78,7 @@ def _scales(largest: float, *places: int) -> list[tuple[int, float]]:
     return [(at, RANDOM_SPREAD / largest) for at in places]
 
 
-RANDOM_SCALES: dict[str, list[tuple[int, float]]] = {
+SCALES: dict[str, list[tuple[int, float]]] = {
     "q4_0": _scales(8, 0),
     "q4_1": _scales(16, 0, 2),
     "q5_0": _scales(16, 0),
@@ -101,27 +105,6 @@ class GgufFormat(LinearFormat):
 
 
 @dataclass(frozen=True)
-class GgufExperts(LinearFormat):
-    """Experts whose gates and ups are stored in one way, and downs perhaps in another."""
-
-    gate_up: LinearFormat
-    down: LinearFormat
-    gate_up_shape: tuple[int, int] = field(default=(0, 0))
-
-    def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
-        """Of one expert or of a stack."""
-        outputs, inputs = self.gate_up_shape
-        chosen = self.gate_up if shape.inputs == inputs and shape.outputs % outputs == 0 else self.down
-        return chosen.linear(shape, build)
-
-    def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
-        if self.gate_up is self.down:
-            return self.gate_up.experts(hidden_size, spec, build)
-        sized = GgufExperts(self.gate_up, self.down, (2 * spec.width, hidden_size))
-        return super(GgufExperts, sized).experts(hidden_size, spec, build)
-
-
-@dataclass(frozen=True)
 class GgufMethods(LinearMethods):
     """The format of each path of `formats`, plain for others."""
 
@@ -133,19 +116,11 @@ class GgufMethods(LinearMethods):
 
 @LINEAR_METHODS.register("gguf")
 def gguf(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
-    """`types` says how the matrix of a path is stored; of experts, how "gate_up" and "down" are."""
+    """`types` says how the matrix of a path is stored; those of all experts of a layer have one."""
     formats: dict[str, LinearFormat] = {item.name: GgufFormat(item) for item in QUANTIZED.values()}
     formats |= {item.name: unquantized for item in PLAIN.values()}
-
-    def one(name: Any) -> LinearFormat:
-        if isinstance(name, dict):
-            return GgufExperts(one(name["gate_up"]), one(name["down"]))
+    types = dict(quantization["types"])
+    for name in types.values():
         if name not in formats:
             raise UnsupportedModel(f"quantization_config has the GGUF type {shown(name)}; known: {', '.join(formats)}")
-        return formats[name]
-
-    made = {path: one(name) for path, name in quantization["types"].items()}
-    for path, item in list(made.items()):
-        if isinstance(item, GgufExperts):
-            made |= {f"{path}.gate_proj": item.gate_up, f"{path}.up_proj": item.gate_up, f"{path}.down_proj": item.down}
-    return GgufMethods(unquantized, formats=made)
+    return GgufMethods(unquantized, formats={path: formats[name] for path, name in types.items()})

@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the 4-bit codes of IQ4_NL and IQ4_XS stand for."""
+from kvern.kernels.packed import NON_LINEAR
+
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 

@@ -17,13 +17,12 @@ from torch import Tensor
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, LinearShape, Part, TensorLayout
+from kvern.layers.quantized.choice import EMBEDDINGS, HEAD, ROUTERS, checked, paths_matching
 from kvern.layers.quantized.groups import (
-    PLAIN,
     Form,
     GroupedFormat,
     GroupedMethod,
     check_group,
-    named,
     signed,
     unpack_pairs,
     words_to_bytes,
@@ -75,14 +74,13 @@ class GptqMethod(GroupedMethod):
 def gptq(quantization: Mapping[str, Any], unquantized: LinearFormat) -> LinearMethods:
     """The layers of a model that GPTQ quantized: all linear ones within its blocks, or those named."""
     quantized = _format(quantization)
-    rules = [(re.compile(pattern), unquantized) for pattern in PLAIN]
-    if not quantization.get("lm_head", False):
-        rules.append((re.compile("^lm_head$"), unquantized))
+    plain = (ROUTERS, EMBEDDINGS, *([] if quantization.get("lm_head", False) else [HEAD]))
+    rules = [(pattern, unquantized) for pattern in plain]
     for pattern, changes in (quantization.get("dynamic") or {}).items():
         own = unquantized if pattern.startswith("-:") else _format({**quantization, **changes})
-        rules.append((re.compile(f"^(?:{pattern.removeprefix('-:').removeprefix('+:')})"), own))
+        rules.append((re.compile(f"^(?:{checked(pattern.removeprefix('-:').removeprefix('+:'))})"), own))
     if only := list(_flat(quantization.get("modules_in_block_to_quantize") or ())):
-        rules += [(re.compile(named(name)), quantized) for name in only]
+        rules.append((paths_matching(only, "modules_in_block_to_quantize"), quantized))
         return LinearMethods(unquantized, tuple(rules))
     return LinearMethods(quantized, tuple(rules))
 

@@ -4,8 +4,7 @@ What checkpoints hold is turned into this one form run by run, as it is loaded, 
 ever allocated for a whole layer. Formats say in `layouts` and `load` how theirs becomes this.
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
-from kvern.layers.linear_format import LinearFormat, LinearMethods
+from kvern.kernels.packed import E2M1, NF4
+from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import (
     INPUTS,
     OUTPUTS,
@@ -28,29 +28,6 @@ from kvern.layers.quantized.method import RUN_NUMBERS, Packed, QuantizedMethod
 
 if TYPE_CHECKING:
     from kvern.layers.build import Build
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of FP4 (OCP Microscaling Formats 1.0, 5.3.3): a sign, two bits of exponent, one of mantissa."""
-
-NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
-"""The numbers of NormalFloat4 (Dettmers et al., QLoRA, 2023, appendix E): quantiles of the normal distribution."""
 
 NUMBERS: Mapping[str, tuple[float, ...]] = {"int4": tuple(range(16)), "e2m1": E2M1, "nf4": NF4}
 """What the codes of four bits mean, before zero and scale."""
@@ -123,10 +100,8 @@ class GroupedMethod(QuantizedMethod):
         Scales keep the checkpoint's precision. Raises ValueError for a scale that is no number.
         """
         target = getattr(self, kind)
-        if tensor.dtype.itemsize > target.dtype.itemsize == 1 and not target.dtype.is_floating_point:
-            raise ValueError(f"it is {tensor.dtype}, and codes of one byte are wanted")
-        if tensor.dtype.itemsize == 1 and tensor.dtype != target.dtype:
-            tensor = tensor.view(target.dtype)
+        if tensor.dtype.itemsize == 1 < target.dtype.itemsize:
+            tensor = tensor.float()
         if kind == "scale" and not bool(_finite(tensor).all()):
             raise ValueError("a scale is not finite; the file is damaged, download it again")
         if target.dtype.itemsize > 1:
@@ -326,18 +301,3 @@ def check_group(name: str, group: Any) -> int:
             f"{name} has the group size {group!r:.40}; it may be -1 (a whole row) or a multiple of 8"
         )
     return group
-
-
-PLAIN = (r"embed_tokens$", r"\.gate$", r"shared_expert_gate$")
-"""Embeddings and routers, which tools leave as they are."""
-
-
-def named(name: str) -> str:
-    """A regular expression of the paths that have a module's name, or a part of it, in them; "*" is anything."""
-    middle = ".*".join(map(re.escape, name.strip(".").split("*")))
-    return rf"(^|\.){middle}(\.|$)"
-
-
-def all_but(quantized: LinearFormat, unquantized: LinearFormat, plain: Iterable[str]) -> LinearMethods:
-    """`quantized` but for embeddings, routers, and the paths in which a regular expression of `plain` is found."""
-    return LinearMethods(quantized, tuple((re.compile(pattern), unquantized) for pattern in (*PLAIN, *plain)))

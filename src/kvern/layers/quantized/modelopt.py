@@ -9,6 +9,7 @@ from typing import Any
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
 from kvern.layers.quantized.choice import all_but, paths_matching
+from kvern.layers.quantized.fp4 import modelopt_nvfp4
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import ROWS, TENSOR, Block, Scaled
 
@@ -50,10 +51,7 @@ def _format(quantization: Mapping[str, Any], unquantized: LinearFormat) -> Linea
     if algorithm in FP8:
         return FP8[str(algorithm)]
     if algorithm in FP4:
-        from kvern.layers.quantized.fp4 import modelopt_nvfp4  # type: ignore[import-not-found, unused-ignore]
-
-        made: LinearFormat = modelopt_nvfp4(quantization, unquantized)
-        return made
+        return modelopt_nvfp4(quantization, unquantized)
     raise UnsupportedModel(
         f"quantization_config: quant_algo is {str(algorithm)[:60]!r}; of modelopt's kvern reads "
         f"{', '.join((*FP8, *FP4))}, and MIXED_PRECISION of them"

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kvern.errors import UnsupportedModel
+from kvern.kernels.packed import NF4
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import ANY, Axis, LinearShape, Part, TensorLayout, copy_part
-from kvern.layers.quantized.groups import NF4, Form, GroupedFormat, GroupedMethod
+from kvern.layers.quantized.groups import Form, GroupedFormat, GroupedMethod
 
 BLOCK, NESTED_BLOCK = 64, 256
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -63,10 +64,6 @@ class Nf4Method(GroupedMethod):
             tensor = tensor.to(self.shape.device)
             copy_part(layout, self.codes.view(-1, 1), tensor >> 4 | tensor << 4, part, first_row)
         elif kind == "weight.absmax":
-            if tensor.dtype != layout.dtype:
-                raise ValueError(
-                    f"it is {tensor.dtype}, and {layout.dtype} where bnb_4bit_use_double_quant is {self._nested}"
-                )
             copy_part(layout, self.scale.view(-1), tensor, part, first_row)
         else:
             state = self._states.setdefault(part.first, _State(part))
@@ -91,7 +88,7 @@ class Nf4Method(GroupedMethod):
         try:
             found = json.loads(state.text)
             offset = float(found.get("nested_offset", 0.0))
-        except (ValueError, AttributeError, TypeError, RecursionError):
+        except (ValueError, ArithmeticError, AttributeError, TypeError, RecursionError):
             raise ValueError("its quant_state is no JSON that bitsandbytes writes") from None
         wanted = {
             "quant_type": "nf4",

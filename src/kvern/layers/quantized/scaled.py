@@ -155,7 +155,7 @@ class ScaledMethod(QuantizedMethod):
 
     @property
     def _group(self) -> int:
-        return self.form.block.inputs or self.shape.inputs
+        return min(self.form.block.inputs or self.shape.inputs, self.shape.inputs)
 
     def cuts(self) -> tuple[int, int]:
         return self.rows_per_scale, max(self.form.block.inputs, 1)
@@ -164,11 +164,16 @@ class ScaledMethod(QuantizedMethod):
         if kind == "weight":
             copy_part(self.storage()["codes"], self.codes, tensor, part, first_row)
         elif kind == "input_scale":
+            if not 0 < float(tensor) < float("inf"):
+                raise ValueError(f"the scale of activations is {float(tensor)}; it has to be above 0")
             self.input_scale.copy_(torch.maximum(self.input_scale, tensor.to(self.input_scale).view(1)))
         elif kind == "weight_zero_point":
             self._load_scales("zero", tensor, part, first_row)
         else:
-            self._load_scales("scale", tensor.float() * self.form.factor, part, first_row)
+            scale = tensor.float() * self.form.factor
+            if not bool(scale.isfinite().all()):
+                raise ValueError("a scale is not finite; the file is damaged, download it again")
+            self._load_scales("scale", scale, part, first_row)
 
     def _load_scales(self, name: str, tensor: Tensor, part: Part, first_row: int) -> None:
         """Of the rows from `first_row` on; if fewer outputs share one here than in the checkpoint, it is repeated."""

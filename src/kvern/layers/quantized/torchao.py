@@ -8,10 +8,11 @@ from typing import Any
 
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LINEAR_METHODS, LinearFormat, LinearMethods
-from kvern.layers.quantized.choice import ENDS, ROUTERS, paths_matching
-from kvern.layers.quantized.fp8 import block_of
+from kvern.layers.quantized.choice import EMBEDDINGS, HEAD, ROUTERS, paths_matching
+from kvern.layers.quantized.fp8 import block_of, runs_of
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import ROWS, TENSOR, Block, Scaled
+from kvern.layers.quantized.torchao_int4 import torchao_int4
 from kvern.model_spec import Rename
 
 NAMES = (Rename(r"\._weight_qdata$", ".weight"), Rename(r"\._weight_(scale|zero_point)$", r".weight_\1"))
@@ -25,7 +26,7 @@ def torchao(quantization: Mapping[str, Any], unquantized: LinearFormat) -> Linea
     described = quantization["quant_type"]
     described = described["default"] if isinstance(described, dict) and "default" in described else described
     ignored = paths_matching(quantization.get("modules_to_not_convert"), "modules_to_not_convert")
-    plain = [ignored, ROUTERS, *([] if quantization.get("include_input_output_embeddings") else [ENDS])]
+    plain = [ignored, ROUTERS, *([] if quantization.get("include_input_output_embeddings") else [EMBEDDINGS, HEAD])]
     named: Mapping[str, Any] = {}
     if described["_type"] in BY_NAME:
         named = dict(described["_data"][BY_NAME[described["_type"]]])
@@ -56,10 +57,7 @@ def _format(described: Mapping[str, Any] | None, unquantized: LinearFormat) -> L
     if kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
         return _intx(kind, data)
     if kind == "Int4WeightOnlyConfig":
-        from kvern.layers.quantized.torchao_int4 import torchao_int4  # type: ignore[import-not-found, unused-ignore]
-
-        made: LinearFormat = torchao_int4(data)
-        return made
+        return torchao_int4(data)
     raise UnsupportedModel(
         f"quantization_config: quant_type is {str(kind)[:60]!r}; of torchao kvern reads Int4WeightOnly, "
         "Int8WeightOnly, Int8DynamicActivationInt8Weight, Float8WeightOnly, Float8DynamicActivationFloat8Weight, "
@@ -88,14 +86,14 @@ def _block(data: Mapping[str, Any], default: Block = ROWS) -> Block:
         granularity = granularity[-1]
     if granularity is None:
         size = data.get("group_size")
-        return default if size is None else Block(1, int(size))
+        return default if size is None else runs_of(size)
     kind, inner = granularity["_type"], granularity.get("_data", {})
     if kind == "PerTensor":
         return TENSOR
     if kind == "PerRow" or (kind == "PerAxis" and inner.get("axis") == 0):
         return ROWS
     if kind == "PerGroup":
-        return Block(1, int(inner["group_size"]))
+        return runs_of(inner["group_size"])
     block = block_of(inner.get("block_size")) if kind == "PerBlock" else None
     if block is None:
         raise UnsupportedModel(

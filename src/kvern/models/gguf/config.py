@@ -4,6 +4,7 @@ What a file leaves out, because llama.cpp knows it of the architecture, stands h
 """
 
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -113,28 +114,25 @@ def _architecture(model: GgufModel) -> Architecture:
     return found
 
 
-def _types(parts: list[StoredPart]) -> dict[str, str | dict[str, str]]:
-    """The type of each quantized matrix by its path; of experts, of all gates and ups, and of all downs."""
+def _types(parts: list[StoredPart]) -> dict[str, str]:
+    """The type of each quantized matrix by its path; of the gates of all experts of a layer, of their ups and downs."""
     types: dict[str, str] = {}
-    experts: dict[str, dict[str, str]] = {}
     for part in parts:
         path, name = part.name.rpartition(".")[0], part.tensor.type.name
-        layer, within, expert = path.partition(".mlp.experts.")
-        if within:
-            kind = "down" if expert.endswith(".down_proj") else "gate_up"
-            if experts.setdefault(f"{layer}.mlp.experts", {}).setdefault(kind, name) != name:
-                raise UnsupportedModel(
-                    f"{part.tensor.file}: {shown(part.tensor.name)} is stored as {name.upper()}, and other experts of "
-                    f"the layer as {experts[f'{layer}.mlp.experts'][kind].upper()}; kvern reads them of one type"
-                )
-        elif part.tensor.type.numbers > 1:
-            if len(part.shape) != 2:
-                raise UnsupportedModel(
-                    f"{part.tensor.file}: {shown(part.tensor.name)} is stored as {name.upper()}; kvern reads only "
-                    "matrices of that type"
-                )
-            types[path] = name
-    return types | experts
+        within = re.sub(r"(\.experts)\.\d+\.", r"\1.", path)
+        if part.tensor.type.numbers > 1 and len(part.shape) != 2:
+            raise UnsupportedModel(
+                f"{part.tensor.file}: {shown(part.tensor.name)} is stored as {name.upper()}; kvern reads only "
+                "matrices of that type"
+            )
+        if within != path and types.setdefault(within, name) != name:
+            raise UnsupportedModel(
+                f"{part.tensor.file}: {shown(part.tensor.name)} is stored as {name.upper()}, and other experts of "
+                f"the layer as {types[within].upper()}; kvern reads them of one type"
+            )
+        if part.tensor.type.numbers > 1:
+            types[within] = name
+    return types
 
 
 def _dtype(parts: list[StoredPart]) -> str:
@@ -267,7 +265,7 @@ def _scaled_gemma(model: GgufModel, config: dict[str, Any], largest: int) -> dic
     scalar = shared if config["num_hidden_layers"] == largest else config["head_dim"]
     scale = model.value("attention.scale", float)
     return _gemma(model, config) | {
-        "query_pre_attn_scalar": scale**-2 if scale else scalar,
+        "query_pre_attn_scalar": 1 / scale / scale if scale else scalar,
         "final_logit_softcapping": model.value("final_logit_softcapping", float),
         "attn_logit_softcapping": model.value("attn_logit_softcapping", float),
     }

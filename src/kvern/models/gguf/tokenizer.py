@@ -12,6 +12,7 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel, shown
 from kvern.models.gguf.header import Header
 
 MOST_TOKENS = 1 << 21
+MOST_CHARACTERS = 1024
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Kinds of tokens; 1 is a normal one."""
 SPACE = "\u2581"
@@ -94,6 +95,10 @@ def tokenizer_files(header: Header) -> dict[str, Any]:
     kinds = header.get("tokenizer.ggml.token_type", list) or [1] * len(tokens)
     if not tokens or len(tokens) > MOST_TOKENS or len(kinds) != len(tokens) or not isinstance(tokens[0], str):
         raise CorruptCheckpoint(f"{header.file}: it has {len(tokens)} tokens, and kinds of {len(kinds)}")
+    if (longest := max(map(len, tokens))) > MOST_CHARACTERS:
+        raise CorruptCheckpoint(
+            f"{header.file}: a token has {longest} characters: at most {MOST_CHARACTERS} are read; download it again"
+        )
     make = {"gpt2": _byte_level, "llama": _sentence_piece}.get(kind)
     if make is None:
         raise UnsupportedModel(
@@ -168,7 +173,7 @@ def _byte_level(header: Header, tokens: list[str], kinds: list[int]) -> dict[str
             "--tokenizer, a folder with a tokenizer.json"
         )
     vocabulary = _vocabulary(header, tokens, kinds)
-    merges = [merge.split(" ", 1) for merge in header.get("tokenizer.ggml.merges", list, [])]
+    merges = [str(merge).split(" ", 1) for merge in header.get("tokenizer.ggml.merges", list, [])]
     if any(len(merge) != 2 or not all(part in vocabulary for part in (*merge, "".join(merge))) for merge in merges):
         raise CorruptCheckpoint(f"{header.file}: tokenizer.ggml.merges holds pairs that are no tokens")
     splits = [
@@ -187,7 +192,7 @@ def _byte_level(header: Header, tokens: list[str], kinds: list[int]) -> dict[str
 
 def _sentence_piece(header: Header, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
     scores = header.get("tokenizer.ggml.scores", list, [])
-    if len(scores) != len(tokens):
+    if len(scores) != len(tokens) or isinstance(scores[0], str):
         raise CorruptCheckpoint(f"{header.file}: it has {len(tokens)} tokens, and scores of {len(scores)}")
     vocabulary = _vocabulary(header, tokens, kinds)
     joined = {
