@@ -35,9 +35,7 @@ def test_some_launches_compile_for_other_cards(capability: int) -> None:
     compile_for(capability, "qwen3_moe", "--sample")
 
 
-@pytest.mark.parametrize(
-    ("capability", "codes"), list(zip(OTHERS, ("fp8", "int4_zero", "mxfp4", "q6_k"), strict=True))
-)
+@pytest.mark.parametrize(("capability", "codes"), list(zip(OTHERS, ("fp8", "int4_zero", "mxfp4", "q6_k"), strict=True)))
 def test_some_products_with_codes_compile_for_other_cards(capability: int, codes: str) -> None:
     compile_for(capability, "llama", "--sample", "--codes", codes)
 

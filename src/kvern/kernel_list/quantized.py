@@ -27,7 +27,6 @@ from kvern.layers.quantized.gguf import GgufMethod
 from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME
-from kvern.layers.quantized.groups import E2M1
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of, fitted
 from kvern.layers.row_experts import RowStackedExperts
