@@ -49,7 +49,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
     threads: int | None = None
-    """CPU threads for the model. None: all that the process may use."""
+    """CPU threads for the model. None: OMP_NUM_THREADS, else all cores that the process may use."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and answer. None: the model's own context, as far as the memory reaches."""
     kv_cache: Literal["paged", "contiguous"] = "paged"

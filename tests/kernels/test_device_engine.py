@@ -29,7 +29,7 @@ PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45],
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
-    make_checkpoint("llama", path)
+    make_checkpoint("llama", path, num_hidden_layers=2)
     return path
 
 

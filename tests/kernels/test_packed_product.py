@@ -2,8 +2,9 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,17 @@ from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error
 
 ROW = MatvecShape(4, 256, 4)
+ENDINGS = ("", "gated", "residual")
+CUTS = ((9, 448, 2), (3, 256, 1))
+
+
+def _in_turn(cases: Sequence[Any]) -> list[Any]:
+    """Every kind with one of the cases by day, the next kind with the next one; and with the others at night."""
+    return [
+        pytest.param(kind, case, marks=[] if at % len(cases) == index else pytest.mark.nightly, id=f"{kind}-{case}")
+        for at, kind in enumerate(KINDS)
+        for index, case in enumerate(cases)
+    ]
 
 
 def _launches() -> Iterator[Callable[[], object]]:
@@ -34,8 +46,7 @@ def _launches() -> Iterator[Callable[[], object]]:
 LAUNCHES = [*_launches()] if os.environ.get("TRITON_INTERPRET") != "1" else []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ending", ["", "gated", "residual"])
+@pytest.mark.parametrize(("kind", "ending"), _in_turn(ENDINGS))
 def test_one_row(device: torch.device, kind: str, ending: str) -> None:
     inputs, outputs = (512, 14) if ending == "gated" else (768 if kind in LARGE_BLOCKS else 448, 22)
     generator = torch.Generator().manual_seed(3)
@@ -58,9 +69,9 @@ def test_one_row(device: torch.device, kind: str, ending: str) -> None:
     assert residual is None or out is residual
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "inputs", "splits"), [(3, 256, 1), (9, 448, 2)])
-def test_several_rows(device: torch.device, kind: str, rows: int, inputs: int, splits: int) -> None:
+@pytest.mark.parametrize(("kind", "cut"), _in_turn(CUTS))
+def test_several_rows(device: torch.device, kind: str, cut: tuple[int, int, int]) -> None:
+    rows, inputs, splits = cut
     generator = torch.Generator().manual_seed(rows)
     step, inputs = (512, 768) if inputs == 448 and kind in LARGE_BLOCKS else (128, inputs)
     order = splits > 1 and kind.startswith("int4")

@@ -1,6 +1,5 @@
 """A whole run: what is asked, checked before memory or disk is taken, then layer by layer."""
 
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -155,7 +154,6 @@ class _Run:
                 self._piece(block, piece)
             walk.advance(block)
             del block
-            gc.collect()
 
     @torch.no_grad()
     def _piece(self, block: Block, piece: Piece) -> None:

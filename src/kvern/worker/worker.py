@@ -80,7 +80,7 @@ class Worker:
             methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods)
         else:
-            torch.set_num_threads(config.threads or available_cores())
+            torch.set_num_threads(config.threads or cpu_threads())
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods)
         return Findings(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
 
@@ -203,6 +203,9 @@ def usable_kernels(
         return working_kernels(spec, inputs)
 
 
-def available_cores() -> int:
-    """Processor cores that this process may use."""
+def cpu_threads() -> int:
+    """As many as OMP_NUM_THREADS says, as for any library that computes; else one for each core of this process."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked.isdecimal() and int(asked):
+        return int(asked)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
