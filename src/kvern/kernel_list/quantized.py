@@ -14,11 +14,10 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.launch import capability
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product, packed_row
-from kvern.kernels.scaled_product import scaled_product
+from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
@@ -319,9 +318,7 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
     """Whether codes of activations may be multiplied by such codes."""
-    capable = capability(inputs.device)
-    known = kind.code == "int8" or (kind.code == "e4m3" and (capable == 0 or capable >= 89))
-    return known and not kind.zero and (kind.group == kind.inputs or kind.group % 128 == 0)
+    return not kind.zero and multiplies_codes(kind.code, [kind.group], kind.inputs, inputs.device)
 
 
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -45,15 +45,6 @@ class Scales(NamedTuple):
         return cls(x_group, weight.group, weight.outputs_per_scale, runs == 1 and weight.group == inputs)
 
 
-def multiplies_codes(weight: Packed, inputs: int, x_group: int) -> bool:
-    """Whether the kernels know such weights, and activations with scales of runs of `x_group` inputs.
-
-    No step reaches from one scale's inputs into another's.
-    """
-    known = weight.code in ("e4m3", "int8") and weight.zero is None and weight.factor is None
-    return known and all(group == inputs or group % INPUTS == 0 for group in (weight.group, x_group))
-
-
 @triton.jit
 def _step(
     total, values, x_by, codes, scale, row, start, inputs: tl.constexpr,
@@ -160,7 +151,7 @@ def coded_experts(
     rounded: Sequence[Rounded],
     add: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `packed_experts`, of weights that `multiplies_codes` knows; `rounded` makes codes of x, and of what down gets.
+    """As `packed_experts`, of weights without zeros or factors; `rounded` makes codes of x, and of what down gets.
 
     Moves the codes of each expert that is chosen once for each of its blocks of 128 rows.
     """

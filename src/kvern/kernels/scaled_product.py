@@ -7,13 +7,30 @@ The sums of a step are made plain by the scales of both before they are added up
 summed in less than float32; whole rows of int8 are summed as integers.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, capability, cdiv, overlaps, stages, wait_for_previous
 from kvern.kernels.linear import MatmulShape
 from kvern.kernels.packed import Packed
+
+FIRST_CARDS = {"e4m3": 89, "int8": 80}
+"""The first compute capability whose matrix units multiply such codes by such codes."""
+STEP = 128
+"""Inputs that a step multiplies."""
+
+
+def multiplies_codes(code: str, groups: Iterable[int], inputs: int, device: torch.device) -> bool:
+    """Whether codes are multiplied by codes on this card, if scales of either stand for `groups` of the inputs.
+
+    No step reaches from one scale's inputs into another's.
+    """
+    known = 0 < FIRST_CARDS.get(code, 0) <= (capability(device) or 90)
+    return known and all(group == inputs or group % STEP == 0 for group in groups)
+
 
 SIDE_BY_SIDE = 8
 """Tiles of rows over the same weights, which are read once for them."""

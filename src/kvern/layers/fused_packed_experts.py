@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.codes import readable
-from kvern.kernels.launch import capability, cdiv
+from kvern.kernels.launch import cdiv
 from kvern.kernels.moe import ACTIVATIONS, rows_of_block
 from kvern.kernels.moe_packed import packed_experts
-from kvern.kernels.moe_scaled import ROWS, Rounded, coded_experts, multiplies_codes
+from kvern.kernels.moe_scaled import ROWS, Rounded, coded_experts
+from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import multiplies
@@ -19,9 +20,6 @@ from kvern.model_spec import MoeSpec
 if TYPE_CHECKING:
     from kvern.layers.build import Build
     from kvern.layers.linear_format import LinearFormat
-
-CARDS = {"e4m3": 89, "int8": 80}
-"""The first compute capability whose matrix units multiply such codes by such codes."""
 
 
 class FusedPackedExperts(RowStackedExperts):
@@ -69,10 +67,10 @@ class FusedPackedExperts(RowStackedExperts):
 def _coded(method: QuantizedMethod) -> Rounded | None:
     """How activations become codes; None: these kernels, or this card, multiply no codes by such codes."""
     how, packed, (_, inputs, dtype, device) = method.activation_codes(), method.packed(), method.shape
-    if how is None or not 0 < CARDS.get(packed.code, 0) <= (capability(device) or 90):
+    if how is None or packed.zero is not None or packed.factor is not None:
         return None
     runs = how(torch.zeros(1, inputs, dtype=dtype, device=device))[1].shape[1]
-    return how if multiplies_codes(packed, inputs, cdiv(inputs, runs)) else None
+    return how if multiplies_codes(packed.code, (packed.group, cdiv(inputs, runs)), inputs, device) else None
 
 
 def fuses(gate_up: LinearMethod, down: LinearMethod, activation: str) -> bool:

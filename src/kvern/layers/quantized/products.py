@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.launch import capability
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
-from kvern.kernels.scaled_product import scaled_product
+from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.layers.linear_method import Product
 from kvern.layers.tuned_linear import MOST_TILES
 
@@ -176,10 +175,10 @@ class PackedProducts:
         return (*shapes, *codes, *self._method.own_products())
 
     def _multiplies_codes(self) -> bool:
-        weight, capable = self.weight, capability(self._method.shape.device)
-        fits = weight.zero is None and (weight.group == self._method.shape.inputs or weight.group % 128 == 0)
-        knows = weight.code == "int8" or (weight.code == "e4m3" and (capable == 0 or capable >= 89))
-        return fits and knows and self._method.activation_codes() is not None
+        weight, shape = self.weight, self._method.shape
+        if weight.zero is not None or self._method.activation_codes() is None:
+            return False
+        return multiplies_codes(weight.code, [weight.group], shape.inputs, shape.device)
 
     def choose(self, rows: int, candidate: Hashable) -> None:
         """As `LinearMethod.choose`."""
