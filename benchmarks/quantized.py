@@ -25,7 +25,7 @@ from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import scaled_product
-from kvern.layers.quantized.products import CODES_SHAPES, _fitted, candidates_of, counters
+from kvern.layers.quantized.products import CODES_SHAPES, candidates_of, counters, fitted
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 LAYERS = 32
@@ -49,8 +49,8 @@ def multiply_codes(shape: MatmulShape, codes: torch.Tensor, scale: torch.Tensor,
 def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
     candidates = candidates_of(torch.bfloat16)
     most = min((most for most in candidates if most >= rows), default=max(candidates))
-    fitted = [_fitted(shape, kind.code) for shape in candidates[most]]
-    shapes = [shape for shape in fitted if isinstance(shape, MatvecShape | MatmulShape)]
+    fitting = [fitted(shape, kind.code) for shape in candidates[most]]
+    shapes = [shape for shape in fitting if isinstance(shape, MatvecShape | MatmulShape)]
     found: dict[str, Way] = {str(tuple(shape)): partial(multiply, shape, x) for shape in shapes}
     if rows > 64 and kind.code in ("e4m3", "int8") and not kind.zero:
         dtype = torch.int8 if kind.code == "int8" else torch.float8_e4m3fn
