@@ -126,7 +126,7 @@ def test_a_formats_own_products_are_timed_beside_the_kernels(device: torch.devic
     linear = layer(make_packed("int4", 40, 256), device)
     method = linear.method
     method.own_products = lambda: {"own": lambda x, bias: x[:, :40] * 0 + 7}  # type: ignore[method-assign,assignment]
-    assert "own" in method.candidates()[1024] and "own" not in method.candidates()[64]
+    assert "own" in method.candidates()[1024] and "own" not in method.candidates()[16]
     method.choose(1024, "own")
     assert (linear(torch.randn(2000, 256, device=device)) == 7).all()
 

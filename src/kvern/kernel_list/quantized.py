@@ -27,7 +27,14 @@ from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of, fitted
+from kvern.layers.quantized.products import (
+    CODES_CANDIDATES,
+    ONE_ACTIVATED_ROW,
+    ONE_ROW,
+    candidates_of,
+    codes_candidates,
+    fitted,
+)
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
@@ -324,7 +331,8 @@ def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
         if multiplies_by_codes(kind, inputs):
-            yield from ((kind, 130, kind.outputs, MatmulShape(*shape[:-1])) for shape in CODES_SHAPES)
+            shapes = dict.fromkeys(itertools.chain(*CODES_CANDIDATES.values()))
+            yield from ((kind, shape.rows + 2, kind.outputs, MatmulShape(*shape[:-1])) for shape in shapes)
 
 
 def _timed(inputs: Inputs) -> list[PackedKind]:
@@ -345,11 +353,9 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    launched = ((kind, shape) for kind, _, _, shape in _codes_launched(spec, inputs))
-    shapes = {kind._replace(outputs=0): shape for kind, shape in reversed(list(launched))}
-    for kind in _timed(inputs):
-        if kind._replace(outputs=0) in shapes:
-            yield kind, 4096, kind.outputs, shapes[kind._replace(outputs=0)]
+    for kind, rows in itertools.product(_timed(inputs), (32, 4096)):
+        if multiplies_by_codes(kind, inputs):
+            yield kind, rows, kind.outputs, MatmulShape(*codes_candidates(rows)[0][:-1])
 
 
 KERNELS = (

@@ -52,7 +52,7 @@ class QuantizedMethod(LinearMethod):
         return None
 
     def own_products(self) -> Mapping[str, Product]:
-        """Ways to multiply many rows on a GPU that only this format has, by name, once all is loaded."""
+        """Ways to multiply more than 16 rows on a GPU that only this format has, by name, once all is loaded."""
         return {}
 
     def use_kernels(self, build: "Build") -> None:

@@ -1,8 +1,8 @@
 """How quantized weights are multiplied on a GPU: by kernels that make numbers of codes inside the product.
 
-Few rows read the codes and compute little. Of many rows arithmetic counts: weights are made plain inside the product,
-or a run of rows at a time for cuBLAS, or the format's own products multiply codes of eight bits; the tuner times them.
-Activations are multiplied as they are, but for a format's own products, whose codes they become first.
+One row reads the codes and computes little. Of more, weights are made plain inside the product, or a run of rows at a
+time for cuBLAS, or activations become codes of eight bits, where the format rounds them, and codes are multiplied by
+codes, by kernels or by the format's own products; the tuner times them.
 """
 
 import functools
@@ -98,11 +98,19 @@ FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 }
 """Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
 
+MOST_OWN_FEW = 16
+"""A format's own products are for more: integers are multiplied by no fewer."""
 MANY_ROWS = 64
-"""A format's own products, and those of codes with codes, are for more."""
+"""A head is not always timed with more."""
 MOST_TIMED_NUMBERS = 1 << 28
 """Of a result: a head, of so many outputs, gets few rows, and its result for many is larger than the weights."""
-CODES_SHAPES = (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4))
+CODES_CANDIDATES: Mapping[int, tuple[CodesShape, ...]] = {
+    16: (CodesShape(16, 64, 128, 4, 4),),
+    32: (CodesShape(32, 64, 128, 4, 4),),
+    64: (CodesShape(64, 64, 128, 4, 4),),
+    8192: (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4)),
+}
+"""What is timed beside the others for up to this many rows, but for one, where codes are multiplied by codes."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
 FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
 """The one way to multiply if a row's result must not depend on the number of rows."""
@@ -120,6 +128,11 @@ def counters(device: torch.device) -> Tensor:
 def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     """What is timed for activations of this dtype, by the most rows."""
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
+
+
+def codes_candidates(most: int) -> tuple[CodesShape, ...]:
+    """What is timed for up to so many rows, but for one, where codes are multiplied by codes."""
+    return CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
 
 
 def fitted(shape: Shape, code: str) -> Shape:
@@ -169,10 +182,10 @@ class PackedProducts:
 
     def _shapes(self, most: int) -> tuple[Shape, ...]:
         shapes = self._candidates[most]
-        if most <= MANY_ROWS:
+        if most == 1:
             return shapes
-        codes = CODES_SHAPES if self._multiplies_codes() else ()
-        return (*shapes, *codes, *self._method.own_products())
+        codes = codes_candidates(most) if self._multiplies_codes() else ()
+        return (*shapes, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
 
     def _multiplies_codes(self) -> bool:
         weight, shape = self.weight, self._method.shape
@@ -194,7 +207,7 @@ class PackedProducts:
         if isinstance(shape, CodesShape):
             make_codes = self._method.activation_codes()
             assert make_codes is not None
-            return scaled_product(*make_codes(x), weight, bias, MatmulShape(*shape[:-1]), x.dtype)
+            return self.multiply_codes(shape, *make_codes(x), bias, x.dtype)
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
         if isinstance(shape, MatvecShape):
@@ -204,6 +217,12 @@ class PackedProducts:
         if apart or weight.order is not None:
             x = arrange(x, weight.order, apart)
         return packed_product(x, weight, bias, shape, counters(x.device))
+
+    def multiply_codes(
+        self, shape: CodesShape, x: Tensor, x_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """By codes that `QuantizedMethod.activation_codes` makes: `[T, outputs]` of the dtype."""
+        return scaled_product(x, x_scale, self.weight, bias, MatmulShape(*shape[:-1]), dtype)
 
 
 def _plain(shape: Shape) -> Hashable:
