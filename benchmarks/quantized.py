@@ -21,11 +21,20 @@ from kvern.kernel_list import Inputs
 from kvern.kernel_list.quantized import FORMS, PackedKind, bytes_of, kind_of_form, random_packed
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
-from kvern.kernels.linear import MatmulShape, MatvecShape
+from kvern.kernels.launch import capability
+from kvern.kernels.linear import MatmulShape, MatvecShape, StreamShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import scaled_product
-from kvern.layers.quantized.products import candidates_of, codes_candidates, counters, fitted
+from kvern.kernels.stream_hopper import stream_codes, streams_codes
+from kvern.layers.quantized.products import (
+    CodesShape,
+    CodesStream,
+    candidates_of,
+    codes_candidates,
+    counters,
+    fitted,
+)
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 LAYERS = 32
@@ -42,8 +51,13 @@ def multiply(shape: MatvecShape | MatmulShape, x: torch.Tensor, weight: Packed) 
     return packed_product(values, weight, None, shape, counters(x.device))
 
 
-def multiply_codes(shape: MatmulShape, codes: torch.Tensor, scale: torch.Tensor, weight: Packed) -> torch.Tensor:
-    return scaled_product(codes, scale, weight, None, shape, torch.bfloat16)
+def multiply_codes(
+    shape: CodesShape | CodesStream, codes: torch.Tensor, scale: torch.Tensor, weight: Packed
+) -> torch.Tensor:
+    if isinstance(shape, CodesStream):
+        cut = StreamShape(*shape[:-1])
+        return stream_codes(codes, scale, weight, None, cut, counters(codes.device), torch.bfloat16)
+    return scaled_product(codes, scale, weight, None, MatmulShape(*shape[:-1]), torch.bfloat16)
 
 
 def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
@@ -57,9 +71,9 @@ def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
         codes = (x * 20).to(dtype)
         runs = 1 if kind.group == kind.inputs else kind.inputs // kind.group
         scale = torch.ones(rows, runs, device=x.device)
-        for shape in codes_candidates(rows):
-            cut = MatmulShape(*shape[:-1])
-            found[f"codes {tuple(shape[:5])}"] = partial(multiply_codes, cut, codes, scale)
+        streams = capability(x.device) == 90 and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
+        for cut in codes_candidates(most, streams):
+            found[f"{cut.kind} {tuple(cut[:5])}"] = partial(multiply_codes, cut, codes, scale)
     return found
 
 

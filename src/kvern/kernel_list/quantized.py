@@ -14,10 +14,11 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
+from kvern.kernels.stream_hopper import stream_codes, streams_codes
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
@@ -31,6 +32,7 @@ from kvern.layers.quantized.products import (
     CODES_CANDIDATES,
     ONE_ACTIVATED_ROW,
     ONE_ROW,
+    STREAMS,
     candidates_of,
     codes_candidates,
     fitted,
@@ -260,8 +262,11 @@ def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outpu
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
 
 
-def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
+def _codes(
+    spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape | StreamShape
+) -> Call:
     packed = random_packed(inputs, kind, outputs)
+    bias = inputs.numbers(outputs) if kind.biased else None
     x = inputs.bytes(rows, kind.inputs)
     x = x.view(torch.int8) if kind.code == "int8" else (x & 0xBF).view(torch.float8_e4m3fn)
     runs = 1 if kind.group == kind.inputs else -(-kind.inputs // kind.group)
@@ -269,9 +274,12 @@ def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs
 
     def reference() -> torch.Tensor:
         by = scale.double().repeat_interleave(kind.group, 1)[:, : kind.inputs]
-        return (x.double() * by) @ plain_of(packed).T
+        return (x.double() * by) @ plain_of(packed).T + (0 if bias is None else bias.double())
 
-    launch = partial(scaled_product, x, scale, packed, None, shape, inputs.dtype)
+    if isinstance(shape, StreamShape):
+        launch = partial(stream_codes, x, scale, packed, bias, shape, inputs.zeros(outputs), inputs.dtype)
+    else:
+        launch = partial(scaled_product, x, scale, packed, bias, shape, inputs.dtype)
     sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
     moved = bytes_of(packed) + x.numel() + rows * outputs * inputs.dtype.itemsize
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
@@ -331,8 +339,28 @@ def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
         if multiplies_by_codes(kind, inputs):
-            shapes = dict.fromkeys(itertools.chain(*CODES_CANDIDATES.values()))
-            yield from ((kind, shape.rows + 2, kind.outputs, MatmulShape(*shape[:-1])) for shape in shapes)
+            streams = _streams(kind, inputs)
+            for most, shapes in CODES_CANDIDATES.items():
+                for shape in () if streams and most in STREAMS else shapes:
+                    yield kind, shape.rows + 2, kind.outputs, MatmulShape(*shape[:-1])
+
+
+def _streams(kind: PackedKind, inputs: Inputs) -> bool:
+    known = inputs.hopper and multiplies_by_codes(kind, inputs)
+    return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
+
+
+def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
+        if _streams(kind, inputs):
+            for shape in itertools.chain(*STREAMS.values()):
+                yield kind, shape.rows - 1, kind.outputs, StreamShape(*shape[:-1])
+
+
+def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for kind, rows in itertools.product(_timed(inputs), STREAMS):
+        if _streams(kind, inputs):
+            yield kind, rows, kind.outputs, StreamShape(*STREAMS[rows][1][:-1])
 
 
 def _timed(inputs: Inputs) -> list[PackedKind]:
@@ -353,13 +381,14 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind, rows in itertools.product(_timed(inputs), (32, 4096)):
+    for kind in _timed(inputs):
         if multiplies_by_codes(kind, inputs):
-            yield kind, rows, kind.outputs, MatmulShape(*codes_candidates(rows)[0][:-1])
+            yield kind, 4096, kind.outputs, MatmulShape(*codes_candidates(4096)[0][:-1])
 
 
 KERNELS = (
     Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
     Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
     Kernel("codes by codes", "quantized", _codes, _codes_launched, _codes_timed),
+    Kernel("codes by codes on Hopper", "hopper_linear", _codes, _streams_launched, _streams_timed),
 )

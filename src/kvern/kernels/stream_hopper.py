@@ -11,8 +11,6 @@ the inputs of the same outputs; whoever is last adds the sums of all, in their o
 The matrix units add products of e4m3 in about 14 bits: sums of a step are added to others in float32.
 """
 
-from collections.abc import Iterable
-
 import torch
 import triton
 import triton.experimental.gluon.language as gl
@@ -21,10 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, tiles_of
-from kvern.kernels.launch import capability
 from kvern.kernels.linear import StreamShape
 from kvern.kernels.packed import Packed
-from kvern.kernels.scaled_product import multiplies_codes
+from kvern.kernels.scaled_product import STEP
 
 REGISTERS = {8: 64, 16: 64, 32: 80, 64: 104, 128: 128}
 """Of a thread, by the rows of a tile, so that programs share a processor: one begins while the other ends.
@@ -66,7 +63,7 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
 def _run_scales(scale, line, step, last, runs, STEPS: gl.constexpr):
     """Of lines of codes, in a step; of the last one in steps behind it. 0 steps: of whole lines."""
     run = gl.minimum(step, last) // STEPS if STEPS > 0 else 0
-    return gl.load(scale + line * runs + run)
+    return gl.load(scale + line * runs + run).to(gl.float32)
 
 
 @gluon.jit
@@ -179,7 +176,7 @@ def _multiply(
             gl.atomic_xchg(arrived + tile, 0)
     if last:
         if x_scale is not None and X_STEPS + STEPS == 0:
-            total *= gl.load(scale + scaled)[:, None]
+            total *= gl.load(scale + scaled).to(gl.float32)[:, None]
             total *= gl.load(x_scale + x_row)[None, :]
         if bias is not None:
             place = tile * WIDE + line % WIDE
@@ -271,10 +268,10 @@ def stream_product(
     return _launch(x, weight, bias, shape, arrived, activation, x.dtype, (None, None, None, None), (1, 0, 0))
 
 
-def streams_codes(code: str, groups: Iterable[int], outputs: int, inputs: int, device: torch.device) -> bool:
-    """Whether `stream_codes` knows codes on this card, if scales of either stand for `groups` of the inputs."""
-    known = capability(device) == 90 and hopper_multiplies(torch.int8, inputs, outputs)
-    return known and multiplies_codes(code, groups, inputs, device)
+def streams_codes(code: str, group: int, outputs: int, inputs: int) -> bool:
+    """Whether `stream_codes` knows a matrix of such codes, of which `group` inputs share a scale."""
+    known = code in ("e4m3", "int8") and hopper_multiplies(torch.int8, inputs, outputs)
+    return known and (group == inputs or group % STEP == 0)
 
 
 def stream_codes(
@@ -295,7 +292,7 @@ def stream_codes(
     Where scales are of less than rows, they are of a multiple of `shape.inputs` inputs.
     """
     inputs, scale = x.shape[1], weight.scale
-    assert scale is not None and scale.dtype == torch.float32 and weight.zero is None
+    assert scale is not None and weight.zero is None
     groups = inputs if x_scale.shape[1] == 1 else -(-inputs // x_scale.shape[1]), weight.group
     x_steps, steps = (0 if group == inputs else group // shape.inputs for group in groups)
     if any(group != inputs and group % shape.inputs for group in groups):
