@@ -282,7 +282,6 @@ def stream_codes(
     shape: StreamShape,
     arrived: torch.Tensor,
     dtype: torch.dtype,
-    activation: str | None = None,
 ) -> torch.Tensor:
     """As `stream_product`, of codes: `(x * x_scale) @ weight.T + bias` in `dtype`; a matrix without zeros.
 
@@ -299,7 +298,7 @@ def stream_codes(
         raise ValueError(f"steps of {shape.inputs} inputs do not fit scales of {groups[0]} and {groups[1]}")
     scales = x_scale, scale, x_scale.shape[1], scale.shape[1]
     per = weight.outputs_per_scale
-    return _launch(x, weight.codes, bias, shape, arrived, activation, dtype, scales, (per, x_steps, steps))
+    return _launch(x, weight.codes, bias, shape, arrived, None, dtype, scales, (per, x_steps, steps))
 
 
 def _warps_and_registers(shape: StreamShape, codes: bool) -> tuple[int, int]:
