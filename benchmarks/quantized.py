@@ -22,16 +22,16 @@ from kvern.kernel_list.quantized import FORMS, PackedKind, bytes_of, kind_of_for
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.launch import capability
-from kvern.kernels.linear import MatmulShape, MatvecShape, StreamShape
+from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
-from kvern.kernels.scaled_product import scaled_product
-from kvern.kernels.stream_hopper import stream_codes, streams_codes
+from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.quantized.products import (
     CodesShape,
     CodesStream,
     candidates_of,
     codes_candidates,
+    codes_product,
     counters,
     fitted,
 )
@@ -51,13 +51,8 @@ def multiply(shape: MatvecShape | MatmulShape, x: torch.Tensor, weight: Packed) 
     return packed_product(values, weight, None, shape, counters(x.device))
 
 
-def multiply_codes(
-    shape: CodesShape | CodesStream, codes: torch.Tensor, scale: torch.Tensor, weight: Packed
-) -> torch.Tensor:
-    if isinstance(shape, CodesStream):
-        cut = StreamShape(*shape[:-1])
-        return stream_codes(codes, scale, weight, None, cut, counters(codes.device), torch.bfloat16)
-    return scaled_product(codes, scale, weight, None, MatmulShape(*shape[:-1]), torch.bfloat16)
+def by_codes(cut: CodesShape | CodesStream, codes: torch.Tensor, scale: torch.Tensor, weight: Packed) -> torch.Tensor:
+    return codes_product(cut, codes, scale, weight, None, torch.bfloat16)
 
 
 def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
@@ -73,7 +68,7 @@ def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
         scale = torch.ones(rows, runs, device=x.device)
         streams = capability(x.device) == 90 and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
         for cut in codes_candidates(most, streams):
-            found[f"{cut.kind} {tuple(cut[:5])}"] = partial(multiply_codes, cut, codes, scale)
+            found[f"{cut.kind} {tuple(cut[:5])}"] = partial(by_codes, cut, codes, scale)
     return found
 
 

@@ -15,7 +15,7 @@ from kvern.kernels.stream_hopper import stream_codes, streams_codes
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.quantized.products import STREAMS
+from kvern.layers.quantized.products import CODES_STREAMS
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from tests.kernels.test_norm import relative_error
@@ -26,7 +26,7 @@ on_hopper = pytest.mark.skipif(
 )
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 CHOSEN = ((8, 2), (8, 3), (16, 0), (32, 1), (32, 4), (64, 1), (64, 2), (128, 0), (128, 2))
-SHAPES = [StreamShape(*STREAMS[rows][place][:-1]) for rows, place in CHOSEN]
+SHAPES = [StreamShape(*CODES_STREAMS[rows][place][:-1]) for rows, place in CHOSEN]
 
 
 class Scales(NamedTuple):
@@ -125,7 +125,7 @@ def test_launches_of_a_graph_overlap(code: str) -> None:
     """Each waits for the codes and the sums of those before, though it fetches weights earlier."""
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
     made = [_product(code, 32, 4096, 4096, WHOLE) for _ in range(4)]
-    cuts = (STREAMS[32][0], STREAMS[32][1], STREAMS[32][2], STREAMS[32][-1])
+    cuts = (CODES_STREAMS[32][0], CODES_STREAMS[32][1], CODES_STREAMS[32][2], CODES_STREAMS[32][-1])
     x = torch.randn(32, 4096, device="cuda", dtype=torch.bfloat16)
 
     def layers() -> torch.Tensor:
@@ -216,7 +216,7 @@ def _launch(code: str, form: Scales, shape: StreamShape) -> torch.Tensor:
 
 
 LAUNCHES: list[Callable[[], object]] = [
-    partial(_launch, code, form, StreamShape(*STREAMS[rows][place][:-1]))
+    partial(_launch, code, form, StreamShape(*CODES_STREAMS[rows][place][:-1]))
     for code in DTYPES
     for form, rows, place in ((WHOLE, 8, 0), (WHOLE, 32, 1), (BLOCKS, 64, 2), (GROUPS, 128, 0))
 ]

@@ -14,11 +14,11 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product, packed_row
-from kvern.kernels.scaled_product import multiplies_codes, scaled_product
-from kvern.kernels.stream_hopper import stream_codes, streams_codes
+from kvern.kernels.scaled_product import multiplies_codes
+from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
@@ -30,11 +30,14 @@ from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import (
     CODES_CANDIDATES,
+    CODES_STREAMS,
     ONE_ACTIVATED_ROW,
     ONE_ROW,
-    STREAMS,
+    CodesShape,
+    CodesStream,
     candidates_of,
     codes_candidates,
+    codes_product,
     fitted,
 )
 from kvern.layers.row_experts import RowStackedExperts
@@ -263,7 +266,7 @@ def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outpu
 
 
 def _codes(
-    spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape | StreamShape
+    spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: CodesShape | CodesStream
 ) -> Call:
     packed = random_packed(inputs, kind, outputs)
     bias = inputs.numbers(outputs) if kind.biased else None
@@ -276,10 +279,7 @@ def _codes(
         by = scale.double().repeat_interleave(kind.group, 1)[:, : kind.inputs]
         return (x.double() * by) @ plain_of(packed).T + (0 if bias is None else bias.double())
 
-    if isinstance(shape, StreamShape):
-        launch = partial(stream_codes, x, scale, packed, bias, shape, inputs.zeros(outputs), inputs.dtype)
-    else:
-        launch = partial(scaled_product, x, scale, packed, bias, shape, inputs.dtype)
+    launch = partial(codes_product, shape, x, scale, packed, bias, inputs.dtype)
     sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
     moved = bytes_of(packed) + x.numel() + rows * outputs * inputs.dtype.itemsize
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
@@ -341,8 +341,8 @@ def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         if multiplies_by_codes(kind, inputs):
             streams = _streams(kind, inputs)
             for most, shapes in CODES_CANDIDATES.items():
-                for shape in () if streams and most in STREAMS else shapes:
-                    yield kind, shape.rows + 2, kind.outputs, MatmulShape(*shape[:-1])
+                for shape in () if streams and most in CODES_STREAMS else shapes:
+                    yield kind, shape.rows + 2, kind.outputs, shape
 
 
 def _streams(kind: PackedKind, inputs: Inputs) -> bool:
@@ -353,14 +353,14 @@ def _streams(kind: PackedKind, inputs: Inputs) -> bool:
 def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
         if _streams(kind, inputs):
-            for shape in itertools.chain(*STREAMS.values()):
-                yield kind, shape.rows - 1, kind.outputs, StreamShape(*shape[:-1])
+            for shape in itertools.chain(*CODES_STREAMS.values()):
+                yield kind, shape.rows - 1, kind.outputs, shape
 
 
 def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind, rows in itertools.product(_timed(inputs), STREAMS):
+    for kind, rows in itertools.product(_timed(inputs), CODES_STREAMS):
         if _streams(kind, inputs):
-            yield kind, rows, kind.outputs, StreamShape(*STREAMS[rows][1][:-1])
+            yield kind, rows, kind.outputs, CODES_STREAMS[rows][1]
 
 
 def _timed(inputs: Inputs) -> list[PackedKind]:
@@ -383,7 +383,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in _timed(inputs):
         if multiplies_by_codes(kind, inputs):
-            yield kind, 4096, kind.outputs, MatmulShape(*codes_candidates(4096)[0][:-1])
+            yield kind, 4096, kind.outputs, codes_candidates(4096)[0]
 
 
 KERNELS = (

@@ -159,6 +159,9 @@ def _multiply(
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
         total = warpgroup_mma_wait(0, deps=[sums]).to(gl.float32)
     gdc_wait()
+    if x_scale is not None and X_STEPS + STEPS == 0:
+        total *= gl.load(scale + scaled).to(gl.float32)[:, None]
+        total *= gl.load(x_scale + x_row)[None, :]
     tile = gl.program_id(0)
     line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
     last = True
@@ -175,9 +178,6 @@ def _multiply(
                 total += gl.load(part + other * (OUTPUTS * ROWS), cache_modifier=".cg")
             gl.atomic_xchg(arrived + tile, 0)
     if last:
-        if x_scale is not None and X_STEPS + STEPS == 0:
-            total *= gl.load(scale + scaled).to(gl.float32)[:, None]
-            total *= gl.load(x_scale + x_row)[None, :]
         if bias is not None:
             place = tile * WIDE + line % WIDE
             added = gl.load(bias + place + line // WIDE * outputs, mask=place < outputs, other=0.0)

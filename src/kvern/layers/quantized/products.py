@@ -124,7 +124,7 @@ CODES_CANDIDATES: Mapping[int, tuple[CodesShape, ...]] = {
     8192: (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4)),
 }
 """What is timed beside the others for up to this many rows, but for one, where codes are multiplied by codes."""
-STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
+CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
     8: (
         CodesStream(8, 64, 128, 12, 1),
         CodesStream(8, 64, 128, 8, 2),
@@ -178,8 +178,8 @@ def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
 
 def codes_candidates(most: int, streams: bool = False) -> tuple[CodesShape | CodesStream, ...]:
     """What is timed for up to so many rows, but for one, where codes are multiplied by codes; `streams` on Hopper."""
-    if streams and most in STREAMS:
-        return STREAMS[most]
+    if streams and most in CODES_STREAMS:
+        return CODES_STREAMS[most]
     return CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
 
 
@@ -190,10 +190,24 @@ def fitted(shape: Shape, code: str) -> Shape:
     return shape
 
 
+def codes_product(
+    shape: CodesShape | CodesStream,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: "Packed",
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """By codes that `QuantizedMethod.activation_codes` makes: `[T, outputs]` of the dtype."""
+    if isinstance(shape, CodesStream):
+        return stream_codes(x, x_scale, weight, bias, StreamShape(*shape[:-1]), counters(x.device), dtype)
+    return scaled_product(x, x_scale, weight, bias, MatmulShape(*shape[:-1]), dtype)
+
+
 class PackedProducts:
     """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
 
-    def __init__(self, method: "QuantizedMethod", deterministic: bool, hopper: bool = False) -> None:
+    def __init__(self, method: "QuantizedMethod", deterministic: bool, hopper: bool) -> None:
         self._method, self._deterministic, self._hopper = method, deterministic, hopper
         dtype, code = method.shape.dtype, method.packed().code
         given = {} if deterministic else candidates_of(dtype)
@@ -259,7 +273,7 @@ class PackedProducts:
         if isinstance(shape, CodesShape | CodesStream):
             make_codes = self._method.activation_codes()
             assert make_codes is not None
-            return self.multiply_codes(shape, *make_codes(x), bias, x.dtype)
+            return codes_product(shape, *make_codes(x), weight, bias, x.dtype)
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
         if isinstance(shape, MatvecShape):
@@ -269,15 +283,6 @@ class PackedProducts:
         if apart or weight.order is not None:
             x = arrange(x, weight.order, apart)
         return packed_product(x, weight, bias, shape, counters(x.device))
-
-    def multiply_codes(
-        self, shape: CodesShape | CodesStream, x: Tensor, x_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        """By codes that `QuantizedMethod.activation_codes` makes: `[T, outputs]` of the dtype."""
-        if isinstance(shape, CodesStream):
-            cut = StreamShape(*shape[:-1])
-            return stream_codes(x, x_scale, self.weight, bias, cut, counters(x.device), dtype)
-        return scaled_product(x, x_scale, self.weight, bias, MatmulShape(*shape[:-1]), dtype)
 
 
 def _plain(shape: Shape) -> Hashable:
