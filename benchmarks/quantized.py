@@ -5,7 +5,7 @@
 
 For each form and number of rows: microseconds of the four products of a layer with the fastest way that layers choose
 from, the share of the card's bandwidth at which codes and scales are read, and of cuBLAS's time. Below, what that makes
-of the 32 layers of a decode, and the ways that were the fastest. Of many rows, products of codes with codes stand
+of the 32 layers of a decode, and the ways that were the fastest. Of several rows, products of codes with codes stand
 beside: the time that making codes of activations takes is not in them.
 """
 
@@ -21,11 +21,20 @@ from kvern.kernel_list import Inputs
 from kvern.kernel_list.quantized import FORMS, PackedKind, bytes_of, kind_of_form, random_packed
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
+from kvern.kernels.launch import capability
 from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
-from kvern.kernels.scaled_product import scaled_product
-from kvern.layers.quantized.products import CODES_SHAPES, candidates_of, counters, fitted
+from kvern.kernels.stream_hopper import streams_codes
+from kvern.layers.quantized.products import (
+    CodesShape,
+    CodesStream,
+    candidates_of,
+    codes_candidates,
+    codes_product,
+    counters,
+    fitted,
+)
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
 LAYERS = 32
@@ -42,8 +51,8 @@ def multiply(shape: MatvecShape | MatmulShape, x: torch.Tensor, weight: Packed) 
     return packed_product(values, weight, None, shape, counters(x.device))
 
 
-def multiply_codes(shape: MatmulShape, codes: torch.Tensor, scale: torch.Tensor, weight: Packed) -> torch.Tensor:
-    return scaled_product(codes, scale, weight, None, shape, torch.bfloat16)
+def by_codes(cut: CodesShape | CodesStream, codes: torch.Tensor, scale: torch.Tensor, weight: Packed) -> torch.Tensor:
+    return codes_product(cut, codes, scale, weight, None, torch.bfloat16)
 
 
 def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
@@ -52,14 +61,14 @@ def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
     fitting = [fitted(shape, kind.code) for shape in candidates[most]]
     shapes = [shape for shape in fitting if isinstance(shape, MatvecShape | MatmulShape)]
     found: dict[str, Way] = {str(tuple(shape)): partial(multiply, shape, x) for shape in shapes}
-    if rows > 64 and kind.code in ("e4m3", "int8") and not kind.zero:
+    if rows > 1 and kind.code in ("e4m3", "int8") and not kind.zero:
         dtype = torch.int8 if kind.code == "int8" else torch.float8_e4m3fn
         codes = (x * 20).to(dtype)
         runs = 1 if kind.group == kind.inputs else kind.inputs // kind.group
         scale = torch.ones(rows, runs, device=x.device)
-        for shape in CODES_SHAPES:
-            cut = MatmulShape(*shape[:-1])
-            found[f"codes {tuple(shape[:5])}"] = partial(multiply_codes, cut, codes, scale)
+        streams = capability(x.device) == 90 and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
+        for cut in codes_candidates(most, streams):
+            found[f"{cut.kind} {tuple(cut[:5])}"] = partial(by_codes, cut, codes, scale)
     return found
 
 

@@ -111,7 +111,7 @@ def test_the_largest_heads_have_counters_for_every_tile_of_a_split_product(dtype
 
 def test_a_head_is_not_timed_with_results_larger_than_its_weights(device: torch.device) -> None:
     method = MadeMethod(LinearShape(128256, 256, torch.bfloat16, device), make_packed("int4", 40, 256))
-    assert set(PackedProducts(method, False).candidates()) == {1, 8, 16, 32, 64, 256, 1024}
+    assert set(PackedProducts(method, False, False).candidates()) == {1, 8, 16, 32, 64, 128, 256, 1024}
 
 
 def test_deterministic_products_do_not_depend_on_the_rows(device: torch.device) -> None:
@@ -126,7 +126,7 @@ def test_a_formats_own_products_are_timed_beside_the_kernels(device: torch.devic
     linear = layer(make_packed("int4", 40, 256), device)
     method = linear.method
     method.own_products = lambda: {"own": lambda x, bias: x[:, :40] * 0 + 7}  # type: ignore[method-assign,assignment]
-    assert "own" in method.candidates()[1024] and "own" not in method.candidates()[64]
+    assert "own" in method.candidates()[1024] and "own" not in method.candidates()[16]
     method.choose(1024, "own")
     assert (linear(torch.randn(2000, 256, device=device)) == 7).all()
 

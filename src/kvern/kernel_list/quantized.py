@@ -17,7 +17,8 @@ from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product, packed_row
-from kvern.kernels.scaled_product import multiplies_codes, scaled_product
+from kvern.kernels.scaled_product import multiplies_codes
+from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
@@ -27,7 +28,18 @@ from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of, fitted
+from kvern.layers.quantized.products import (
+    CODES_CANDIDATES,
+    CODES_STREAMS,
+    ONE_ACTIVATED_ROW,
+    ONE_ROW,
+    CodesShape,
+    CodesStream,
+    candidates_of,
+    codes_candidates,
+    codes_product,
+    fitted,
+)
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
@@ -253,8 +265,11 @@ def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outpu
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
 
 
-def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
+def _codes(
+    spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: CodesShape | CodesStream
+) -> Call:
     packed = random_packed(inputs, kind, outputs)
+    bias = inputs.numbers(outputs) if kind.biased else None
     x = inputs.bytes(rows, kind.inputs)
     x = x.view(torch.int8) if kind.code == "int8" else (x & 0xBF).view(torch.float8_e4m3fn)
     runs = 1 if kind.group == kind.inputs else -(-kind.inputs // kind.group)
@@ -262,9 +277,9 @@ def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs
 
     def reference() -> torch.Tensor:
         by = scale.double().repeat_interleave(kind.group, 1)[:, : kind.inputs]
-        return (x.double() * by) @ plain_of(packed).T
+        return (x.double() * by) @ plain_of(packed).T + (0 if bias is None else bias.double())
 
-    launch = partial(scaled_product, x, scale, packed, None, shape, inputs.dtype)
+    launch = partial(codes_product, shape, x, scale, packed, bias, inputs.dtype)
     sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
     moved = bytes_of(packed) + x.numel() + rows * outputs * inputs.dtype.itemsize
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
@@ -324,7 +339,28 @@ def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
         if multiplies_by_codes(kind, inputs):
-            yield from ((kind, 130, kind.outputs, MatmulShape(*shape[:-1])) for shape in CODES_SHAPES)
+            streams = _streams(kind, inputs)
+            for most, shapes in CODES_CANDIDATES.items():
+                for shape in () if streams and most in CODES_STREAMS else shapes:
+                    yield kind, shape.rows + 2, kind.outputs, shape
+
+
+def _streams(kind: PackedKind, inputs: Inputs) -> bool:
+    known = inputs.hopper and multiplies_by_codes(kind, inputs)
+    return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
+
+
+def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
+        if _streams(kind, inputs):
+            for shape in itertools.chain(*CODES_STREAMS.values()):
+                yield kind, shape.rows - 1, kind.outputs, shape
+
+
+def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for kind, rows in itertools.product(_timed(inputs), CODES_STREAMS):
+        if _streams(kind, inputs):
+            yield kind, rows, kind.outputs, CODES_STREAMS[rows][1]
 
 
 def _timed(inputs: Inputs) -> list[PackedKind]:
@@ -345,15 +381,14 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    launched = ((kind, shape) for kind, _, _, shape in _codes_launched(spec, inputs))
-    shapes = {kind._replace(outputs=0): shape for kind, shape in reversed(list(launched))}
     for kind in _timed(inputs):
-        if kind._replace(outputs=0) in shapes:
-            yield kind, 4096, kind.outputs, shapes[kind._replace(outputs=0)]
+        if multiplies_by_codes(kind, inputs):
+            yield kind, 4096, kind.outputs, codes_candidates(4096)[0]
 
 
 KERNELS = (
     Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
     Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
     Kernel("codes by codes", "quantized", _codes, _codes_launched, _codes_timed),
+    Kernel("codes by codes on Hopper", "hopper_linear", _codes, _streams_launched, _streams_timed),
 )

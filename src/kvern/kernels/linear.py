@@ -52,7 +52,7 @@ class MatmulShape(NamedTuple):
 
 
 class StreamShape(NamedTuple):
-    """How `stream_product` is cut: as `MatmulShape`. One with splits cannot activate."""
+    """How products of `stream_hopper.py` are cut: as `MatmulShape`. One with splits cannot activate."""
 
     rows: int
     outputs: int

@@ -1,10 +1,14 @@
-"""Products of few rows on Hopper GPUs (compute capability 9.0), bound by the bytes of the weights, in 16 bits.
+"""Products of few rows on Hopper GPUs (compute capability 9.0), bound by the bytes of the weights.
 
     x [T, inputs] @ weight.T -> [T, outputs], or activation(gate) * up of the two halves of the outputs
+
+Of 16 bits, or codes of eight bits, both e4m3 or int8, with scales (`kernels/scaled_product.py`).
 
 One warp of a program streams the weights of its outputs through TMA into a ring of shared memory, and begins while the
 kernel before still runs; four warps multiply, with outputs as the rows of the matrix units' tiles. Programs may share
 the inputs of the same outputs; whoever is last adds the sums of all, in their order.
+
+The matrix units add products of e4m3 in about 14 bits: sums of a step are added to others in float32.
 """
 
 import torch
@@ -14,14 +18,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, tiles_of
+from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, tiles_of
 from kvern.kernels.linear import StreamShape
+from kvern.kernels.packed import Packed
+from kvern.kernels.scaled_product import STEP
 
 REGISTERS = {8: 64, 16: 64, 32: 80, 64: 104, 128: 128}
 """Of a thread, by the rows of a tile, so that programs share a processor: one begins while the other ends.
 
 Those that multiply get what the warp that fetches does not need.
 """
+CODES_REGISTERS = {1 << 9: 64, 1 << 10: 64, 1 << 11: 72, 1 << 12: 96, 1 << 13: 128, 1 << 14: 160}
+"""The same, by the numbers of a tile: sums of a step stand beside those of all, and scales. The largest has 8 warps."""
 
 
 @gluon.jit
@@ -29,7 +37,7 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
     gdc_launch_dependents()
     STAGES: gl.constexpr = weights.shape[0]
     K: gl.constexpr = weights.shape[2]
-    BYTES: gl.constexpr = (weights.shape[1] + values.shape[1]) * K * 2
+    BYTES: gl.constexpr = (weights.shape[1] + values.shape[1]) * K * (weights.dtype.primitive_bitwidth // 8)
     tile = gl.program_id(0)
     for early in gl.static_range(STAGES):
         bar = ready.index(early)
@@ -52,37 +60,108 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
 
 
 @gluon.jit
+def _run_scales(scale, line, step, last, runs, STEPS: gl.constexpr):
+    """Of lines of codes, in a step; of the last one in steps behind it. 0 steps: of whole lines."""
+    run = gl.minimum(step, last) // STEPS if STEPS > 0 else 0
+    return gl.load(scale + line * runs + run).to(gl.float32)
+
+
+@gluon.jit
+def _sums_of_steps(
+    x_scale, scale, weights, values, ready, empty, first, steps, last, row, line, x_runs, runs,
+    X_STEPS: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Each step's products are added up alone; where scales are of less than rows, they are applied to that sum."""
+    STAGES: gl.constexpr = weights.shape[0]
+    OUTPUTS: gl.constexpr = weights.shape[1]
+    ROWS: gl.constexpr = values.shape[1]
+    INTEGERS: gl.constexpr = weights.dtype == gl.int8
+    SCALED: gl.constexpr = X_STEPS + STEPS > 0
+    total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+    part = gl.zeros([OUTPUTS, ROWS], gl.int32 if INTEGERS else gl.float32, layout)
+    if SCALED:
+        gdc_wait()
+        by_row = _run_scales(x_scale, row, first, last, x_runs, X_STEPS)
+        by_line = _run_scales(scale, line, first, last, runs, STEPS)
+    for step in range(steps):
+        stage = step % STAGES
+        if SCALED:
+            next_by_row = _run_scales(x_scale, row, first + step + 1, last, x_runs, X_STEPS)
+            next_by_line = _run_scales(scale, line, first + step + 1, last, runs, STEPS)
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        tile_values = values.index(stage).permute((1, 0))
+        part = warpgroup_mma(weights.index(stage), tile_values, part, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if SCALED:
+            total += part.to(gl.float32) * by_line[:, None] * by_row[None, :]
+            by_row = next_by_row
+            by_line = next_by_line
+        else:
+            total += part
+    return total
+
+
+@gluon.jit
 def _multiply(
     out,
     bias,
+    x_scale,
+    scale,
     partial,
     arrived,
     weights,
     values,
     ready,
     empty,
+    first,
     steps,
+    last_step,
     rows,
     outputs,
+    x_runs,
+    runs,
     SPLITS: gl.constexpr,
     KIND: gl.constexpr,
+    WARPS: gl.constexpr,
+    PER: gl.constexpr,
+    X_STEPS: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     STAGES: gl.constexpr = weights.shape[0]
     OUTPUTS: gl.constexpr = weights.shape[1]
     ROWS: gl.constexpr = values.shape[1]
     WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    plain: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
-    total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        tile_values = values.index(stage).permute((1, 0))
-        total = warpgroup_mma(weights.index(stage), tile_values, total, is_async=True)
-        total = warpgroup_mma_wait(1, deps=[total])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
-    total = warpgroup_mma_wait(0, deps=[total])
+    ACROSS: gl.constexpr = WARPS // 4
+    INTEGERS: gl.constexpr = weights.dtype == gl.int8
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, ACROSS], [16, ROWS // ACROSS, 256 // weights.dtype.primitive_bitwidth]
+    )
+    plain: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
+    if x_scale is not None:
+        scaled = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+        scaled = gl.minimum(gl.program_id(0) * WIDE + scaled % WIDE, outputs - 1) + scaled // WIDE * outputs
+        scaled = scaled // PER
+        x_row = gl.minimum(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), rows - 1)
+    if x_scale is not None and (not INTEGERS or X_STEPS + STEPS > 0):
+        total = _sums_of_steps(
+            x_scale, scale, weights, values, ready, empty, first, steps, last_step, x_row, scaled, x_runs, runs,
+            X_STEPS, STEPS, layout,
+        )  # fmt: skip
+    else:
+        sums = gl.zeros([OUTPUTS, ROWS], gl.int32 if INTEGERS else gl.float32, layout)
+        for step in range(steps):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            tile_values = values.index(stage).permute((1, 0))
+            sums = warpgroup_mma(weights.index(stage), tile_values, sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        total = warpgroup_mma_wait(0, deps=[sums]).to(gl.float32)
     gdc_wait()
+    if x_scale is not None and X_STEPS + STEPS == 0:
+        total *= gl.load(scale + scaled).to(gl.float32)[:, None]
+        total *= gl.load(x_scale + x_row)[None, :]
     tile = gl.program_id(0)
     line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
     last = True
@@ -119,18 +198,26 @@ def _stream_kernel(
     x_tiles,
     weight_tiles,
     bias,
+    x_scale,
+    scale,
     out,
     partial,
     arrived,
     rows,
     outputs,
     steps,
+    x_runs,
+    runs,
     KIND: gl.constexpr,
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     INPUTS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
+    WARPS: gl.constexpr,
+    PER: gl.constexpr,
+    X_STEPS: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     dtype: gl.constexpr = x_tiles.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, INPUTS], dtype)
@@ -148,7 +235,10 @@ def _stream_kernel(
         [
             (
                 _multiply,
-                (out, bias, partial, arrived, weights, values, ready, empty, own, rows, outputs, SPLITS, KIND),
+                (
+                    out, bias, x_scale, scale, partial, arrived, weights, values, ready, empty, first, own, steps - 1,
+                    rows, outputs, x_runs, runs, SPLITS, KIND, WARPS, PER, X_STEPS, STEPS,
+                ),
             ),
             (
                 _fetch,
@@ -157,7 +247,7 @@ def _stream_kernel(
         ],
         [1],
         [24],
-    )
+    )  # fmt: skip
 
 
 def stream_product(
@@ -175,32 +265,95 @@ def stream_product(
 
     A row's result depends on the shape of the tiles alone, not on how many rows there are. Moves the weights once.
     """
+    return _launch(x, weight, bias, shape, arrived, activation, x.dtype, (None, None, None, None), (1, 0, 0))
+
+
+def streams_codes(code: str, group: int, outputs: int, inputs: int) -> bool:
+    """Whether `stream_codes` knows a matrix of such codes, of which `group` inputs share a scale."""
+    known = code in ("e4m3", "int8") and hopper_multiplies(torch.int8, inputs, outputs)
+    return known and (group == inputs or group % STEP == 0)
+
+
+def stream_codes(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None,
+    shape: StreamShape,
+    arrived: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As `stream_product`, of codes: `(x * x_scale) @ weight.T + bias` in `dtype`; a matrix without zeros.
+
+    x         [T, inputs] contiguous, of the dtype of the weight's codes
+    x_scale   [T, inputs / n] float32, contiguous: of runs of n inputs
+
+    Where scales are of less than rows, they are of a multiple of `shape.inputs` inputs.
+    """
+    inputs, scale = x.shape[1], weight.scale
+    assert scale is not None and weight.zero is None
+    groups = inputs if x_scale.shape[1] == 1 else -(-inputs // x_scale.shape[1]), weight.group
+    x_steps, steps = (0 if group == inputs else group // shape.inputs for group in groups)
+    if any(group != inputs and group % shape.inputs for group in groups):
+        raise ValueError(f"steps of {shape.inputs} inputs do not fit scales of {groups[0]} and {groups[1]}")
+    scales = x_scale, scale, x_scale.shape[1], scale.shape[1]
+    per = weight.outputs_per_scale
+    return _launch(x, weight.codes, bias, shape, arrived, None, dtype, scales, (per, x_steps, steps))
+
+
+def _warps_and_registers(shape: StreamShape, codes: bool) -> tuple[int, int]:
+    """Of the warps that multiply; registers of all threads of a program, as in `REGISTERS`."""
+    if not codes:
+        return 4, REGISTERS[shape.rows]
+    warps = 4 if shape.rows * shape.outputs <= 1 << 13 else 8
+    return warps, CODES_REGISTERS[shape.rows * shape.outputs]
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: StreamShape,
+    arrived: torch.Tensor,
+    activation: str | None,
+    dtype: torch.dtype,
+    scales: tuple[torch.Tensor, torch.Tensor, int, int] | tuple[None, None, None, None],
+    of_scales: tuple[int, int, int],
+) -> torch.Tensor:
     rows, inputs = x.shape
     outputs = weight.shape[0] // (1 if activation is None else 2)
     wide = shape.outputs if activation is None else shape.outputs // 2
     tiles = triton.cdiv(outputs, wide)
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     partial = out
     if shape.splits > 1:
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=x.device)
+    x_scale, scale, x_runs, runs = scales
+    warps, registers = _warps_and_registers(shape, x_scale is not None)
     _stream_kernel[(tiles, shape.splits)](
         tiles_of(x, shape.rows, shape.inputs),
         tiles_of(weight, wide, shape.inputs),
         bias,
+        x_scale,
+        scale,
         out,
         partial,
         arrived,
         rows,
         outputs,
         triton.cdiv(inputs, shape.inputs),
+        x_runs,
+        runs,
         KINDS.index(activation),
         shape.rows,
         shape.outputs,
         shape.inputs,
         shape.stages,
         shape.splits,
-        num_warps=4,
-        maxnreg=REGISTERS[shape.rows],
+        warps,
+        *of_scales,
+        num_warps=warps,
+        maxnreg=registers,
         launch_pdl=True,
     )
     return out

@@ -1,4 +1,4 @@
-"""Products of PyTorch's libraries in which weights and activations have a byte, for many rows on a GPU.
+"""Products of PyTorch's libraries in which weights and activations have a byte, for several rows on a GPU.
 
 Activations are rounded first, as the format says. Which product is used, or whether weights are made plain instead, is
 for the tuner to say.

@@ -47,12 +47,13 @@ class QuantizedMethod(LinearMethod):
     def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
         """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
 
-        Then codes are multiplied by codes (`kernels/scaled_product.py`) where that is faster. None: x stays plain.
+        Then codes are multiplied by codes (`kernels/scaled_product.py`, `stream_hopper.py`) where that is faster. None:
+        x stays plain.
         """
         return None
 
     def own_products(self) -> Mapping[str, Product]:
-        """Ways to multiply many rows on a GPU that only this format has, by name, once all is loaded."""
+        """Ways to multiply more than 16 rows on a GPU that only this format has, by name, once all is loaded."""
         return {}
 
     def use_kernels(self, build: "Build") -> None:
@@ -60,7 +61,7 @@ class QuantizedMethod(LinearMethod):
             from kvern.layers.quantized.products import PackedProducts, multiplies
 
             if multiplies(self.packed().code, self.shape.inputs):
-                self._products = PackedProducts(self, build.deterministic)
+                self._products = PackedProducts(self, build.deterministic, "hopper_linear" in build.kernels)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._products is None:

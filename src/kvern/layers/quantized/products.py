@@ -1,8 +1,8 @@
 """How quantized weights are multiplied on a GPU: by kernels that make numbers of codes inside the product.
 
-Few rows read the codes and compute little. Of many rows arithmetic counts: weights are made plain inside the product,
-or a run of rows at a time for cuBLAS, or the format's own products multiply codes of eight bits; the tuner times them.
-Activations are multiplied as they are, but for a format's own products, whose codes they become first.
+One row reads the codes and computes little. Of more, weights are made plain inside the product, or a run of rows at a
+time for cuBLAS, or activations become codes of eight bits, where the format rounds them, and codes are multiplied by
+codes, by kernels or by the format's own products; the tuner times them.
 """
 
 import functools
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
+from kvern.kernels.stream_hopper import stream_codes, streams_codes
 from kvern.layers.linear_method import Product
 from kvern.layers.tuned_linear import MOST_TILES
 
@@ -48,7 +49,18 @@ class CodesShape(NamedTuple):
     kind: str = "codes"
 
 
-Shape = MatvecShape | MatmulShape | CodesShape | PlainRuns | str
+class CodesStream(NamedTuple):
+    """How a product of codes with codes is cut on Hopper: as `StreamShape`."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    splits: int
+    kind: str = "stream"
+
+
+Shape = MatvecShape | MatmulShape | CodesShape | CodesStream | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
@@ -84,6 +96,7 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
         MatmulShape(64, 128, 128, 8, 3, splits=2),
         MatmulShape(64, 128, 64, 8, 4),
     ),
+    128: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3)),
     256: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), PlainRuns(PLAIN_RUN_NUMBERS)),
     1024: (MatmulShape(128, 128, 64, 8, 3), MatmulShape(256, 128, 64, 8, 3), PlainRuns(PLAIN_RUN_NUMBERS)),
     8192: (MatmulShape(128, 128, 64, 8, 3), MatmulShape(256, 128, 64, 8, 3), PlainRuns(PLAIN_RUN_NUMBERS)),
@@ -98,11 +111,52 @@ FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 }
 """Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
 
+MOST_OWN_FEW = 16
+"""A format's own products are for more: integers are multiplied by no fewer."""
 MANY_ROWS = 64
-"""A format's own products, and those of codes with codes, are for more."""
+"""A head is not always timed with more."""
 MOST_TIMED_NUMBERS = 1 << 28
 """Of a result: a head, of so many outputs, gets few rows, and its result for many is larger than the weights."""
-CODES_SHAPES = (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4))
+CODES_CANDIDATES: Mapping[int, tuple[CodesShape, ...]] = {
+    16: (CodesShape(16, 64, 128, 4, 4),),
+    32: (CodesShape(32, 64, 128, 4, 4),),
+    64: (CodesShape(64, 64, 128, 4, 4),),
+    8192: (CodesShape(128, 128, 128, 8, 3), CodesShape(64, 128, 128, 4, 4)),
+}
+"""What is timed beside the others for up to this many rows, but for one, where codes are multiplied by codes."""
+CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
+    8: (
+        CodesStream(8, 64, 128, 12, 1),
+        CodesStream(8, 64, 128, 8, 2),
+        CodesStream(8, 64, 128, 6, 4),
+        CodesStream(8, 128, 128, 6, 1),
+    ),
+    16: (
+        CodesStream(16, 64, 128, 10, 1),
+        CodesStream(16, 64, 128, 8, 2),
+        CodesStream(16, 64, 128, 6, 4),
+        CodesStream(16, 128, 128, 6, 1),
+    ),
+    32: (
+        CodesStream(32, 64, 128, 6, 1),
+        CodesStream(32, 64, 128, 6, 2),
+        CodesStream(32, 64, 128, 4, 4),
+        CodesStream(32, 128, 128, 5, 1),
+        CodesStream(32, 128, 128, 5, 4),
+    ),
+    64: (
+        CodesStream(64, 64, 128, 6, 2),
+        CodesStream(64, 64, 128, 4, 4),
+        CodesStream(64, 128, 128, 4, 1),
+        CodesStream(64, 128, 128, 4, 4),
+    ),
+    128: (
+        CodesStream(128, 128, 128, 6, 1),
+        CodesStream(128, 128, 128, 6, 2),
+        CodesStream(128, 128, 128, 6, 4),
+    ),
+}
+"""What is timed instead on Hopper GPUs."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
 FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
 """The one way to multiply if a row's result must not depend on the number of rows."""
@@ -122,6 +176,13 @@ def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
+def codes_candidates(most: int, streams: bool = False) -> tuple[CodesShape | CodesStream, ...]:
+    """What is timed for up to so many rows, but for one, where codes are multiplied by codes; `streams` on Hopper."""
+    if streams and most in CODES_STREAMS:
+        return CODES_STREAMS[most]
+    return CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
+
+
 def fitted(shape: Shape, code: str) -> Shape:
     """The shape with steps of whole blocks."""
     if isinstance(shape, MatvecShape | MatmulShape) and shape.inputs % CODES[code].block:
@@ -129,11 +190,25 @@ def fitted(shape: Shape, code: str) -> Shape:
     return shape
 
 
+def codes_product(
+    shape: CodesShape | CodesStream,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: "Packed",
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """By codes that `QuantizedMethod.activation_codes` makes: `[T, outputs]` of the dtype."""
+    if isinstance(shape, CodesStream):
+        return stream_codes(x, x_scale, weight, bias, StreamShape(*shape[:-1]), counters(x.device), dtype)
+    return scaled_product(x, x_scale, weight, bias, MatmulShape(*shape[:-1]), dtype)
+
+
 class PackedProducts:
     """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
 
-    def __init__(self, method: "QuantizedMethod", deterministic: bool) -> None:
-        self._method, self._deterministic = method, deterministic
+    def __init__(self, method: "QuantizedMethod", deterministic: bool, hopper: bool) -> None:
+        self._method, self._deterministic, self._hopper = method, deterministic, hopper
         dtype, code = method.shape.dtype, method.packed().code
         given = {} if deterministic else candidates_of(dtype)
         self._candidates = {
@@ -169,16 +244,20 @@ class PackedProducts:
 
     def _shapes(self, most: int) -> tuple[Shape, ...]:
         shapes = self._candidates[most]
-        if most <= MANY_ROWS:
+        if most == 1:
             return shapes
-        codes = CODES_SHAPES if self._multiplies_codes() else ()
-        return (*shapes, *codes, *self._method.own_products())
+        codes = codes_candidates(most, self._streams_codes()) if self._multiplies_codes() else ()
+        return (*shapes, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
 
     def _multiplies_codes(self) -> bool:
         weight, shape = self.weight, self._method.shape
         if weight.zero is not None or self._method.activation_codes() is None:
             return False
         return multiplies_codes(weight.code, [weight.group], shape.inputs, shape.device)
+
+    def _streams_codes(self) -> bool:
+        weight, shape = self.weight, self._method.shape
+        return self._hopper and streams_codes(weight.code, weight.group, shape.outputs, shape.inputs)
 
     def choose(self, rows: int, candidate: Hashable) -> None:
         """As `LinearMethod.choose`."""
@@ -191,10 +270,10 @@ class PackedProducts:
         weight = self.weight
         if isinstance(shape, str):
             return self._method.own_products()[shape](x, bias)
-        if isinstance(shape, CodesShape):
+        if isinstance(shape, CodesShape | CodesStream):
             make_codes = self._method.activation_codes()
             assert make_codes is not None
-            return scaled_product(*make_codes(x), weight, bias, MatmulShape(*shape[:-1]), x.dtype)
+            return codes_product(shape, *make_codes(x), weight, bias, x.dtype)
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
         if isinstance(shape, MatvecShape):

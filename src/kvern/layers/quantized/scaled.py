@@ -219,7 +219,7 @@ class ScaledMethod(QuantizedMethod):
         return self._library_products
 
     def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-        """As `QuantizedMethod.activation_codes`: for many rows; with few, activations stay as they are."""
+        """As `QuantizedMethod.activation_codes`; an activation of a single row stays as it is."""
         how = self.form.activations
         if how is None or how.code != self.form.code or not how.symmetric:
             return None
