@@ -166,7 +166,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
 ) -> None:
     """One token, some, and so many that a format which rounds activations has codes multiplied by codes."""
     if device.type == "cpu":  # Triton's interpreter loses a carry where it rounds to e4m3
-        monkeypatch.setattr(library_products, "quantize_rows", round_by_pytorch)
+        monkeypatch.setattr(quantize_rows_module, "quantize_rows", round_by_pytorch)
     monkeypatch.setattr(moe_packed_direct, "DIRECT_OUTPUTS", 128)
     spec = MoeSpec(3, 2, 96 if name.endswith("share") else 128, shared_width=16)
     rules = LinearMethods(Unquantized(), ((re.compile("mlp.experts"), FORMATS[name]),))
