@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.quantize_rows import quantize_rows, scale_products
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
@@ -42,6 +43,14 @@ def test_each_token_has_the_scale_of_its_largest_number(
     assert torch.equal(codes.float(), scaled(x, code, scale).float())
     assert torch.equal(codes.float() * scale, rounded(x, Rounding(code, limit=limit)))
     assert (codes.float()[-1] == 0).all() and codes.float().abs().max() == (448 if code == "e4m3" else 127)
+
+
+def test_rows_that_do_not_fit_into_a_program(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, static = rows_of(device, 3, 200), torch.tensor([STEP], device=device)
+    expected = [quantize_rows(x, "int8"), quantize_rows(x, "int8", static=static)]
+    monkeypatch.setattr(rounding_kernels, "BLOCK", 64)
+    for whole, parts in zip(expected, (quantize_rows(x, "int8"), quantize_rows(x, "int8", static=static)), strict=True):
+        assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.scales, parts.scales)
 
 
 @pytest.mark.parametrize("code", ["e4m3", "int8"])

@@ -40,7 +40,7 @@ def _gated_activation_kernel(
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride", "group_stride"])
 def _coded_activation_kernel(
     gate_up: tl.tensor,
     codes: tl.tensor,

@@ -12,7 +12,7 @@ PLAIN = (None, None, None, None)
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def _rms_norm_kernel(
     x: tl.tensor,
     update: tl.tensor,

@@ -94,7 +94,7 @@ def store_codes(
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride", "group_stride"])
 def _quantize_rows_kernel(
     x: tl.tensor,
     codes: tl.tensor,
@@ -140,7 +140,7 @@ def _quantize_rows_kernel(
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride", "group_stride"])
 def _quantize_groups_kernel(
     x: tl.tensor,
     codes: tl.tensor,
