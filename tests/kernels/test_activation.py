@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvern.kernels import activation as activation_kernels
+from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.activation import ACTIVATIONS, coded_gated_activation, gated_activation
 from tests.kernels.test_norm import CODINGS, codings, relative_error
 
@@ -38,7 +38,7 @@ def test_codes_of_an_activation_are_those_of_its_numbers(
     block: int,
 ) -> None:
     """Of rows that a program holds, and of longer ones."""
-    monkeypatch.setattr(activation_kernels, "BLOCK", block)
+    monkeypatch.setattr(rounding_kernels, "BLOCK", block)
     coding, dtype = codings(device)[name], torch.float16 if device.type == "cpu" else torch.bfloat16
     x = (3 * torch.randn(tokens, 2 * width, generator=torch.Generator().manual_seed(tokens))).to(device, dtype)
     x[-1] = 0

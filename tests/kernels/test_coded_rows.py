@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.kernels.activation import coded_gated_activation, gated_activation
+from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
 from kvern.kernels.quantize_rows import RowCodes
 from kvern.layers import fused
 from kvern.layers.build import Build
@@ -19,6 +21,7 @@ from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import Block, Scaled
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS, answers, logprobs
+from tests.kernels.test_norm import CODINGS, codings
 from tests.peft_adapters import make_adapter
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9]]
@@ -68,6 +71,39 @@ def test_engines_answer_alike(
     expected = on_device(tmp_path, **options()).generate(PROMPTS, PARAMS)
     assert answers(found) == answers(expected) and list(logprobs(found)) == list(logprobs(expected))
     assert counts == made
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_engines_answer_alike_on_a_gpu(
+    tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_engines_answer_alike("llama", tmp_path, on_device, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="sums depend on how a GPU cuts rows")
+@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize("width", [768, 2048, 4096, 5120, 14336, 28672])
+def test_kernels_of_large_rows_make_the_same_codes(name: str, width: int) -> None:
+    device = torch.device("cuda")
+    coding, weight = codings(device)[name], torch.randn(width, device=device, dtype=torch.bfloat16)
+    for rows in (1, 32, 700):
+        x, update = torch.randn(2, rows, width, device=device).bfloat16()
+        both = 2 * torch.randn(rows, 2 * width, device=device, dtype=torch.bfloat16)
+        alone, residual, again = coding(rms_norm(x, weight, 1e-6)), x.clone(), x.clone()
+        pairs = [
+            (coded_rms_norm(x, None, weight, 1e-6, coding), alone),
+            (
+                coded_rms_norm(residual, update, weight, 1e-6, coding),
+                coding(add_rms_norm(again, update, weight, 1e-6)),
+            ),
+            (coded_gated_activation(both, "silu", coding), coding(gated_activation(both, "silu"))),
+        ]
+        assert torch.equal(residual, again)
+        for found, expected in pairs:
+            assert torch.equal(found.codes.view(torch.int8), expected.codes.view(torch.int8))
+            assert torch.equal(found.scales, expected.scales)
 
 
 @pytest.mark.nightly

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
-from kvern.kernels.quantize_rows import BLOCK, Coding, RowCodes, store_codes
+from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """What `activate` knows; a gated MLP with another activation runs through PyTorch."""
@@ -74,13 +74,13 @@ def _coded_activation_kernel(
 
 
 def coded_gated_activation(gate_up: torch.Tensor, activation: str, coding: Coding) -> RowCodes:
-    """What `coding` makes of `gated_activation`, bit for bit: in one launch, but of more than `BLOCK` numbers a row."""
+    """What `coding` makes of `gated_activation`, bit for bit: in one launch, but of very long rows."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if width > BLOCK:
+    block, overlap = coding.block(width), overlaps(gate_up.device)
+    if not block:
         return coding(gated_activation(gate_up, activation))
     made = coding.empty(tokens, width, gate_up.device)
     variables, constants = coding.arguments(made)
-    block, overlap = next_power_of_2(width), overlaps(gate_up.device)
     _coded_activation_kernel[(tokens,)](
         gate_up, *variables, width, activation, *constants, block, overlap,
         num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,

@@ -68,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     and once out.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, (out, *PLAIN, None), epsilon)
+    _launch(x, None, weight, (out, *PLAIN, None), epsilon, next_power_of_2(x.shape[1]))
     return out
 
 
@@ -79,17 +79,23 @@ def add_rms_norm(x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, ep
     update once, the result once.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, update, weight, (out, *PLAIN, None), epsilon)
+    _launch(x, update, weight, (out, *PLAIN, None), epsilon, next_power_of_2(x.shape[1]))
     return out
 
 
 def coded_rms_norm(
     x: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float, coding: Coding
 ) -> RowCodes:
-    """What `coding` makes of `rms_norm`, or of `add_rms_norm` with an update, in one launch and bit for bit."""
+    """What `coding` makes of `rms_norm`, or of `add_rms_norm` with an update, bit for bit.
+
+    In one launch, but of very long rows. Moves what these do, but a byte a number for the result.
+    """
+    block = coding.block(x.shape[1])
+    if not block:
+        return coding(rms_norm(x, weight, epsilon) if update is None else add_rms_norm(x, update, weight, epsilon))
     made = coding.empty(x.shape[0], x.shape[1], x.device)
     variables, constants = coding.arguments(made)
-    _launch(x, update, weight, variables, epsilon, constants)
+    _launch(x, update, weight, variables, epsilon, block, constants)
     return made
 
 
@@ -99,11 +105,11 @@ def _launch(
     weight: torch.Tensor,
     out: tuple[object, ...],
     epsilon: float,
+    block: int,
     coding: tuple[object, ...] | None = None,
 ) -> None:
     """`out` and `coding`: of `Coding.arguments`; without the latter, `out` is the result."""
     rows, width = x.shape
-    block = next_power_of_2(width)
     overlap = overlaps(x.device)
     _rms_norm_kernel[(rows,)](
         x,

@@ -38,10 +38,10 @@ class Coding:
     def __call__(self, x: torch.Tensor) -> RowCodes:
         return quantize_rows(x.contiguous(), self.code, self.group, self.static, self.limit, self.columns)
 
-    @property
-    def by_kernels_of_rows(self) -> bool:
-        """Whether a kernel that has made a row can round it: `store_codes` cuts rows in groups of powers of two."""
-        return self.group & (self.group - 1) == 0
+    def block(self, width: int) -> int:
+        """Of a program that makes and rounds a row of so many numbers; 0: it cannot, or not in groups of that size."""
+        block = max(next_power_of_2(width), self.group)
+        return block if block <= BLOCK and self.group & (self.group - 1) == 0 else 0
 
     def empty(self, tokens: int, width: int, device: torch.device) -> RowCodes:
         """Where the codes of so many rows go."""

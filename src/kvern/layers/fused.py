@@ -46,7 +46,7 @@ class FusedRMSNorm(Norm):
     ) -> tuple[Tensor, Tensor | RowCodes]:
         """As `after`, if `method` alone multiplies the norm: as the codes that it would make of it, if any."""
         coding = None if method is None else method.coding(hidden.shape[0])
-        if coding is None or not coding.by_kernels_of_rows:
+        if coding is None:
             return self.after(hidden, update)
         return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
 
@@ -128,7 +128,7 @@ class FusedGatedMLP(GatedMLP):
         else:
             gate_up = self.gate_up_proj(x, rows)
             coding = self._methods[1].coding(gate_up.shape[0]) if rows is None else None
-            if coding is None or not coding.by_kernels_of_rows:
+            if coding is None:
                 activated = gated_activation(gate_up, self.kind)
             else:
                 activated = coded_gated_activation(gate_up, self.kind, coding)
@@ -150,8 +150,10 @@ class FusedLayer(SequentialLayer):
             linears += [self.mlp.gate_up_proj, self.mlp.down_proj]
         products = [linear.row_product() for linear in linears]
         self._products = None if None in products else cast("list[Callable[..., Tensor]]", products)
-        self._qkv = self.self_attn.qkv_proj.method
-        self._gate_up = self.mlp.first_method if isinstance(self.mlp, FusedGatedMLP) else None
+        norms = isinstance(self.attention_in, FusedRMSNorm) and isinstance(self.mlp_in, FusedRMSNorm)
+        takes = norms and isinstance(self.self_attn, FusedAttention)
+        self._qkv = self.self_attn.qkv_proj.method if takes else None
+        self._gate_up = self.mlp.first_method if norms and isinstance(self.mlp, FusedGatedMLP) else None
 
     def forward(
         self,
@@ -163,7 +165,7 @@ class FusedLayer(SequentialLayer):
         adapters: StepAdapters = NO_ADAPTERS,
     ) -> Residual:
         products = self._products
-        if adapters is not NO_ADAPTERS:
+        if adapters is not NO_ADAPTERS or self._qkv is None:
             return super().forward(hidden, update, rotation, attend, wanted, adapters)
         if hidden.shape[0] > 1 or products is None:
             return self._many_rows(hidden, update, rotation, attend, wanted)
