@@ -84,7 +84,7 @@ def test_engines_answer_alike_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="sums depend on how a GPU cuts rows")
 @pytest.mark.parametrize("name", CODINGS)
-@pytest.mark.parametrize("width", [768, 2048, 4096, 5120, 14336, 28672])
+@pytest.mark.parametrize("width", [768, 4096, 14336])
 def test_kernels_of_large_rows_make_the_same_codes(name: str, width: int) -> None:
     device = torch.device("cuda")
     coding, weight = codings(device)[name], torch.randn(width, device=device, dtype=torch.bfloat16)

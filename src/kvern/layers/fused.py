@@ -150,10 +150,12 @@ class FusedLayer(SequentialLayer):
             linears += [self.mlp.gate_up_proj, self.mlp.down_proj]
         products = [linear.row_product() for linear in linears]
         self._products = None if None in products else cast("list[Callable[..., Tensor]]", products)
-        norms = isinstance(self.attention_in, FusedRMSNorm) and isinstance(self.mlp_in, FusedRMSNorm)
-        takes = norms and isinstance(self.self_attn, FusedAttention)
-        self._qkv = self.self_attn.qkv_proj.method if takes else None
-        self._gate_up = self.mlp.first_method if norms and isinstance(self.mlp, FusedGatedMLP) else None
+        norms = self.attention_in, self.mlp_in
+        self._fuses = all(isinstance(norm, FusedRMSNorm) for norm in norms) and isinstance(
+            self.self_attn, FusedAttention
+        )
+        first = self.mlp.first_method if isinstance(self.mlp, FusedGatedMLP) else None
+        self._readers = self.self_attn.qkv_proj.method, first
 
     def forward(
         self,
@@ -165,7 +167,7 @@ class FusedLayer(SequentialLayer):
         adapters: StepAdapters = NO_ADAPTERS,
     ) -> Residual:
         products = self._products
-        if adapters is not NO_ADAPTERS or self._qkv is None:
+        if adapters is not NO_ADAPTERS or not self._fuses:
             return super().forward(hidden, update, rotation, attend, wanted, adapters)
         if hidden.shape[0] > 1 or products is None:
             return self._many_rows(hidden, update, rotation, attend, wanted)
@@ -189,9 +191,10 @@ class FusedLayer(SequentialLayer):
         self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None
     ) -> Residual:
         """Norms round what they make where products multiply codes."""
-        hidden, normal = self.attention_in.before(self._qkv, hidden, update)
+        qkv, gate_up = self._readers
+        hidden, normal = self.attention_in.before(qkv, hidden, update)
         attended = self.self_attn(normal, rotation, attend, wanted)
-        hidden, normal = self.mlp_in.before(self._gate_up, rows_of(hidden, wanted), attended)
+        hidden, normal = self.mlp_in.before(gate_up, rows_of(hidden, wanted), attended)
         return hidden, self.mlp(normal)
 
 
