@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from kvern.kernels import quantize_rows as rounding_kernels
-from kvern.kernels.quantize_rows import quantize_rows, scale_products
+from kvern.kernels.activation import coded_gated_activation
+from kvern.kernels.norm import coded_rms_norm
+from kvern.kernels.quantize_rows import Coding, quantize_rows, scale_products
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
@@ -140,7 +142,15 @@ def _launch(group: int, code: str, static: bool) -> object:
     return quantize_rows(x, code, group, torch.empty(1) if static else None)
 
 
+def _launch_coded(coding: Coding) -> None:
+    x, both = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(64, 2 * 14336, dtype=torch.bfloat16)
+    coded_rms_norm(x, None, x[0], 1e-6, coding)
+    coded_rms_norm(x, x, x[0], 1e-6, coding)
+    coded_gated_activation(both, "silu", coding)
+
+
 LAUNCHES: list[Callable[[], object]] = [
+    *(partial(_launch_coded, Coding(code, group)) for code in ("e4m3", "int8") for group in (0, 128)),
     *(
         partial(_launch, group, code, static)
         for code in ("e4m3", "int8")
