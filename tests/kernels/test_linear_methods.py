@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.layers.block import SequentialLayer
 from kvern.layers.fused import FusedLayer
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS, PROMPTS, answers, logprobs
@@ -42,13 +41,13 @@ def test_layers_whose_format_cannot_fuse_run_in_parts(
     layers = list(llm._engine.core.executor._worker.runner._decoder.layers)
     assert all(isinstance(layer, FusedLayer) for layer in layers)
     in_parts = []
-    forward = SequentialLayer.forward
+    forward = FusedLayer._many_rows
 
-    def record(self: SequentialLayer, hidden: object, *arguments: object) -> object:
+    def record(self: FusedLayer, hidden: object, *arguments: object) -> object:
         in_parts.append((layers.index(self), hidden.shape[0]))  # type: ignore[attr-defined]
         return forward(self, hidden, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SequentialLayer, "forward", record)
+    monkeypatch.setattr(FusedLayer, "_many_rows", record)
     llm.generate(PROMPTS[:1], PARAMS)
     assert {layer for layer, rows in in_parts if rows == 1} == {1}
     assert {layer for layer, rows in in_parts if rows > 1} == {0, 1, 2}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvern.kernels.norm import add_rms_norm, rms_norm
+from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
+from kvern.kernels.quantize_rows import Coding
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -33,3 +34,37 @@ def test_add_rms_norm_changes_the_residual_in_place(device: torch.device) -> Non
     out = add_rms_norm(x, update, weight, 1e-5)
     assert relative_error(x, total) < 1e-6
     assert relative_error(out, reference(total, weight, 1e-5)) < 1e-6
+
+
+def codings(device: torch.device) -> dict[str, Coding]:
+    """Ways to round rows, by name."""
+    static = torch.full((1,), 0.01, device=device)
+    return {
+        "e4m3": Coding("e4m3"),
+        "int8 with a limit": Coding("int8", limit=1.5),
+        "int8 by a known scale": Coding("int8", static=static),
+        "e4m3 by 32": Coding("e4m3", 32),
+        "int8 by 32 in columns": Coding("int8", 32, columns=True),
+    }
+
+
+CODINGS = tuple(codings(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize(("rows", "width", "add"), [(3, 96, True), (2, 1000, False), (1, 24, False)])
+def test_codes_of_a_norm_are_those_of_its_numbers(
+    device: torch.device, name: str, rows: int, width: int, add: bool
+) -> None:
+    coding, dtype = codings(device)[name], torch.float16 if device.type == "cpu" else torch.bfloat16
+    x, update = torch.randn(2, rows, width + 8, device=device).to(dtype)[:, :, :width]
+    update, weight = update.contiguous(), torch.randn(width, device=device).to(dtype)
+    x[-1], update[-1] = 0, 0
+    other = x.clone()
+    normal = add_rms_norm(other, update, weight, 1e-6) if add else rms_norm(other, weight, 1e-6)
+    expected = coding(normal)
+    torch.full((3 * rows * width,), float("nan"), device=device)
+    found = coded_rms_norm(x, update if add else None, weight, 1e-6, coding)
+    assert torch.equal(x, other)
+    assert torch.equal(found.codes.view(torch.int8), expected.codes.view(torch.int8))
+    assert torch.equal(found.scales, expected.scales) and found.scales.stride() == expected.scales.stride()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvern.kernels import moe_packed, moe_packed_direct
+from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts
 from kvern.kernels.packed import Packed
@@ -18,7 +19,6 @@ from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.loadable import Loadable
 from kvern.layers.moe import MoE, make_moe
-from kvern.layers.quantized import library_products
 from kvern.layers.quantized.rounding import Code, Rounding, quantized_rows
 from kvern.layers.quantized.scaled import ROWS, Block, Scaled, ScaledMethod
 from kvern.layers.row_experts import RowStackedExperts
@@ -166,7 +166,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
 ) -> None:
     """One token, some, and so many that a format which rounds activations has codes multiplied by codes."""
     if device.type == "cpu":  # Triton's interpreter loses a carry where it rounds to e4m3
-        monkeypatch.setattr(library_products, "quantize_rows", round_by_pytorch)
+        monkeypatch.setattr(rounding_kernels, "quantize_rows", round_by_pytorch)
     monkeypatch.setattr(moe_packed_direct, "DIRECT_OUTPUTS", 128)
     spec = MoeSpec(3, 2, 96 if name.endswith("share") else 128, shared_width=16)
     rules = LinearMethods(Unquantized(), ((re.compile("mlp.experts"), FORMATS[name]),))

@@ -6,7 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernels.quantize_rows import quantize_rows, scale_products
+from kvern.kernels import quantize_rows as rounding_kernels
+from kvern.kernels.activation import coded_gated_activation
+from kvern.kernels.norm import coded_rms_norm
+from kvern.kernels.quantize_rows import Coding, quantize_rows, scale_products
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
@@ -42,6 +45,14 @@ def test_each_token_has_the_scale_of_its_largest_number(
     assert torch.equal(codes.float(), scaled(x, code, scale).float())
     assert torch.equal(codes.float() * scale, rounded(x, Rounding(code, limit=limit)))
     assert (codes.float()[-1] == 0).all() and codes.float().abs().max() == (448 if code == "e4m3" else 127)
+
+
+def test_rows_that_do_not_fit_into_a_program(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, static = rows_of(device, 3, 200), torch.tensor([STEP], device=device)
+    expected = [quantize_rows(x, "int8"), quantize_rows(x, "int8", static=static)]
+    monkeypatch.setattr(rounding_kernels, "BLOCK", 64)
+    for whole, parts in zip(expected, (quantize_rows(x, "int8"), quantize_rows(x, "int8", static=static)), strict=True):
+        assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.scales, parts.scales)
 
 
 @pytest.mark.parametrize("code", ["e4m3", "int8"])
@@ -135,7 +146,15 @@ def _launch(group: int, code: str, static: bool) -> object:
     return quantize_rows(x, code, group, torch.empty(1) if static else None)
 
 
+def _launch_coded(coding: Coding) -> None:
+    x, both = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(64, 2 * 14336, dtype=torch.bfloat16)
+    coded_rms_norm(x, None, x[0], 1e-6, coding)
+    coded_rms_norm(x, x, x[0], 1e-6, coding)
+    coded_gated_activation(both, "silu", coding)
+
+
 LAUNCHES: list[Callable[[], object]] = [
+    *(partial(_launch_coded, Coding(code, group)) for code in ("e4m3", "int8") for group in (0, 128)),
     *(
         partial(_launch, group, code, static)
         for code in ("e4m3", "int8")

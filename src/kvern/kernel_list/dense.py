@@ -164,14 +164,14 @@ def _activate(spec: ModelSpec, inputs: Inputs, mlp: MlpSpec, rows: int) -> Call:
 
 
 def _activate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((mlp, ROWS) for mlp in (*gated_mlps(spec), *_shared_mlps(spec)))
+    yield from ((mlp, ROWS) for mlp in activated_mlps(spec))
 
 
-def _shared_mlps(spec: ModelSpec) -> list[MlpSpec]:
-    """Those beside experts, that a kernel can activate."""
+def activated_mlps(spec: ModelSpec) -> list[MlpSpec]:
+    """Those that a kernel can activate, beside experts too."""
     moes = dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
     mlps = [MlpSpec(moe.shared_width, moe.activation) for moe in moes if moe.shared_width]
-    return [mlp for mlp in mlps if mlp.activation in ACTIVATIONS]
+    return gated_mlps(spec) + [mlp for mlp in mlps if mlp.activation in ACTIVATIONS]
 
 
 def _activate_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

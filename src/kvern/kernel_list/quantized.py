@@ -50,7 +50,8 @@ Sizes = Iterator[tuple[Any, ...]]
 class PackedKind(NamedTuple):
     """A quantized matrix as `Packed` says it, without its numbers. Dtypes are names; "" for what there is not.
 
-    `part` is what a checkpoint calls the first part of the layer, as "q_proj".
+    `part` is what a checkpoint calls the first part of the layer, as "q_proj". `activations` become codes of the same
+    kind with scales of "rows", of "groups" of 128, or "static" ones; "": not at all.
     """
 
     part: str
@@ -64,12 +65,14 @@ class PackedKind(NamedTuple):
     factor: bool = False
     order: bool = False
     biased: bool = False
+    activations: str = ""
 
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
-    "fp8": {"code": "e4m3", "scale": "float32"},
-    "fp8_blocks": {"code": "e4m3", "scale": "float32", "group": 128, "outputs_per_scale": 128},
-    "int8": {"code": "int8", "scale": "float32"},
+    "fp8": {"code": "e4m3", "scale": "float32", "activations": "rows"},
+    "fp8_blocks": {"code": "e4m3", "scale": "float32", "group": 128, "outputs_per_scale": 128}
+    | {"activations": "groups"},
+    "int8": {"code": "int8", "scale": "float32", "activations": "rows"},
     "int4": {"code": "int4", "scale": "float16", "group": 128},
     "int4_zero": {"code": "int4", "scale": "float16", "group": 128, "zero": "uint8"},
     "nf4": {"code": "nf4", "scale": "float32", "group": 64},
@@ -97,7 +100,10 @@ def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) ->
 
 
 def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
-    packed, shape = method.packed(), method.shape
+    packed, shape, coding = method.packed(), method.shape, method.activation_codes()
+    activations = ""
+    if coding is not None:
+        activations = "groups" if coding.group else "rows" if coding.static is None else "static"
 
     def dtype_of(item: torch.Tensor | None) -> str:
         return "" if item is None else str(item.dtype).removeprefix("torch.")
@@ -114,6 +120,7 @@ def _kind(method: QuantizedMethod, part: str, biased: bool) -> PackedKind:
         packed.factor is not None,
         packed.order is not None,
         biased,
+        activations,
     )
 
 

@@ -1,10 +1,11 @@
-"""The gated activation between the two products of an MLP."""
+"""The gated activation between the two products of an MLP, as numbers or rounded to codes."""
 
 import torch
 import triton
 import triton.language as tl
 
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """What `activate` knows; a gated MLP with another activation runs through PyTorch."""
@@ -36,6 +37,55 @@ def _gated_activation_kernel(
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["row_stride", "group_stride"])
+def _coded_activation_kernel(
+    gate_up: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    static: tl.tensor,
+    row_stride,
+    group_stride,
+    limit,
+    width,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTEGER: tl.constexpr,
+    STATIC: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A row is a program's, because its largest number has to be known; it is rounded to the dtype of x before."""
+    if OVERLAP:
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    activated = (activate(gate, KIND) * up).to(gate_up.dtype.element_ty).to(tl.float32)
+    store_codes(
+        activated, row, column, width, codes, scales, static, row_stride, group_stride, limit,
+        LARGEST, INTEGER, STATIC, GROUP,
+    )  # fmt: skip
+
+
+def coded_gated_activation(gate_up: torch.Tensor, activation: str, coding: Coding) -> RowCodes:
+    """What `coding` makes of `gated_activation`, bit for bit: in one launch, but of very long rows."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    block, overlap = coding.block(width), overlaps(gate_up.device)
+    if not block:
+        return coding(gated_activation(gate_up, activation))
+    made = coding.empty(tokens, width, gate_up.device)
+    variables, constants = coding.arguments(made)
+    _coded_activation_kernel[(tokens,)](
+        gate_up, *variables, width, activation, *constants, block, overlap,
+        num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
+    )  # fmt: skip
+    return made
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -1,26 +1,41 @@
-"""Root-mean-square norms, alone and with the residual addition before them."""
+"""Root-mean-square norms, alone and with the residual addition before them, as numbers or rounded to codes."""
 
 import torch
 import triton
 import triton.language as tl
 
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
+
+PLAIN = (None, None, None, None)
+"""Instead of what is said of codes."""
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def _rms_norm_kernel(
     x: tl.tensor,
     update: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    scales,
+    static,
+    scale_stride,
+    group_stride,
+    limit,
     row_stride: tl.int64,
     epsilon: tl.float32,
     width: tl.constexpr,
     ADD: tl.constexpr,
+    CODED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTEGER: tl.constexpr,
+    STATIC: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """CODED: as codes with scales; else all that is said of these is None."""
     if OVERLAP:
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
@@ -33,7 +48,17 @@ def _rms_norm_kernel(
         values = values.to(x.dtype.element_ty).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / width + epsilon)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (values * inverse * gain).to(out.dtype.element_ty), mask=inside)
+    if CODED:
+        normal = (values * inverse * gain).to(x.dtype.element_ty).to(tl.float32)
+        # A thread has as many neighbours as it loads at once: with more, as stores of bytes ask for, sums would differ.
+        NEIGHBOURS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+        column = tl.max_contiguous(column, NEIGHBOURS)
+        store_codes(
+            normal, row, column, width, out, scales, static, scale_stride, group_stride, limit,
+            LARGEST, INTEGER, STATIC, GROUP,
+        )  # fmt: skip
+    else:
+        tl.store(out + row * width + column, (values * inverse * gain).to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -43,7 +68,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     and once out.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, out, epsilon, add=False)
+    _launch(x, None, weight, (out, *PLAIN, None), epsilon, next_power_of_2(x.shape[1]))
     return out
 
 
@@ -54,30 +79,49 @@ def add_rms_norm(x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, ep
     update once, the result once.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, update, weight, out, epsilon, add=True)
+    _launch(x, update, weight, (out, *PLAIN, None), epsilon, next_power_of_2(x.shape[1]))
     return out
+
+
+def coded_rms_norm(
+    x: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float, coding: Coding
+) -> RowCodes:
+    """What `coding` makes of `rms_norm`, or of `add_rms_norm` with an update, bit for bit.
+
+    In one launch, but of very long rows. Moves what these do, but a byte a number for the result.
+    """
+    block = coding.block(x.shape[1])
+    if not block:
+        return coding(rms_norm(x, weight, epsilon) if update is None else add_rms_norm(x, update, weight, epsilon))
+    made = coding.empty(x.shape[0], x.shape[1], x.device)
+    variables, constants = coding.arguments(made)
+    _launch(x, update, weight, variables, epsilon, block, constants)
+    return made
 
 
 def _launch(
     x: torch.Tensor,
-    update: torch.Tensor,
+    update: torch.Tensor | None,
     weight: torch.Tensor,
-    out: torch.Tensor,
+    out: tuple[object, ...],
     epsilon: float,
-    add: bool,
+    block: int,
+    coding: tuple[object, ...] | None = None,
 ) -> None:
+    """`out` and `coding`: of `Coding.arguments`; without the latter, `out` is the result."""
     rows, width = x.shape
-    block = next_power_of_2(width)
     overlap = overlaps(x.device)
     _rms_norm_kernel[(rows,)](
         x,
-        update,
+        x if update is None else update,
         weight,
-        out,
+        *out,
         x.stride(0),
         epsilon,
         width,
-        add,
+        update is not None,
+        coding is not None,
+        *(coding or PLAIN),
         block,
         overlap,
         num_warps=min(16, max(1, block // 512)),

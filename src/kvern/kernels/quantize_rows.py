@@ -1,5 +1,8 @@
 """Activations rounded to one byte for products of two such matrices, and the scales applied to integer results."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -8,10 +11,50 @@ from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"e4m3": 448.0, "int8": 127.0}
-BLOCK = 4096
-"""Inputs of a row that a program has in registers at a time."""
+BLOCK = 1 << 15
+"""Numbers of a row that a program has in registers; a longer row is read twice."""
+UNLIMITED = 3e38
 TILE = 2048
 """Inputs of groups, of one row, that a program rounds."""
+
+
+class RowCodes(NamedTuple):
+    """Rows of codes [T, I], and float32 scales [T, 1], or [T, I / group] of groups: what `quantize_rows` makes."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How rows become codes: what is to be said to `quantize_rows` beside them."""
+
+    code: str
+    group: int = 0
+    static: torch.Tensor | None = None
+    limit: float | None = None
+    columns: bool = False
+
+    def __call__(self, x: torch.Tensor) -> RowCodes:
+        return quantize_rows(x.contiguous(), self.code, self.group, self.static, self.limit, self.columns)
+
+    def block(self, width: int) -> int:
+        """Of a program that makes and rounds a row of so many numbers; 0: it cannot, or not in groups of that size."""
+        block = max(next_power_of_2(width), self.group)
+        return block if block <= BLOCK and self.group & (self.group - 1) == 0 else 0
+
+    def empty(self, tokens: int, width: int, device: torch.device) -> RowCodes:
+        """Where the codes of so many rows go."""
+        groups = cdiv(width, self.group) if self.group else 1
+        scales = torch.empty((groups, tokens) if self.columns else (tokens, groups), dtype=torch.float32, device=device)
+        codes = torch.empty(tokens, width, dtype=DTYPES[self.code], device=device)
+        return RowCodes(codes, scales.t() if self.columns else scales)
+
+    def arguments(self, made: RowCodes) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """Of `store_codes`: those of a kernel's variables, from `codes` to `limit`, and its constants."""
+        static = made.scales if self.static is None else self.static
+        variables = *made, static, *made.scales.stride(), self.limit or UNLIMITED
+        return variables, (LARGEST[self.code], self.code == "int8", self.static is not None, self.group)
 
 
 @triton.jit
@@ -23,42 +66,81 @@ def _coded(x, scale, codes, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
     return value.to(codes.dtype.element_ty)
 
 
-@Launcher
 @triton.jit
+def _scale_of(most, limit, LARGEST: tl.constexpr):
+    """Of what has this largest number."""
+    return tl.minimum(tl.maximum(most, LARGEST * 1e-12), limit) / LARGEST
+
+
+@triton.jit
+def store_codes(
+    x, row, column, width, codes, scales, static, row_stride, group_stride, limit,
+    LARGEST: tl.constexpr, INTEGER: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write the whole row `x [BLOCK]` float32, zero behind its end, and its scales; GROUP is 0 or a power of two."""
+    BLOCK: tl.constexpr = x.shape[0]
+    if GROUP:
+        COUNT: tl.constexpr = BLOCK // GROUP
+        parts = tl.reshape(x, [COUNT, GROUP])
+        scale = _scale_of(tl.max(tl.abs(parts), 1), limit, LARGEST)
+        group = tl.arange(0, COUNT)
+        tl.store(scales + row * row_stride + group.to(tl.int64) * group_stride, scale, mask=group * GROUP < width)
+        made = tl.reshape(_coded(parts, scale[:, None], codes, LARGEST, INTEGER), [BLOCK])
+    else:
+        scale = tl.load(static) if STATIC else _scale_of(tl.max(tl.abs(x), 0), limit, LARGEST)
+        tl.store(scales + row * row_stride, scale)
+        made = _coded(x, scale, codes, LARGEST, INTEGER)
+    tl.store(codes + row * width + column, made, mask=column < width)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["row_stride", "group_stride"])
 def _quantize_rows_kernel(
     x: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
     static: tl.tensor,
-    width,
+    row_stride,
+    group_stride,
     limit,
+    width,
     LARGEST: tl.constexpr,
     INTEGER: tl.constexpr,
     STATIC: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """WHOLE: a block holds a row; else it is read twice, the second time from a cache."""
     if OVERLAP:
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    if STATIC:
-        scale = tl.load(static)
+    if WHOLE:
+        values = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        store_codes(
+            values, row, column, width, codes, scales, static, row_stride, group_stride, limit,
+            LARGEST, INTEGER, STATIC, GROUP,
+        )  # fmt: skip
     else:
-        most = tl.zeros([BLOCK], dtype=tl.float32)
+        if STATIC:
+            scale = tl.load(static)
+        else:
+            most = tl.zeros([BLOCK], dtype=tl.float32)
+            for first in range(0, width, BLOCK):
+                part = tl.load(x + row * width + first + column, mask=first + column < width, other=0.0)
+                most = tl.maximum(most, tl.abs(part.to(tl.float32)))
+            scale = _scale_of(tl.max(most, 0), limit, LARGEST)
+        tl.store(scales + row, scale)
         for first in range(0, width, BLOCK):
-            part = tl.load(x + row * width + first + column, mask=first + column < width, other=0.0)
-            most = tl.maximum(most, tl.abs(part.to(tl.float32)))
-        scale = tl.minimum(tl.maximum(tl.max(most, 0), LARGEST * 1e-12), limit) / LARGEST
-    tl.store(scales + row, scale)
-    for first in range(0, width, BLOCK):
-        inside = first + column < width
-        part = tl.load(x + row * width + first + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes + row * width + first + column, _coded(part, scale, codes, LARGEST, INTEGER), mask=inside)
+            inside = first + column < width
+            part = tl.load(x + row * width + first + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(codes + row * width + first + column, _coded(part, scale, codes, LARGEST, INTEGER), mask=inside)
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride", "group_stride"])
 def _quantize_groups_kernel(
     x: tl.tensor,
     codes: tl.tensor,
@@ -67,6 +149,7 @@ def _quantize_groups_kernel(
     groups,
     row_stride,
     group_stride,
+    limit,
     LARGEST: tl.constexpr,
     INTEGER: tl.constexpr,
     GROUP: tl.constexpr,
@@ -82,7 +165,7 @@ def _quantize_groups_kernel(
     column = group[:, None] * GROUP + within[None, :]
     inside = (within[None, :] < GROUP) & (column < width)
     part = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(part), 1), LARGEST * 1e-12) / LARGEST
+    scale = _scale_of(tl.max(tl.abs(part), 1), limit, LARGEST)
     tl.store(scales + group.to(tl.int64) * group_stride + row * row_stride, scale, mask=group < groups)
     tl.store(codes + row * width + column, _coded(part, scale[:, None], codes, LARGEST, INTEGER), mask=inside)
 
@@ -94,34 +177,32 @@ def quantize_rows(
     static: torch.Tensor | None = None,
     limit: float | None = None,
     columns: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [T, I]` as codes [T, I] of "e4m3" or "int8", and float32 scales [T, 1], or [T, I / group] of groups of inputs.
+) -> RowCodes:
+    """`x [T, I]` as codes of "e4m3" or "int8": those of rows, or of groups of inputs.
 
     A scale is that of its largest number, of `limit` at most, or `static [1]` float32. `columns`: scales of
-    the same group lie behind one another, as cuBLAS reads them. Moves x once or twice, the second time from a cache,
+    the same group lie behind one another, as cuBLAS reads them. Moves x once, a row of more than `BLOCK` numbers twice,
     and the codes once.
     """
     tokens, width = x.shape
-    codes = torch.empty(tokens, width, dtype=DTYPES[code], device=x.device)
+    coding = Coding(code, group, static, limit, columns)
+    made = coding.empty(tokens, width, x.device)
+    variables, constants = coding.arguments(made)
     overlap = overlaps(x.device)
     if group:
-        groups, padded = cdiv(width, group), next_power_of_2(group)
-        shape = (groups, tokens) if columns else (tokens, groups)
-        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-        scales = scales.t() if columns else scales
+        groups, padded = made.scales.shape[1], next_power_of_2(group)
         count = max(1, min(TILE // padded, next_power_of_2(groups)))
         _quantize_groups_kernel[(tokens, cdiv(groups, count))](
-            x, codes, scales, width, groups, *scales.stride(), LARGEST[code], code == "int8", group, padded, count,
-            overlap, num_warps=4, launch_pdl=overlap,
+            x, *made, width, groups, *made.scales.stride(), limit or UNLIMITED, LARGEST[code], code == "int8", group,
+            padded, count, overlap, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
-        return codes, scales
-    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+        return made
     block = min(BLOCK, next_power_of_2(width))
     _quantize_rows_kernel[(tokens,)](
-        x, codes, scales, scales if static is None else static, width, limit or 3e38, LARGEST[code], code == "int8",
-        static is not None, block, overlap, num_warps=8, launch_pdl=overlap,
+        x, *variables, width, *constants, block, block >= width, overlap,
+        num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
     )  # fmt: skip
-    return codes, scales
+    return made
 
 
 @Launcher

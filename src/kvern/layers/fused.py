@@ -10,13 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kvern.kernels.activation import gated_activation
+from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.linear import Around
-from kvern.kernels.norm import add_rms_norm, rms_norm
+from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
+from kvern.kernels.quantize_rows import RowCodes
 from kvern.kernels.rotary import rotate_and_store
-from kvern.layers.attention import NO_ADAPTERS, Attend, Attention, PagedAttend, StepAdapters
+from kvern.layers.attention import NO_ADAPTERS, Attend, Attention, PagedAttend, StepAdapters, rows_of
 from kvern.layers.block import Residual, SequentialLayer
 from kvern.layers.build import Build
+from kvern.layers.linear_method import LinearMethod
 from kvern.layers.mlp import GatedMLP
 from kvern.layers.norm import HeadNorm, Norm
 from kvern.layers.rope import Rotation, rows_of_table
@@ -39,6 +41,15 @@ class FusedRMSNorm(Norm):
             return hidden, rms_norm(hidden, self.weight, self.epsilon)
         return hidden, add_rms_norm(hidden, update, self.weight, self.epsilon)
 
+    def before(
+        self, method: LinearMethod | None, hidden: Tensor, update: Tensor | None
+    ) -> tuple[Tensor, Tensor | RowCodes]:
+        """As `after`, if `method` alone multiplies the norm: as the codes that it would make of it, if any."""
+        coding = None if method is None else method.coding(hidden.shape[0])
+        if coding is None:
+            return self.after(hidden, update)
+        return hidden, coded_rms_norm(hidden, update, self.weight, self.epsilon, coding)
+
 
 class FusedAttention(Attention):
     """Attention whose norm, rotation and cache write are one kernel."""
@@ -51,7 +62,7 @@ class FusedAttention(Attention):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | RowCodes,
         rotation: Rotation,
         attend: Attend,
         wanted: Tensor | None = None,
@@ -103,12 +114,24 @@ class FusedGatedMLP(GatedMLP):
         self.kind = spec.activation
         self._gated = self.gate_up_proj.method.gated(spec.activation)
         self._bias = self.gate_up_proj.bias
+        self._methods = self.gate_up_proj.method, self.down_proj.method
 
-    def forward(self, x: Tensor, rows: Any = None) -> Tensor:
-        if self._gated is not None and rows is None:  # adapters add to what is activated
+    @property
+    def first_method(self) -> LinearMethod:
+        """What multiplies the rows that come, and nothing else does."""
+        return self._methods[0]
+
+    def forward(self, x: Tensor | RowCodes, rows: Any = None) -> Tensor:
+        activated: Tensor | RowCodes
+        if self._gated is not None and rows is None and isinstance(x, Tensor):  # adapters add to what is activated
             activated = self._gated(x, self._bias)
         else:
-            activated = gated_activation(self.gate_up_proj(x, rows), self.kind)
+            gate_up = self.gate_up_proj(x, rows)
+            coding = self._methods[1].coding(gate_up.shape[0]) if rows is None else None
+            if coding is None:
+                activated = gated_activation(gate_up, self.kind)
+            else:
+                activated = coded_gated_activation(gate_up, self.kind, coding)
         out: Tensor = self.down_proj(activated, rows)
         return out
 
@@ -127,6 +150,12 @@ class FusedLayer(SequentialLayer):
             linears += [self.mlp.gate_up_proj, self.mlp.down_proj]
         products = [linear.row_product() for linear in linears]
         self._products = None if None in products else cast("list[Callable[..., Tensor]]", products)
+        norms = self.attention_in, self.mlp_in
+        self._fuses = all(isinstance(norm, FusedRMSNorm) for norm in norms) and isinstance(
+            self.self_attn, FusedAttention
+        )
+        first = self.mlp.first_method if isinstance(self.mlp, FusedGatedMLP) else None
+        self._readers = self.self_attn.qkv_proj.method, first
 
     def forward(
         self,
@@ -138,8 +167,10 @@ class FusedLayer(SequentialLayer):
         adapters: StepAdapters = NO_ADAPTERS,
     ) -> Residual:
         products = self._products
-        if hidden.shape[0] > 1 or products is None or adapters is not NO_ADAPTERS:
+        if adapters is not NO_ADAPTERS or not self._fuses:
             return super().forward(hidden, update, rotation, attend, wanted, adapters)
+        if hidden.shape[0] > 1 or products is None:
+            return self._many_rows(hidden, update, rotation, attend, wanted)
         qkv_product, output_product, *mlp_products = products
         attention, norm = self.self_attn, self.attention_in
         if update is None:
@@ -155,6 +186,16 @@ class FusedLayer(SequentialLayer):
         gate_up_product, down_product = mlp_products
         activated = gate_up_product(hidden, around=Around(norm.weight, norm.epsilon, activation=mlp.kind))
         return down_product(activated, around=Around(residual=hidden)), None
+
+    def _many_rows(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, attend: Attend, wanted: Tensor | None
+    ) -> Residual:
+        """Norms round what they make where products multiply codes."""
+        qkv, gate_up = self._readers
+        hidden, normal = self.attention_in.before(qkv, hidden, update)
+        attended = self.self_attn(normal, rotation, attend, wanted)
+        hidden, normal = self.mlp_in.before(gate_up, rows_of(hidden, wanted), attended)
+        return hidden, self.mlp(normal)
 
 
 def can_fuse(model: ModelSpec) -> bool:

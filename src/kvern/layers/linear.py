@@ -12,6 +12,7 @@ from kvern.layers.linear_method import LinearMethod, Part, TensorLayout, fill_ra
 from kvern.layers.loadable import Loadable, copy_rows
 
 if TYPE_CHECKING:
+    from kvern.kernels.quantize_rows import RowCodes
     from kvern.layers.build import Build
 
 
@@ -101,9 +102,14 @@ class Weighted(Loadable):
 class Linear(Weighted):
     """`x [T, inputs] -> [T, sum of outputs]`; queries, keys and values, or gate and up, are one product."""
 
-    def forward(self, x: Tensor, rows: Any = None) -> Tensor:
-        """`rows`, the adapters of the rows, are for those who take a linear layer's place (`AdaptedLinear`)."""
-        return self.method.multiply(x, self.bias)
+    def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
+        """Of plain rows, or of codes that were made as `method.coding` says.
+
+        `rows`, the adapters of the rows, are for those who take a linear layer's place (`AdaptedLinear`).
+        """
+        if isinstance(x, Tensor):
+            return self.method.multiply(x, self.bias)
+        return self.method.multiply_codes(x, self.bias)
 
     def row_product(self) -> Callable[..., Tensor] | None:
         """`(x [1, inputs], around=...)`, see `LinearMethod.row_product`."""

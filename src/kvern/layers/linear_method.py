@@ -18,12 +18,24 @@ from kvern.layers.module import Module
 
 if TYPE_CHECKING:
     from kvern.kernels.linear import Around
+    from kvern.kernels.quantize_rows import Coding, RowCodes
     from kvern.layers.build import Build
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """`(x [T, inputs], bias [outputs] | None) -> [T, outputs]`."""
 
 RANDOM_SPREAD = 0.035
+
+
+@dataclass(frozen=True)
+class CodesProduct:
+    """A `Product` of rows that become codes first, as `coding` says; others may make them instead."""
+
+    coding: "Coding"
+    multiply_codes: "Callable[[RowCodes, Tensor | None], Tensor]"
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.multiply_codes(self.coding(x), bias)
 
 
 class LinearShape(NamedTuple):
@@ -195,6 +207,14 @@ class LinearMethod(Module, ABC):
     def embed(self, ids: Tensor) -> Tensor:
         """The rows `ids [T]` int64 of the matrix: `[T, inputs]`. A format that stores embeddings reads those alone."""
         return F.embedding(ids, self.dequantize())
+
+    def coding(self, rows: int) -> "Coding | None":
+        """How so many rows become codes, if the way chosen for them multiplies codes: their maker may round them."""
+        return None
+
+    def multiply_codes(self, x: "RowCodes", bias: Tensor | None) -> Tensor:
+        """As `multiply`, of rows that were rounded as `coding` says of so many."""
+        raise NotImplementedError(f"{self.name} multiplies plain rows")
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         """What is to be timed: by the most rows that they are for, ways to multiply by their plain descriptions."""

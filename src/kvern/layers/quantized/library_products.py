@@ -5,6 +5,7 @@ for the tuner to say.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.launch import capability
-from kvern.kernels.quantize_rows import quantize_rows, scale_products
-from kvern.layers.linear_method import Product
+from kvern.kernels.quantize_rows import RowCodes, scale_products
+from kvern.layers.linear_method import CodesProduct, Product
 
 if TYPE_CHECKING:
     from kvern.layers.quantized.scaled import ScaledMethod
@@ -25,46 +26,35 @@ BLOCK = 128
 def library_products(method: "ScaledMethod") -> Mapping[str, Product]:
     """Those that know the form of a matrix, on its device, by name. All is loaded."""
     form, (outputs, inputs, dtype, device) = method.form, method.shape
-    how, card = form.activations, capability(device)
-    if how is None or how.code != form.code or not how.symmetric or method.zero is not None:
+    coding, card = method.activation_codes(), capability(device)
+    if coding is None or method.zero is not None or outputs % 16 or inputs % 16:
         return {}
-    if outputs % 16 or inputs % 16:
-        return {}
-    by_rows = not form.block.inputs and not how.group
+    by_rows = not form.block.inputs and not coding.group
     if form.code == "int8":
-        return {"int_mm": partial(_int_mm, method)} if by_rows and card >= 80 else {}
+        return {"int_mm": CodesProduct(coding, partial(_int_mm, method))} if by_rows and card >= 80 else {}
     if dtype != torch.bfloat16 or card < 89:
         return {}
     if by_rows:
-        return {"scaled_mm": partial(_scaled_mm, method)}
+        return {"scaled_mm": CodesProduct(coding, partial(_scaled_mm, method))}
     whole = outputs % BLOCK == 0 and inputs % BLOCK == 0 and form.block == (BLOCK, BLOCK)
-    if whole and how.group == BLOCK and method.rows_per_scale == BLOCK and card == 90:
-        return {"scaled_mm by blocks": partial(_scaled_mm_by_blocks, method, _as_cublas_reads(method.scale))}
+    if whole and coding.group == BLOCK and method.rows_per_scale == BLOCK and card == 90:
+        multiply = partial(_scaled_mm_by_blocks, method, _as_cublas_reads(method.scale))
+        return {"scaled_mm by blocks": CodesProduct(replace(coding, columns=True), multiply)}
     return {}
 
 
-def activation_codes(method: "ScaledMethod", x: Tensor, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """`x [T, inputs]` as codes of the weights' dtype, and float32 scales of rows, or of groups of inputs."""
-    form = method.form
-    assert form.activations is not None
-    static = method.input_scale if form.static else None
-    return quantize_rows(x.contiguous(), form.code, form.activations.group, static, form.activations.limit, columns)
-
-
-def _scaled_mm(method: "ScaledMethod", x: Tensor, bias: Tensor | None) -> Tensor:
+def _scaled_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tensor:
     """e4m3 by e4m3, a scale for each token and each output."""
-    codes, by_row = activation_codes(method, x)
     by_output = method.scale.view(1, -1)
     out: Tensor = torch._scaled_mm(
-        codes, method.codes.t(), by_row, by_output, bias, out_dtype=x.dtype, use_fast_accum=True
+        x.codes, method.codes.t(), x.scales, by_output, bias, out_dtype=method.shape.dtype, use_fast_accum=True
     )
     return out
 
 
-def _scaled_mm_by_blocks(method: "ScaledMethod", scale: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+def _scaled_mm_by_blocks(method: "ScaledMethod", scale: Tensor, x: RowCodes, bias: Tensor | None) -> Tensor:
     """e4m3 by e4m3, a scale for each token's 128 inputs and each block of 128 x 128 weights."""
-    codes, by_group = activation_codes(method, x, columns=True)
-    out: Tensor = torch._scaled_mm(codes, method.codes.t(), by_group, scale, out_dtype=x.dtype)
+    out: Tensor = torch._scaled_mm(x.codes, method.codes.t(), x.scales, scale, out_dtype=method.shape.dtype)
     return out if bias is None else out + bias
 
 
@@ -76,7 +66,7 @@ def _as_cublas_reads(scale: Tensor) -> Tensor:
     return padded[:, :groups].t()
 
 
-def _int_mm(method: "ScaledMethod", x: Tensor, bias: Tensor | None) -> Tensor:
+def _int_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tensor:
     """int8 by int8 as integers, to which the scales of tokens and outputs are applied."""
-    codes, by_row = activation_codes(method, x)
-    return scale_products(torch._int_mm(codes, method.codes.t()), by_row, method.scale, bias, x.dtype)
+    products = torch._int_mm(x.codes, method.codes.t())
+    return scale_products(products, x.scales, method.scale, bias, method.shape.dtype)

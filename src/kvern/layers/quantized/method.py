@@ -6,7 +6,7 @@ at a time.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from kvern.kernels.packed import Packed as Packed
 from kvern.layers.linear_method import LinearMethod, Product, RowProduct, fill_random
 
 if TYPE_CHECKING:
+    from kvern.kernels.quantize_rows import Coding, RowCodes
     from kvern.layers.build import Build
     from kvern.layers.quantized.products import PackedProducts
 
@@ -44,13 +45,20 @@ class QuantizedMethod(LinearMethod):
         """The activations `x [T, inputs]` as the format has them multiplied: plain, or rounded to what it says."""
         return x
 
-    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    def activation_codes(self) -> "Coding | None":
         """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
 
         Then codes are multiplied by codes (`kernels/scaled_product.py`, `stream_hopper.py`) where that is faster. None:
         x stays plain.
         """
         return None
+
+    def coding(self, rows: int) -> "Coding | None":
+        return None if self._products is None else self._products.coding(rows)
+
+    def multiply_codes(self, x: "RowCodes", bias: Tensor | None) -> Tensor:
+        assert self._products is not None
+        return self._products.multiply_codes(x, bias)
 
     def own_products(self) -> Mapping[str, Product]:
         """Ways to multiply more than 16 rows on a GPU that only this format has, by name, once all is loaded."""

@@ -18,9 +18,10 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamShape
 from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.quantize_rows import Coding, RowCodes
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.kernels.stream_hopper import stream_codes, streams_codes
-from kvern.layers.linear_method import Product
+from kvern.layers.linear_method import CodesProduct, Product
 from kvern.layers.tuned_linear import MOST_TILES
 
 if TYPE_CHECKING:
@@ -228,7 +229,18 @@ class PackedProducts:
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """As `LinearMethod.multiply`."""
-        return self._multiply_by(self._ways[bisect_left(self._most, x.shape[0])], x, bias)
+        return self._multiply_by(self._way(x.shape[0]), x, bias)
+
+    def coding(self, rows: int) -> Coding | None:
+        """As `LinearMethod.coding`."""
+        way = self._of_codes(self._way(rows))
+        return None if way is None else way.coding
+
+    def multiply_codes(self, x: RowCodes, bias: Tensor | None) -> Tensor:
+        """As `LinearMethod.multiply_codes`."""
+        way = self._of_codes(self._way(x.codes.shape[0]))
+        assert way is not None
+        return way.multiply_codes(x, bias)
 
     def multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
         """As `RowProduct`, of a matrix without an order of its inputs."""
@@ -267,22 +279,35 @@ class PackedProducts:
             self._ways[-1] = way
 
     def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = self.weight
+        weight, of_codes = self.weight, self._of_codes(shape)
+        if of_codes is not None:
+            return of_codes(x, bias)
         if isinstance(shape, str):
             return self._method.own_products()[shape](x, bias)
-        if isinstance(shape, CodesShape | CodesStream):
-            make_codes = self._method.activation_codes()
-            assert make_codes is not None
-            return codes_product(shape, *make_codes(x), weight, bias, x.dtype)
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
         if isinstance(shape, MatvecShape):
             x = x if weight.order is None else arrange(x, weight.order, False)
             return packed_row(x, weight, bias, shape)
+        assert isinstance(shape, MatmulShape)
         apart = weight.code in INTERLEAVED
         if apart or weight.order is not None:
             x = arrange(x, weight.order, apart)
         return packed_product(x, weight, bias, shape, counters(x.device))
+
+    def _way(self, rows: int) -> Shape:
+        return self._ways[bisect_left(self._most, rows)]
+
+    def _of_codes(self, shape: Shape) -> CodesProduct | None:
+        """The way, if it multiplies codes."""
+        if isinstance(shape, str):
+            own = self._method.own_products()[shape]
+            return own if isinstance(own, CodesProduct) else None
+        if not isinstance(shape, CodesShape | CodesStream):
+            return None
+        coding, weight, dtype = self._method.activation_codes(), self.weight, self._method.shape.dtype
+        assert coding is not None
+        return CodesProduct(coding, lambda x, bias: codes_product(shape, *x, weight, bias, dtype))
 
 
 def _plain(shape: Shape) -> Hashable:

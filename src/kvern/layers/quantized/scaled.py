@@ -10,9 +10,8 @@ A plain number is (code - zero) * scale.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ from kvern.layers.quantized.rounding import DTYPES, LARGEST, Code, Rounding, rou
 from kvern.model_spec import MoeSpec
 
 if TYPE_CHECKING:
+    from kvern.kernels.quantize_rows import Coding
     from kvern.layers.build import Build
 
 CODES_STEP = 128
@@ -218,16 +218,16 @@ class ScaledMethod(QuantizedMethod):
             self._library_products = library_products(self)
         return self._library_products
 
-    def activation_codes(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    def activation_codes(self) -> "Coding | None":
         """As `QuantizedMethod.activation_codes`; an activation of a single row stays as it is."""
         how = self.form.activations
         if how is None or how.code != self.form.code or not how.symmetric:
             return None
         if how.group and (how.group % CODES_STEP or self.shape.inputs % how.group):
             return None
-        from kvern.layers.quantized.library_products import activation_codes
+        from kvern.kernels.quantize_rows import Coding
 
-        return partial(activation_codes, self)
+        return Coding(how.code, how.group, self.input_scale if self.form.static else None, how.limit)
 
     def rounded(self, x: Tensor) -> Tensor:
         if self.form.activations is None:
