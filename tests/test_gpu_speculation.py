@@ -28,22 +28,29 @@ PARAMS = [
 ]
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"overlap": False},
+    {"cuda_graphs": False},
+    {"triton_kernels": False},
+    {"attention_backend": "torch_sdpa"},
+    {"deterministic": True},
+    {"max_batch_tokens": 64, "max_batch_requests": 32},
+    {"kv_cache_tokens": 1024},
+    {"model": "kvern-1m", "adapters": ADAPTERS, "max_adapters": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "accuracy"),
     [
-        {},
-        {"overlap": False},
-        {"cuda_graphs": False},
-        {"triton_kernels": False},
-        {"attention_backend": "torch_sdpa"},
-        {"deterministic": True},
-        {"max_batch_tokens": 64, "max_batch_requests": 32},
-        {"kv_cache_tokens": 1024},
-        {"model": "kvern-1m", "adapters": ADAPTERS, "max_adapters": 1},
+        pytest.param(
+            given, accuracy, marks=pytest.mark.nightly if given and accuracy == 1.0 else (), id=f"{given}-{accuracy}"
+        )
+        for given in OPTIONS
+        for accuracy in (0.5, 1.0)
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("accuracy", [0.5, 1.0])
 def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> None:
     llm = LLM(device="cuda", **(SMALL | options))
     conversations = held_out()[:36]

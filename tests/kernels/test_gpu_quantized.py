@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvern.kernel_list import Inputs
+from kvern.kernel_list import Inputs, Kernel
 from kvern.kernel_list.quantized import FORMS, KERNELS, kinds_of_forms
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
@@ -66,15 +66,19 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
         assert not arrived.any(), shape
 
 
+DAILY = ("fp8", "fp8_blocks", "int8", "int4_zero", "nvfp4")
+FORM_CELLS = [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in FORMS]
+
+
+@pytest.mark.parametrize("form", FORM_CELLS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_the_list(kernel: object) -> None:
+def test_the_list(kernel: Kernel, form: str) -> None:
+    """What else a model launches, beside the products above."""
     spec = spec_of("llama", LARGE_MODELS)
-    forms = tuple(
-        name for name in FORMS if name in ("fp8", "fp8_blocks", "int8", "int4", "int4_zero", "mxfp4", "nvfp4")
-    )
-    inputs = Inputs(DEVICE, torch.bfloat16, packed=kinds_of_forms(spec, torch.bfloat16, forms))
-    for arguments in kernel.launched(spec, inputs):  # type: ignore[attr-defined]
-        call = kernel.make(spec, inputs, *arguments)  # type: ignore[attr-defined]
+    kinds = [kind for kind in kinds_of_forms(spec, torch.bfloat16, (form,)) if kind.inputs == spec.hidden_size]
+    inputs = Inputs(DEVICE, torch.bfloat16, packed=kinds)
+    for arguments in kernel.launched(spec, inputs):
+        call = kernel.make(spec, inputs, *arguments)
         expected = call.reference()
         assert relative_error(call.launch(), expected) < 0.02, arguments
 
