@@ -9,9 +9,9 @@ import json
 import os
 import time
 import urllib.request
-from typing import Any
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from serving import Server, serving
 

@@ -1,8 +1,5 @@
 """Products with quantized weights on a GPU: every code beside float64, and layers in a decode's CUDA graph."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,15 +27,16 @@ def poison() -> None:
     torch.full((1 << 26,), float("nan"), device=DEVICE)
 
 
-def cells() -> Iterator[Any]:
-    """Codes and dtypes: float16 of few codes daily, since all but the rounding of a product is that of bfloat16."""
-    for kind in KINDS:
-        yield pytest.param(kind, torch.bfloat16, id=f"{kind}-bfloat16")
-        marks = () if kind in ("e4m3 row", "int4") else pytest.mark.nightly
-        yield pytest.param(kind, torch.float16, id=f"{kind}-float16", marks=marks)
+CELLS = [
+    pytest.param(
+        kind, dtype, marks=() if dtype == torch.bfloat16 or kind in ("e4m3 row", "int4") else pytest.mark.nightly
+    )
+    for kind in KINDS
+    for dtype in (torch.bfloat16, torch.float16)
+]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), cells())
+@pytest.mark.parametrize(("kind", "dtype"), CELLS)
 def test_products(kind: str, dtype: torch.dtype) -> None:
     """Whatever the tuner may choose of; products of several steps show whether one overwrites what another reads."""
     made = make_packed(kind, 2064, 4096)

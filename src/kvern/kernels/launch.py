@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 __all__ = [
+    "INTERPRETED",
     "Launcher",
     "capability",
-    "INTERPRETED",
     "cdiv",
     "ended",
     "gdc_launch_dependents",
