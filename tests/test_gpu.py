@@ -249,7 +249,9 @@ def steps(llm: LLM, count: int) -> None:
 )
 def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """A step that waits would fail."""
-    llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, **options)
+    llm = LLM(
+        device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, max_batch_requests=64, **options
+    )
     plain = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=200, ignore_eos=True)
     wide = SamplingParams(
         temperature=0.8,
@@ -347,7 +349,14 @@ def test_deterministic_logits_are_the_same_to_the_last_bit_in_any_batch() -> Non
 
 
 def test_a_stop_costs_at_most_one_token_and_blocks_come_back() -> None:
-    llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, prefix_cache=False)
+    llm = LLM(
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=512,
+        kv_cache_tokens=32768,
+        max_batch_requests=64,
+        prefix_cache=False,
+    )
     cache = llm._engine.core.scheduler.cache
     free = cache.available_count
     first = llm.generate([[9] * 12], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]

@@ -67,7 +67,9 @@ def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> N
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
 def test_no_step_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Drafts are written, verified and counted while the step before is on its way. A step that waits would fail."""
-    llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, **options)
+    llm = LLM(
+        device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, max_batch_requests=64, **options
+    )
     prompts = [[7 + index] * (20 + index) for index in range(12)]
     params = [PARAMS[index % len(PARAMS)].replace(n=1, max_tokens=60, stop_token_ids=None) for index in range(12)]
     expected = llm.generate(prompts, params)

@@ -86,7 +86,7 @@ def main() -> int:
         if kernel.hash in compiled:
             return kernel
         compiled[kernel.hash] = kernel
-        wrong = overwritten(kernel.asm["cubin"]) if arguments.capability == 90 else []
+        wrong = overwritten(kernel.asm["ptx"], kernel.asm["cubin"]) if arguments.capability == 90 else []
         if wrong:
             raise RuntimeError(f"registers are overwritten under a product: {wrong[0]}")
         if kernel.metadata.shared > limit:

@@ -14,12 +14,16 @@ import triton
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
+FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^;{]*\{[^}]*\}\s*,\s*\{")
+"""In PTX: sums and the first factor are lists of registers."""
 FACTOR = 4
 """Registers of a thread that hold a factor of 64 x 16 numbers of two bytes."""
 
 
-def overwritten(binary: bytes) -> list[str]:
+def overwritten(ptx: str, binary: bytes) -> list[str]:
     """What is wrong with a compiled kernel: an instruction that writes registers, and the product that reads them."""
+    if not FROM_REGISTERS.search(ptx):
+        return []
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
