@@ -39,6 +39,7 @@ SMALL: dict[str, Any] = {
     "max_batch_requests": 64,
 }
 """Each engine says what memory it takes, since others run beside it, and captures few graphs."""
+HALVES = SMALL | {"dtype": "bfloat16"}
 
 
 def held_out() -> list[list[dict[str, Any]]]:
@@ -249,9 +250,7 @@ def steps(llm: LLM, count: int) -> None:
 )
 def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """A step that waits would fail."""
-    llm = LLM(
-        device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, max_batch_requests=64, **options
-    )
+    llm = LLM(device="cuda", **(HALVES | options))
     plain = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=200, ignore_eos=True)
     wide = SamplingParams(
         temperature=0.8,
@@ -322,14 +321,7 @@ def test_logits_processors(options: dict[str, Any], tmp_path: Path, monkeypatch:
 
 
 def test_deterministic_logits_are_the_same_to_the_last_bit_in_any_batch() -> None:
-    llm = LLM(
-        device="cuda",
-        dtype="bfloat16",
-        deterministic=True,
-        prefix_cache=False,
-        max_model_len=512,
-        kv_cache_tokens=32768,
-    )
+    llm = LLM(device="cuda", deterministic=True, prefix_cache=False, **HALVES)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     other = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     rng = random.Random(3)
@@ -349,14 +341,7 @@ def test_deterministic_logits_are_the_same_to_the_last_bit_in_any_batch() -> Non
 
 
 def test_a_stop_costs_at_most_one_token_and_blocks_come_back() -> None:
-    llm = LLM(
-        device="cuda",
-        dtype="bfloat16",
-        max_model_len=512,
-        kv_cache_tokens=32768,
-        max_batch_requests=64,
-        prefix_cache=False,
-    )
+    llm = LLM(device="cuda", prefix_cache=False, **HALVES)
     cache = llm._engine.core.scheduler.cache
     free = cache.available_count
     first = llm.generate([[9] * 12], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]

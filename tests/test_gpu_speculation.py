@@ -10,7 +10,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from tests.speculation import speculating
-from tests.test_gpu import ADAPTERS, SMALL, held_out, steps, tokens
+from tests.test_gpu import ADAPTERS, HALVES, SMALL, held_out, steps, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,9 +67,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> N
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
 def test_no_step_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Drafts are written, verified and counted while the step before is on its way. A step that waits would fail."""
-    llm = LLM(
-        device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, max_batch_requests=64, **options
-    )
+    llm = LLM(device="cuda", **(HALVES | options))
     prompts = [[7 + index] * (20 + index) for index in range(12)]
     params = [PARAMS[index % len(PARAMS)].replace(n=1, max_tokens=60, stop_token_ids=None) for index in range(12)]
     expected = llm.generate(prompts, params)
