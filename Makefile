@@ -12,7 +12,7 @@ PYTHON := $(shell for python in python3 python3.12 python3.13 python3.11 python;
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; \
 	done)
 
-.PHONY: demo test test-all check install clean
+.PHONY: demo test test-all test-gpu test-gpu-all check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/kvern run examples/requests.jsonl examples/answers.jsonl --overwrite
@@ -22,6 +22,18 @@ test: $(TOOLS)
 
 test-all: $(TOOLS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# On a machine with an NVIDIA GPU: most tests side by side, then those that look at times or memory. A plugin that is not
+# asked for would warn of xdist, and warnings are errors.
+GPU_TEST = OMP_NUM_THREADS=2 $(BIN)/python -m pytest -p no:benchmark -m
+
+test-gpu: $(TOOLS)
+	$(GPU_TEST) "gpu and not alone and not nightly" -n 6 --dist worksteal
+	$(GPU_TEST) "gpu and alone and not nightly"
+
+test-gpu-all: $(TOOLS)
+	$(GPU_TEST) "gpu and not alone" -n 6 --dist worksteal
+	$(GPU_TEST) "gpu and alone"
 
 check: $(TOOLS)
 	$(BIN)/ruff check .

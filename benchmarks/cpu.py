@@ -83,7 +83,7 @@ def make_model(folder: Path) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 GGUF_NAMES = {
@@ -177,7 +177,7 @@ def transformers_engine(folder: Path, threads: int) -> Callable[[Work], list[lis
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
 
     def run(work: Work) -> list[list[int]]:
         prompts, lengths = work

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from serving import Server, serving
 
@@ -55,10 +56,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to look, each time")
     arguments, options = parser.parse_known_args()
     with serving(options) as server:
-        shares = []
+        shares: list[float] = []
         for when in ("before any request", "after requests"):
             if shares:
-                for fields in ({"stream": True}, {"response_format": FORM}, {"temperature": 1.0, "n": 4}):
+                asked: list[dict[str, Any]] = [
+                    {"stream": True},
+                    {"response_format": FORM},
+                    {"temperature": 1.0, "n": 4},
+                ]
+                for fields in asked:
                     ask(server, fields)
             time.sleep(5)  # what ends a start, or an answer, is not idle yet
             share, count = measure(server, arguments.seconds)

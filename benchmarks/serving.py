@@ -176,7 +176,7 @@ class Bench:
                 )
                 await asyncio.gather(*sent)
                 seconds = time.perf_counter() - began
-            tokens = [msgspec.json.decode(reply.content)["usage"]["completion_tokens"] for reply in replies]
+            tokens: list[int] = [msgspec.json.decode(reply.content)["usage"]["completion_tokens"] for reply in replies]
             return sum(tokens) / seconds
 
         def over_http() -> tuple[float, float]:

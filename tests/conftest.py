@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
-from kvern import LLM
+from kvern import LLM, EngineConfig
+from kvern.device.measurements import keep_builds
 from tests.tiny_model import make_tiny_model
 
 settings.register_profile(
@@ -18,6 +20,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.load_profile("kvern")
+
+if torch.cuda.is_available():  # all tests share what one has compiled, also those with a cache folder of their own
+    keep_builds(EngineConfig().cache_folder)
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,14 @@ ADAPTERS = {name: str(Path(__file__).parent / "adapters" / name) for name in ("c
 """Of kvern-1m."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
-SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_tokens": 64 * 512}
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "kv_cache_tokens": 64 * 512,
+    "max_batch_requests": 64,
+}
+"""Each engine says what memory it takes, since others run beside it, and captures few graphs."""
+HALVES = SMALL | {"dtype": "bfloat16"}
 
 
 def held_out() -> list[list[dict[str, Any]]]:
@@ -59,7 +66,7 @@ def expected() -> list[list[list[int]]]:
 
 def test_200_held_out_prompts_get_the_cpus_answers(expected: list[list[list[int]]]) -> None:
     assert len(expected) == 200
-    assert tokens(LLM(device="cuda", **SMALL).chat(held_out(), GREEDY)) == expected
+    assert tokens(LLM(device="cuda", **(SMALL | {"max_batch_requests": 512})).chat(held_out(), GREEDY)) == expected
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,7 @@ def test_embeddings_are_the_cpus(tmp_path: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     prompts = [list(range(10, 90)), [7, 8, 9], list(range(10, 75))]
     expected = LLM(str(folder), device="cpu").embed(prompts)
-    llm = LLM(str(folder), device="cuda")
+    llm = LLM(str(folder), device="cuda", max_model_len=256, kv_cache_tokens=4096)
     for _ in range(2):
         for given, vector in zip(llm.embed(prompts), expected, strict=True):
             assert given == pytest.approx(vector, abs=1e-3)
@@ -243,7 +250,7 @@ def steps(llm: LLM, count: int) -> None:
 )
 def test_the_hot_path_never_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """A step that waits would fail."""
-    llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, **options)
+    llm = LLM(device="cuda", **(HALVES | options))
     plain = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=200, ignore_eos=True)
     wide = SamplingParams(
         temperature=0.8,
@@ -314,7 +321,7 @@ def test_logits_processors(options: dict[str, Any], tmp_path: Path, monkeypatch:
 
 
 def test_deterministic_logits_are_the_same_to_the_last_bit_in_any_batch() -> None:
-    llm = LLM(device="cuda", dtype="bfloat16", deterministic=True, prefix_cache=False, max_model_len=512)
+    llm = LLM(device="cuda", deterministic=True, prefix_cache=False, **HALVES)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     other = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     rng = random.Random(3)
@@ -334,7 +341,7 @@ def test_deterministic_logits_are_the_same_to_the_last_bit_in_any_batch() -> Non
 
 
 def test_a_stop_costs_at_most_one_token_and_blocks_come_back() -> None:
-    llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, prefix_cache=False)
+    llm = LLM(device="cuda", prefix_cache=False, **HALVES)
     cache = llm._engine.core.scheduler.cache
     free = cache.available_count
     first = llm.generate([[9] * 12], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]

@@ -27,7 +27,7 @@ def test_a_step_that_raises(tiny_model: Path, where: str, graphs: bool) -> None:
     prompts, params = crowd()
     marked = [number for number, prompt in enumerate(prompts) if MARKS.keys() & set(prompt)]
     innocent = [number for number in range(30) if number not in marked]
-    with LLM(str(tiny_model), cuda_graphs=graphs, **OPTIONS) as llm:
+    with LLM(str(tiny_model), cuda_graphs=graphs, kv_cache_tokens=4096, **OPTIONS) as llm:
         expected = llm.generate([prompts[number] for number in innocent], [params[number] for number in innocent])
         llm._engine.core.scheduler.cache.tree.clear()
         FailingRunner(llm, where)
@@ -37,6 +37,7 @@ def test_a_step_that_raises(tiny_model: Path, where: str, graphs: bool) -> None:
         assert [said(found[number]) for number in innocent] == [said(output) for output in expected]
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["assert", "exit"])
 def test_a_device_that_is_broken_for_good(tmp_path: Path, how: str) -> None:

@@ -15,6 +15,7 @@ from tests.families import make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 

@@ -19,6 +19,7 @@ from tests.test_gpu import GREEDY, SMALL, held_out, tokens
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 KINDS = ("fp8", "int8")
-SMALL: dict[str, Any] = {"max_model_len": 512, "kv_cache_tokens": 32 * 512}
+SMALL: dict[str, Any] = {"max_model_len": 512, "kv_cache_tokens": 32 * 512, "max_batch_requests": 16}
 TEXT = "Once upon a time there was a small dog who lived near the sea. "
 PROMPTS = [TEXT * count for count in (1, 3, 12, 2)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -37,14 +37,28 @@ def logprobs(llm: LLM) -> torch.Tensor:
     return torch.tensor([next(iter(entry.values())).logprob for entry in entries if entry])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_logits_are_near_those_of_a_plain_cache(kind: str, dtype: str) -> None:
-    plain, llm = (LLM(dtype=dtype, kv_cache_dtype=cache, **SMALL) for cache in ("auto", kind))
-    assert (logprobs(llm) - logprobs(plain)).abs().mean() < 0.03
-    assert (
-        llm._engine.layout.token_bytes * torch.finfo(getattr(torch, dtype)).bits == 8 * plain._engine.layout.token_bytes
-    )
+@pytest.fixture(scope="module")
+def exact() -> dict[str, torch.Tensor]:
+    """What the CPU finds in float32, by the kind of cache."""
+    return {kind: logprobs(LLM(device="cpu", dtype="float32", kv_cache_dtype=kind, **SMALL)) for kind in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        *(("float32", kind) for kind in KINDS),
+        *(("bfloat16", kind) for kind in KINDS),
+        ("float16", "fp8"),
+        pytest.param("float16", "int8", marks=pytest.mark.nightly),
+    ],
+)
+def test_logprobs_are_the_cpus(kind: str, dtype: str, exact: dict[str, torch.Tensor]) -> None:
+    """As near to float32's as the CPU's of the same dtype are; where a code rounds to its neighbour, e4m3's is far."""
+    there, here = (LLM(device=name, dtype=dtype, kv_cache_dtype=kind, **SMALL) for name in ("cpu", "cuda"))
+    rounding, found = ((logprobs(llm) - exact[kind]).abs() for llm in (there, here))
+    assert found.mean() < 1.5 * rounding.mean() + (0.04 if kind == "fp8" else 0.02)
+    assert found.median() < 1.5 * rounding.median() + 0.002
+    assert here._engine.layout.token_bytes == there._engine.layout.token_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """Quantized experts on a GPU: their kernels beside the same numbers made plain by PyTorch."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.families import make_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+SMALL: dict[str, Any] = {"max_model_len": 64, "kv_cache_tokens": 1024, "max_batch_requests": 8}
 FORMATS: dict[str, LinearFormat] = {
     "fp8 rows": Scaled("e4m3", ROWS, Rounding("e4m3")),
     "fp8 blocks": Scaled("e4m3", Block(128, 128), Rounding("e4m3", 128)),
@@ -51,7 +53,7 @@ def test_graphs_change_no_token(quantization: str, tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path / "model")
     answers = []
     for graphs in (True, False):
-        llm = LLM(str(folder), device="cuda", dtype="bf16", quantization=quantization, cuda_graphs=graphs)
+        llm = LLM(str(folder), device="cuda", dtype="bf16", quantization=quantization, cuda_graphs=graphs, **SMALL)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         outputs = llm.generate([[3, 5, 7], [11, 13]], params)
         answers.append([output.outputs[0].token_ids for output in outputs])

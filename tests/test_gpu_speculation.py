@@ -10,7 +10,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from tests.speculation import speculating
-from tests.test_gpu import ADAPTERS, SMALL, held_out, steps, tokens
+from tests.test_gpu import ADAPTERS, HALVES, SMALL, held_out, steps, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,22 +28,29 @@ PARAMS = [
 ]
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"overlap": False},
+    {"cuda_graphs": False},
+    {"triton_kernels": False},
+    {"attention_backend": "torch_sdpa"},
+    {"deterministic": True},
+    {"max_batch_tokens": 64, "max_batch_requests": 32},
+    {"kv_cache_tokens": 1024},
+    {"model": "kvern-1m", "adapters": ADAPTERS, "max_adapters": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "accuracy"),
     [
-        {},
-        {"overlap": False},
-        {"cuda_graphs": False},
-        {"triton_kernels": False},
-        {"attention_backend": "torch_sdpa"},
-        {"deterministic": True},
-        {"max_batch_tokens": 64, "max_batch_requests": 32},
-        {"kv_cache_tokens": 1024},
-        {"model": "kvern-1m", "adapters": ADAPTERS, "max_adapters": 1},
+        pytest.param(
+            given, accuracy, marks=pytest.mark.nightly if given and accuracy == 1.0 else (), id=f"{given}-{accuracy}"
+        )
+        for given in OPTIONS
+        for accuracy in (0.5, 1.0)
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("accuracy", [0.5, 1.0])
 def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> None:
     llm = LLM(device="cuda", **(SMALL | options))
     conversations = held_out()[:36]
@@ -60,7 +67,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> N
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
 def test_no_step_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Drafts are written, verified and counted while the step before is on its way. A step that waits would fail."""
-    llm = LLM(device="cuda", dtype="bfloat16", max_model_len=512, kv_cache_tokens=32768, **options)
+    llm = LLM(device="cuda", **(HALVES | options))
     prompts = [[7 + index] * (20 + index) for index in range(12)]
     params = [PARAMS[index % len(PARAMS)].replace(n=1, max_tokens=60, stop_token_ids=None) for index in range(12)]
     expected = llm.generate(prompts, params)

@@ -166,12 +166,24 @@ def test_answers_are_those_that_come_alone(name: str, models: Models, tmp_path: 
             assert all(output.cached_tokens > 0 for output in found.values()) or not again
 
 
+GPU_CASES = [
+    pytest.param(
+        name,
+        graphs,
+        marks=() if graphs or at % 3 == 0 else pytest.mark.nightly,
+        id=f"{name}-{'graphs' * graphs or 'eager'}",
+    )
+    for at, name in enumerate(FORMATS)
+    for graphs in (True, False)
+]
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "graphs"), GPU_CASES)
 def test_features_keep_their_promises_on_a_gpu(name: str, graphs: bool, models: Models, tmp_path: Path) -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": graphs, "gpu_memory_share": 0.2}
+    options = {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": graphs, "max_batch_requests": 16}
     with engine(models, name, tmp_path, **options) as llm:
         for again in (False, True):
             found = answers(llm, list(REQUESTS))

@@ -6,8 +6,8 @@
 
 The first argument is the compute capability: 80 is an A100, 89 an L40S, 90 an H100. Triton's driver is replaced by one
 that names it, and every launch becomes a compilation: what is compiled is what the wrappers really launch, with their
-options. With --sample only the last launch of each kernel; with --codes
-those of layers that are quantized so. Exits with 1 and the errors if anything does not compile.
+options. With --sample only the last launch of each kernel; with --codes those of layers that are quantized so. Exits
+with 1 and the errors if anything does not compile, or is compiled wrongly for Hopper (`overwritten.py`).
 """
 
 import argparse
@@ -25,6 +25,7 @@ from kvern.kernel_list import KERNELS, Inputs, packed_experts, quantized, roundi
 from kvern.kernel_list.quantized import kinds_of_forms
 from kvern.kernels.launch import SHARED_MEMORY
 from tests.kernels.models import LARGE_MODELS, spec_of
+from tests.kernels.overwritten import overwritten
 
 QUANTIZED = (*quantized.KERNELS, *packed_experts.KERNELS, *rounding.KERNELS)
 
@@ -84,7 +85,12 @@ def main() -> int:
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash in compiled:
+            return kernel
         compiled[kernel.hash] = kernel
+        wrong = overwritten(kernel.asm["ptx"], kernel.asm["cubin"]) if arguments.capability == 90 else []
+        if wrong:
+            raise RuntimeError(f"registers are overwritten under a product: {wrong[0]}")
         if kernel.metadata.shared > limit:
             raise MemoryError(f"{kernel.metadata.shared} bytes of shared memory, and the card has {limit}")
         return kernel

@@ -15,6 +15,7 @@ pytestmark = [
         reason="no GPU of compute capability 9.0",
     ),
 ]
+ACTIVATIONS = (None, "silu", pytest.param("gelu_tanh", marks=pytest.mark.nightly))
 STREAMS = (
     StreamShape(8, 64, 128, 6, 1),
     StreamShape(16, 64, 128, 6, 2),
@@ -43,7 +44,7 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 @pytest.mark.parametrize("shape", STREAMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1000, 200), (20_000, 328), (512, 5000)])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_stream_product(shape: StreamShape, outputs: int, inputs: int, activation: str | None) -> None:
     """Twice over the same counters; a row by itself is the same."""
     from kvern.kernels.stream_hopper import stream_product
@@ -62,7 +63,7 @@ def test_stream_product(shape: StreamShape, outputs: int, inputs: int, activatio
 
 @pytest.mark.parametrize("rows", [1, 64, 130, 700])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (1000, 200), (20_000, 136), (20_000, 328)])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_product(rows: int, outputs: int, inputs: int, activation: str | None) -> None:
     """Of few inputs too, where a program's first tile has fewer steps than there are stages."""
     from kvern.kernels.product_hopper import product

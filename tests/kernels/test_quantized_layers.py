@@ -28,6 +28,7 @@ class MadeMethod(QuantizedMethod):
 
     def __init__(self, shape: LinearShape, made: Made) -> None:
         self.made = made
+        self.plain = made.plain.to(shape.device, shape.dtype)
         super().__init__(shape)
 
     def layouts(self) -> Mapping[str, TensorLayout]:
@@ -37,7 +38,7 @@ class MadeMethod(QuantizedMethod):
         return {} if self.made.packed.order is None else {"order": TensorLayout(torch.int32, ())}
 
     def rows(self, index: Tensor | slice) -> Tensor:
-        return self.made.plain[index].to(self.shape.device, self.shape.dtype)
+        return self.plain[index]
 
     def packed(self) -> Packed:
         return to_device(self.made.packed, self.shape.device)

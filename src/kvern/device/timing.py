@@ -14,7 +14,8 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> float:
         call()  # compiles, and lets libraries choose
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # A capture that fails leaves the stream that it took as the current one: the outer context gives back what was.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
     graph.replay()

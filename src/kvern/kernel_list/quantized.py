@@ -193,8 +193,9 @@ def plain_of(packed: Packed) -> torch.Tensor:
     if packed.code in INTERLEAVED:
         halves = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
         table = {"nf4": NF4, "e2m1": E2M1}.get(packed.code)
-        plain = halves.double() if table is None else torch.tensor(table, dtype=torch.float64)[halves.long()]
-        plain = plain.to(codes.device)
+        plain = halves.double()
+        if table is not None:
+            plain = torch.tensor(table, dtype=torch.float64, device=codes.device)[halves.long()]
     else:
         plain = codes.double()
     inputs = plain.shape[1]

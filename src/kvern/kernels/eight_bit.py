@@ -6,19 +6,15 @@ capability 8.9 on. Before it arrives as bytes, whose bits are put where float16 
 E4M3_BIAS too small.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import capability
+from kvern.kernels.launch import INTERPRETED, capability
 
 QUERY_DIVISOR = tl.constexpr(16.0)
 E4M3_BIAS = tl.constexpr(256.0)
 """2^(15 - 7): by the biases of both exponents."""
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""As Triton reads it, when kernels are defined: there is no assembly then."""
 ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: float32 numbers to which it is added have no fraction, and the nearest is taken, of two the even one."""
 

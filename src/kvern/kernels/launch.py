@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 __all__ = [
+    "INTERPRETED",
     "Launcher",
     "capability",
     "cdiv",
+    "ended",
     "gdc_launch_dependents",
     "gdc_wait",
     "next_power_of_2",
@@ -33,12 +36,28 @@ SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 
 ASYNCHRONOUS = (90, 100, 103)
 """Whose products read tiles while the program goes on, so that a stage more is kept in shared memory."""
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""As Triton reads it, when kernels are defined: there is no assembly then."""
+
 
 @triton.jit
 def wait_for_previous():
     """Let the next kernel start, then wait until the previous one has written everything."""
     gdc_launch_dependents()
     gdc_wait()
+
+
+@triton.jit
+def ended(total):
+    """The sums of a loop's products, once they are there: at a step's begin, before it makes weights in registers.
+
+    Without it Triton (3.6) leaves products of the step before under way that still read such registers, and the step
+    overwrites them (compute capability 9.0).
+    """
+    if INTERPRETED:
+        return total
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import triton.language as tl
 from kvern.kernels.activation import activate
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, numbers, places, planes_of, scales, weights
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, ended, next_power_of_2, overlaps, stages, wait_for_previous
 from kvern.kernels.moe import DETERMINISTIC_ROWS, Tile, rows_of_block, sum_parts
 from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_packed_direct import Form, direct_down, direct_gate_up, tensors_of
@@ -137,6 +137,8 @@ def _grouped_gate_up_kernel(
     gate = tl.zeros([OUTPUTS, ROWS], tl.float32)
     up = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(0, hidden, INPUTS):
+        if not BY_STEP:
+            gate, up = ended(gate), ended(up)
         gates, gate_by = _tiles(
             codes, scale, zero, table, row, start, hidden,
             CODE, GROUP, PER, ZERO, SCALES_ROWS, EVEN, INPUTS, CHUNK, BY_STEP,
@@ -204,6 +206,8 @@ def _grouped_down_kernel(
     x_rows = x + pair.to(tl.int64) * width
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(0, width, INPUTS):
+        if not BY_STEP:
+            total = ended(total)
         tiles, by = _tiles(
             codes, scale, zero, table, row, start, width,
             CODE, GROUP, PER, ZERO, SCALES_ROWS, EVEN, INPUTS, CHUNK, BY_STEP,

@@ -22,7 +22,7 @@ from kvern.kernels.codes import (
     table_of,
     weights,
 )
-from kvern.kernels.launch import Launcher, cdiv, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, ended, overlaps, stages, wait_for_previous
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, join_splits
 from kvern.kernels.packed import Packed
 
@@ -275,6 +275,7 @@ def _packed_product_kernel(
     span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in tl.range(split * span, tl.minimum(split * span + span, inputs), INPUTS):
+        total = ended(total)
         tiles = weights(
             codes, scale, zero, table, line, start, inputs,
             CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, CHUNK, EVEN,
