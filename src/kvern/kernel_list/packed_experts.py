@@ -14,7 +14,7 @@ from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_code
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.moe import ACTIVATIONS, rows_of_block
 from kvern.kernels.moe_packed import packed_experts
-from kvern.kernels.moe_scaled import ROWS, coded_experts
+from kvern.kernels.moe_scaled import coded_experts
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
 from kvern.layers.quantized.gguf_types import BY_NAME
@@ -120,9 +120,8 @@ def _byte_share(kind: PackedKind) -> float:
 def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe, gate_up, down in _kinds(spec, inputs):
         if all(multiplies_by_codes(kind, inputs) for kind in (gate_up, down)):
-            most = inputs.batch_tokens
-            many = (tokens for tokens in range(1, most + 1) if rows_of_block(tokens * moe.top_k, moe.experts) == ROWS)
-            yield from ((moe, gate_up, down, tokens, True) for tokens in itertools.islice(many, 1))
+            found = {rows_of_block(tokens * moe.top_k, moe.experts): tokens for tokens in range(inputs.batch_tokens, 0, -1)}
+            yield from ((moe, gate_up, down, tokens, True) for tokens in found.values())
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -132,7 +131,7 @@ def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _coded_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe, gate_up, down, *_ in itertools.islice(_coded_launched(spec, inputs), 1):
-        yield moe, gate_up, down, 8192, True
+        yield from ((moe, gate_up, down, tokens, True) for tokens in (32, 8192))
 
 
 KERNELS = (

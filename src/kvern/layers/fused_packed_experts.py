@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvern.kernels.codes import readable
 from kvern.kernels.launch import cdiv
-from kvern.kernels.moe import ACTIVATIONS, rows_of_block
-from kvern.kernels.moe_packed import packed_experts
-from kvern.kernels.moe_scaled import ROWS, Rounded, coded_experts
+from kvern.kernels.moe import ACTIVATIONS
+from kvern.kernels.moe_packed import one_by_one, packed_experts
+from kvern.kernels.moe_scaled import Rounded, coded_experts
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.quantized.method import QuantizedMethod
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class FusedPackedExperts(RowStackedExperts):
     """Experts whose products are grouped by expert on the device.
 
-    Few rows read codes and compute little: they are multiplied as they are. With so many that blocks are full, a format
-    that rounds activations to codes like its weights' has codes multiplied by codes.
+    A format that rounds activations to codes like its weights' has codes multiplied by codes, but for one or a few
+    tokens, which are multiplied as they are.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FusedPackedExperts(RowStackedExperts):
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         experts, activation = self.spec.experts, self.spec.activation
         gate_up, down = self._packed
-        if self._coded is not None and rows_of_block(topk_ids.numel(), experts) == ROWS:
+        if self._coded is not None and not one_by_one(topk_ids, experts, gate_up, down):
             return coded_experts(
                 x, gate_up, down, weights, topk_ids, activation, experts=experts, rounded=self._coded, add=add
             )
