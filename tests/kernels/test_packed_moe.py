@@ -28,7 +28,15 @@ from tests.kernels.test_moe import experts_reference
 from tests.kernels.test_norm import relative_error
 
 
-def launch(kind: str, tokens: int, *, experts: int = 128, deterministic: bool = False, group: int = -1) -> object:
+def launch(
+    kind: str,
+    tokens: int,
+    *,
+    experts: int = 128,
+    deterministic: bool = False,
+    group: int = -1,
+    hopper: bool = False,
+) -> object:
     """Qwen3-30B-A3B's shapes, on memory that is never read; with a `group` codes by codes."""
     top_k, hidden, width = 8, 2048, 768
     gate_up, down = (
@@ -39,7 +47,7 @@ def launch(kind: str, tokens: int, *, experts: int = 128, deterministic: bool = 
     if group >= 0:
         rounded = partial(quantize_rows, code=kind.split()[0], group=group)
         return coded_experts(
-            x, gate_up, down, weights, chosen, "silu", experts=experts, rounded=(rounded, rounded), add=x
+            x, gate_up, down, weights, chosen, "silu", experts=experts, rounded=(rounded, rounded), add=x, hopper=hopper
         )
     return packed_experts(
         x, gate_up, down, weights, chosen, "silu", experts=experts, add=x, deterministic=deterministic
@@ -69,7 +77,10 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch("e4m3 row", 512),
     lambda: launch("e4m3 blocks", 4096, group=128),
     lambda: launch("int8 row", 4096, group=0),
-    *(lambda kind=kind, group=group: launch(kind, 32, group=group) for kind, group in (("e4m3 row", 0), ("int8 row", 0))),
+    *(
+        lambda kind=kind, group=group: launch(kind, 32, group=group)
+        for kind, group in (("e4m3 row", 0), ("int8 row", 0))
+    ),
 ]
 """A few; all codes are compiled at night, from the list."""
 

@@ -10,13 +10,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvern.kernels.activation import activate
 
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
+}
+"""That the matrix units multiply."""
 KINDS = (None, "silu", "gelu", "gelu_tanh", "relu")
 """Of activations."""
 
 
 def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
     """Whether the kernels for Hopper know such a matrix: TMA takes rows of a multiple of 16 bytes."""
-    return dtype.itemsize == 2 and inputs % 8 == 0 and outputs % 8 == 0
+    return dtype.itemsize <= 2 and inputs * dtype.itemsize % 16 == 0 and outputs % 8 == 0
 
 
 @functools.cache
@@ -28,8 +35,7 @@ def processors(device: torch.device) -> int:
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """How TMA moves tiles of a matrix; what lies outside is zero, and is not written."""
-    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[matrix.dtype])
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 

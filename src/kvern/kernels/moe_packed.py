@@ -219,7 +219,8 @@ def _grouped_down_kernel(
 
 def one_by_one(topk_ids: torch.Tensor, experts: int, gate_up: Packed, down: Packed) -> bool:
     """Whether so few tokens are not sorted by expert (direct)."""
-    return runs_direct(*topk_ids.shape, experts, (gate_up.codes.nbytes + down.codes.nbytes) // experts)
+    tokens, top_k = topk_ids.shape
+    return runs_direct(tokens, top_k, experts, (gate_up.codes.nbytes + down.codes.nbytes) // experts)
 
 
 def packed_experts(

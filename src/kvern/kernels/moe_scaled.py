@@ -2,8 +2,8 @@
 
 As the grouped products of `kernels/moe_packed.py`; x and what gate and up make are rounded to codes before
 (`kernels/quantize_rows.py`), with scales of rows or of runs of inputs, so that no code is made a number. Where scales
-are of less than rows, the sums of a step are made plain before they are added up. Matrix units multiply 64 rows of a tile
-at least and 8 columns, so the columns are few rows of x, and the rows weights.
+are of less than rows, the sums of a step are made plain before they are added up. Matrix units multiply 64 rows of a
+tile at least and 8 columns: of few rows of x, which are the columns then, by weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kvern.kernels.activation import activate
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, stages, wait_for_previous
-from kvern.kernels.moe import Tile, rows_of_block, sum_parts
+from kvern.kernels.moe import HOPPER_GROUP, HOPPER_ROWS, Tile, rows_of_block, sum_parts
 from kvern.kernels.moe_direct import inputs_of_step
 from kvern.kernels.moe_routing import Alignment, align
 from kvern.kernels.packed import Packed
@@ -60,7 +60,7 @@ def _step(
     total, values, x_by, codes, scale, row, start, inputs: tl.constexpr, SCALES_GROUP: tl.constexpr,
     PER: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, INPUTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The sums `[ROWS, OUTPUTS]` after a step: rows of x times `row [OUTPUTS]` of the weights. TURNED: their transpose."""
+    """The sums `[ROWS, OUTPUTS]` after a step: rows of x times `row [OUTPUTS]` of the weights. TURNED: transposed."""
     column = start + tl.arange(0, INPUTS)
     tile = codes + row[None, :] * inputs + column[:, None]
     weights = tl.load(tile) if EVEN else tl.load(tile, mask=(column < inputs)[:, None], other=0.0)
@@ -172,20 +172,57 @@ def coded_experts(
     experts: int,
     rounded: Sequence[Rounded],
     add: torch.Tensor | None = None,
+    hopper: bool = False,
 ) -> torch.Tensor:
     """As `packed_experts`, of weights without zeros or factors; `rounded` makes codes of x, and of what down gets.
+
+    hopper   the kernel for Hopper GPUs takes many rows; all scales are of whole rows
 
     Moves the codes of each expert that is chosen once, if it gets no more rows than a block has.
     """
     (tokens, top_k), width = topk_ids.shape, gate_up.codes.shape[0] // experts // 2
     topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
     rows = rows_of_block(tokens * top_k, experts)
+    if hopper and rows == ROWS:
+        return _coded_on_hopper(x, gate_up, down, weights, topk_ids, activation, experts, rounded, add)
     blocks = align(topk_ids, experts, rows, TILES[rows].group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
     _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, rows, top_k, activation)
     parts = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
     _multiply(*rounded[1](gated), down, weights, blocks, parts, rows, top_k, None)
     return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
+
+
+def hopper_codes(code: str, dtype: torch.dtype, hidden: int, width: int) -> bool:
+    """As `hopper_experts`, of codes with scales of whole rows."""
+    return code == "e4m3" and dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
+
+
+def _coded_on_hopper(
+    x: torch.Tensor,
+    gate_up: Packed,
+    down: Packed,
+    weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    experts: int,
+    rounded: Sequence[Rounded],
+    add: torch.Tensor | None,
+) -> torch.Tensor:
+    from kvern.kernels.product_hopper import RowScales, experts_product
+
+    assert gate_up.scale is not None and down.scale is not None
+    pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    blocks = align(topk_ids, experts, HOPPER_ROWS, HOPPER_GROUP)
+    codes, by = rounded[0](x.contiguous())
+    gated = torch.empty(blocks.pairs.shape[0], gate_up.codes.shape[0] // experts // 2, dtype=x.dtype, device=x.device)
+    scales = RowScales(by, gate_up.scale, gate_up.outputs_per_scale)
+    experts_product(codes, gate_up.codes, gated, blocks, pairs, HOPPER_GROUP, activation, top_k, scales)
+    codes, by = rounded[1](gated)
+    parts = torch.empty(blocks.pairs.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    scales = RowScales(by, down.scale, down.outputs_per_scale)
+    experts_product(codes, down.codes, parts, blocks, pairs, HOPPER_GROUP, scales=scales)
+    return sum_parts(parts, top_k, add, blocks.places, weights)
 
 
 def _multiply(
