@@ -14,7 +14,7 @@ from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_code
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.moe import ACTIVATIONS, rows_of_block
 from kvern.kernels.moe_packed import packed_experts
-from kvern.kernels.moe_scaled import ROWS, coded_experts, hopper_codes
+from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
 from kvern.layers.quantized.gguf_types import BY_NAME
@@ -139,12 +139,10 @@ def _coded_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for moe, gate_up, down, tokens, _ in _coded_launched(spec, inputs):
-        kinds = gate_up, down
+    for moe, *kinds in _kinds(spec, inputs):
         known = all(hopper_codes(kind.code, inputs.dtype, spec.hidden_size, moe.width) for kind in kinds)
-        many = rows_of_block(tokens * moe.top_k, moe.experts) == ROWS
-        if inputs.hopper and known and many and all(kind.group == kind.inputs for kind in kinds):
-            yield moe, gate_up, down, tokens, True, True
+        if inputs.hopper and known and all(kind.group == kind.inputs for kind in kinds):
+            yield moe, *kinds, 33 * moe.experts // moe.top_k + 1, True, True
 
 
 def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
