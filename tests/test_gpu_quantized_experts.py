@@ -34,8 +34,11 @@ def test_kernels_agree_with_pytorch(name: str, tokens: int, deterministic: bool)
     """Qwen3-30B-A3B's shapes, of fewer experts."""
     spec, device = MoeSpec(16, 4, 768), torch.device("cuda")
     made: list[RowStackedExperts] = []
-    for kernels in (frozenset[str](), frozenset({"moe", "quantized"})):
-        build = Build(torch.bfloat16, device, 16, kernels, deterministic=deterministic)
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    for kernels in (set[str](), {"moe", "quantized"}, {"moe", "quantized", "hopper_linear"}):
+        if "hopper_linear" in kernels and not on_hopper:
+            continue
+        build = Build(torch.bfloat16, device, 16, frozenset(kernels), deterministic=deterministic)
         experts = FORMATS[name].experts(2048, spec, build)
         assert isinstance(experts, RowStackedExperts)
         experts.fill_random(torch.Generator(device).manual_seed(5))
@@ -44,8 +47,11 @@ def test_kernels_agree_with_pytorch(name: str, tokens: int, deterministic: bool)
     assert isinstance(made[1], FusedPackedExperts)
     x = torch.randn(tokens, 2048, dtype=torch.bfloat16, device=device)
     weights, chosen = torch.rand(tokens, 16, device=device).topk(4)
-    expected, found = (experts(x, weights, chosen.int()).double() for experts in made)
-    assert (found - expected).norm() / expected.norm() < 0.06  # few rows are not rounded, as PyTorch's are
+    expected, *others = (experts(x, weights, chosen.int()).double() for experts in made)
+    # Numbers of e4m3 lie 6 to 12 % apart, and a few are rounded otherwise; one token is not rounded, as PyTorch's is.
+    bound = 0.06 if tokens == 1 or deterministic else 0.03
+    for found in others:
+        assert (found - expected).norm() / expected.norm() < bound
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])

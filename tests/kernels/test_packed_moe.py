@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernels import moe_packed, moe_packed_direct
+from kvern.kernels import moe_packed, moe_packed_direct, moe_scaled
 from kvern.kernels import quantize_rows as rounding_kernels
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
-from kvern.layers import fused_packed_experts
 from kvern.layers.build import Build
 from kvern.layers.fused_packed_experts import FusedPackedExperts
 from kvern.layers.linear_format import LinearFormat, LinearMethods
@@ -29,7 +28,15 @@ from tests.kernels.test_moe import experts_reference
 from tests.kernels.test_norm import relative_error
 
 
-def launch(kind: str, tokens: int, *, experts: int = 128, deterministic: bool = False, group: int = -1) -> object:
+def launch(
+    kind: str,
+    tokens: int,
+    *,
+    experts: int = 128,
+    deterministic: bool = False,
+    group: int = -1,
+    hopper: bool = False,
+) -> object:
     """Qwen3-30B-A3B's shapes, on memory that is never read; with a `group` codes by codes."""
     top_k, hidden, width = 8, 2048, 768
     gate_up, down = (
@@ -40,7 +47,7 @@ def launch(kind: str, tokens: int, *, experts: int = 128, deterministic: bool = 
     if group >= 0:
         rounded = partial(quantize_rows, code=kind.split()[0], group=group)
         return coded_experts(
-            x, gate_up, down, weights, chosen, "silu", experts=experts, rounded=(rounded, rounded), add=x
+            x, gate_up, down, weights, chosen, "silu", experts=experts, rounded=(rounded, rounded), add=x, hopper=hopper
         )
     return packed_experts(
         x, gate_up, down, weights, chosen, "silu", experts=experts, add=x, deterministic=deterministic
@@ -70,6 +77,11 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch("e4m3 row", 512),
     lambda: launch("e4m3 blocks", 4096, group=128),
     lambda: launch("int8 row", 4096, group=0),
+    lambda: launch("e4m3 row", 4096, group=0, hopper=True),
+    *(
+        lambda kind=kind, group=group: launch(kind, 32, group=group)
+        for kind, group in (("e4m3 row", 0), ("int8 row", 0))
+    ),
 ]
 """A few; all codes are compiled at night, from the list."""
 
@@ -164,7 +176,7 @@ def round_by_pytorch(
 def test_layers_of_kernels_agree_with_those_of_pytorch(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """One token, some, and so many that a format which rounds activations has codes multiplied by codes."""
+    """One token, and some, of which a format that rounds activations has codes multiplied by codes."""
     if device.type == "cpu":  # Triton's interpreter loses a carry where it rounds to e4m3
         monkeypatch.setattr(rounding_kernels, "quantize_rows", round_by_pytorch)
     monkeypatch.setattr(moe_packed_direct, "DIRECT_OUTPUTS", 128)
@@ -188,13 +200,13 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
     codes_by_codes = FORMATS[name].activations is not None
     assert (fused.experts._coded is not None) == codes_by_codes
     for tokens, rows in ((1, 16), (4, 16), (4, 128)):
-        for module in (moe_packed, fused_packed_experts):
+        for module in (moe_packed, moe_scaled):
             monkeypatch.setattr(module, "rows_of_block", lambda *_, rows=rows: rows)
         monkeypatch.setattr(moe_packed, "runs_direct", lambda tokens, *_: tokens == 1)
         x = torch.randn(tokens, 256, generator=generator).to(device)
         with monkeypatch.context() as patched:
-            if codes_by_codes and rows < 128:  # few rows are multiplied as they are
+            if codes_by_codes and tokens == 1:  # it is multiplied as it is
                 patched.setattr(ScaledMethod, "rounded", lambda self, x: x)
             expected = plain(x)
-        assert relative_error(fused(x), expected.double()) < (2e-2 if codes_by_codes and rows == 128 else 1e-5)
+        assert relative_error(fused(x), expected.double()) < (2e-2 if codes_by_codes and tokens > 1 else 1e-5)
     assert fused.experts.expert_counts.sum() == 2 * (1 + 4 + 4)

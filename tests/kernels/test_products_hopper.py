@@ -95,3 +95,53 @@ def test_experts(experts: int, top_k: int, hidden: int, width: int) -> None:
     for _ in range(3):
         out = fused_experts(x, gate_up, down, weights, chosen, "silu", hopper=True)
         assert relative_error(out, expected) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "width", "per"), [(8, 2, 64, 48, 1), (5, 1, 208, 336, 1), (3, 3, 512, 768, 512)]
+)
+@pytest.mark.parametrize("few", [False, True])
+def test_experts_of_codes(experts: int, top_k: int, hidden: int, width: int, per: int, few: bool) -> None:
+    """Of e4m3, with scales of whole rows; few tokens are multiplied by the kernels for all cards."""
+    from kvern.kernels.moe_scaled import coded_experts
+    from kvern.kernels.packed import Packed
+    from kvern.kernels.quantize_rows import quantize_rows
+
+    tokens = 3 if few else 33 * experts // top_k + 41
+    x, gate_up, _ = _inputs(tokens, experts * 2 * width, hidden, torch.bfloat16)
+    _, down, _ = _inputs(1, experts * hidden, width, torch.bfloat16)
+    scores = torch.rand(tokens, experts, device="cuda")
+    scores[:, 0] += 1.0
+    if experts > top_k:
+        scores[:, -1] = -1.0
+    weights, chosen = scores.topk(top_k)
+
+    def rounded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_rows(values.contiguous(), "e4m3")
+
+    def numbers(values: torch.Tensor) -> torch.Tensor:
+        codes, scale = rounded(values)
+        return codes.double() * scale.double()
+
+    matrices = []
+    for matrix in (gate_up, down):
+        codes = (matrix * 400).to(torch.float8_e4m3fn)
+        scale = torch.rand(matrix.shape[0] // per, 1, device="cuda") / 400 + 1 / 800
+        packed = Packed("e4m3", codes, scale, group=matrix.shape[1], outputs_per_scale=per)
+        matrices.append((packed, codes.double() * scale.double().repeat_interleave(per, 0)))
+    (one, one_plain), (other, other_plain) = matrices
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
+    values = numbers(x)
+    for expert in range(experts):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        if len(token):
+            gate, up = (values[token] @ one_plain.view(experts, 2 * width, hidden)[expert].T).chunk(2, -1)
+            part = numbers((F.silu(gate) * up).bfloat16()) @ other_plain.view(experts, hidden, width)[expert].T
+            expected.index_add_(0, token, part * weights[token, place].double()[:, None])
+    for _ in range(3):
+        poison = torch.full((1 << 22,), float("nan"), device="cuda")
+        del poison
+        out = coded_experts(
+            x, one, other, weights, chosen.int(), "silu", experts=experts, rounded=(rounded, rounded), hopper=True
+        )
+        assert relative_error(out, expected) < 1e-2

@@ -14,7 +14,7 @@ from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_code
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.moe import ACTIVATIONS, rows_of_block
 from kvern.kernels.moe_packed import packed_experts
-from kvern.kernels.moe_scaled import ROWS, coded_experts
+from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.packed import Packed
 from kvern.kernels.quantize_rows import quantize_rows
 from kvern.layers.quantized.gguf_types import BY_NAME
@@ -44,6 +44,7 @@ def _experts(
     down: PackedKind,
     tokens: int,
     by_codes: bool = False,
+    hopper: bool = False,
 ) -> Call:
     hidden, width = spec.hidden_size, moe.width
     x, add = inputs.numbers(tokens, hidden), inputs.numbers(tokens, hidden) if moe.shared_width else None
@@ -79,8 +80,9 @@ def _experts(
         one, other = map(readable, matrices)
         if by_codes:
             return coded_experts(
-                x, one, other, weights, chosen, moe.activation, experts=moe.experts, rounded=codes, add=add
-            )
+                x, one, other, weights, chosen, moe.activation, experts=moe.experts, rounded=codes, add=add,
+                hopper=hopper,
+            )  # fmt: skip
         return packed_experts(x, one, other, weights, chosen, moe.activation, experts=moe.experts, add=add)
 
     touched = 1 - (1 - moe.top_k / moe.experts) ** tokens
@@ -120,9 +122,10 @@ def _byte_share(kind: PackedKind) -> float:
 def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe, gate_up, down in _kinds(spec, inputs):
         if all(multiplies_by_codes(kind, inputs) for kind in (gate_up, down)):
-            most = inputs.batch_tokens
-            many = (tokens for tokens in range(1, most + 1) if rows_of_block(tokens * moe.top_k, moe.experts) == ROWS)
-            yield from ((moe, gate_up, down, tokens, True) for tokens in itertools.islice(many, 1))
+            found = {
+                rows_of_block(tokens * moe.top_k, moe.experts): tokens for tokens in range(inputs.batch_tokens, 0, -1)
+            }
+            yield from ((moe, gate_up, down, tokens, True) for tokens in found.values())
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -132,10 +135,22 @@ def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _coded_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe, gate_up, down, *_ in itertools.islice(_coded_launched(spec, inputs), 1):
-        yield moe, gate_up, down, 8192, True
+        yield from ((moe, gate_up, down, tokens, True) for tokens in (32, 8192))
+
+
+def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe, *kinds in _kinds(spec, inputs):
+        known = all(hopper_codes(kind.code, inputs.dtype, spec.hidden_size, moe.width) for kind in kinds)
+        if inputs.hopper and known and all(kind.group == kind.inputs for kind in kinds):
+            yield moe, *kinds, 33 * moe.experts // moe.top_k + 1, True, True
+
+
+def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((*sizes[:3], 8192, True, True) for sizes in itertools.islice(_hopper_launched(spec, inputs), 1))
 
 
 KERNELS = (
     Kernel("quantized experts", "quantized", _experts, _launched, _timed),
     Kernel("experts, codes by codes", "quantized", _experts, _coded_launched, _coded_timed),
+    Kernel("experts, codes by codes on Hopper", "hopper_linear", _experts, _hopper_launched, _hopper_timed),
 )

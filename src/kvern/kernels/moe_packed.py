@@ -221,6 +221,12 @@ def _grouped_down_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=live[None, :] & (output < hidden)[:, None])
 
 
+def one_by_one(topk_ids: torch.Tensor, experts: int, gate_up: Packed, down: Packed) -> bool:
+    """Whether so few tokens are not sorted by expert (direct)."""
+    tokens, top_k = topk_ids.shape
+    return runs_direct(tokens, top_k, experts, (gate_up.codes.nbytes + down.codes.nbytes) // experts)
+
+
 def packed_experts(
     x: torch.Tensor,
     gate_up: Packed,
@@ -249,7 +255,7 @@ def packed_experts(
     (tokens, top_k), hidden = topk_ids.shape, x.shape[1]
     width = gate_up.codes.shape[0] // experts // 2
     topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
-    if not deterministic and runs_direct(tokens, top_k, experts, (gate_up.codes.nbytes + down.codes.nbytes) // experts):
+    if not deterministic and one_by_one(topk_ids, experts, gate_up, down):
         gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
         direct_gate_up(x, gate_up, topk_ids, gated, activation)
         return direct_down(gated, down, weights, topk_ids, add, hidden)

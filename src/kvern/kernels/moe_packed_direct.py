@@ -121,6 +121,7 @@ def _direct_down_kernel(
     width: tl.constexpr,
     top_k: tl.constexpr,
     ADD: tl.constexpr,
+    UNROLL: tl.constexpr,
     OUTPUTS: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -140,7 +141,7 @@ def _direct_down_kernel(
     known = output < hidden
     COLUMNS: tl.constexpr = INPUTS // planes_of(CODE)
     result = tl.zeros([OUTPUTS], tl.float32)
-    for choice in tl.static_range(top_k):  # so that the codes of all experts are on their way together
+    for choice in tl.range(0, top_k, loop_unroll_factor=UNROLL):  # codes of some experts come together
         pair = token * top_k + choice
         row = tl.load(topk_ids + pair).to(tl.int64) * hidden + tl.minimum(output, hidden - 1)
         total = tl.zeros([OUTPUTS, COLUMNS // CHUNK], tl.float32)
@@ -213,6 +214,7 @@ def direct_down(
         width,
         top_k,
         add is not None,
+        2 if down.scale is None else 4,  # scales among the codes take many instructions
         outputs,
         *Form.of(down, width, DIRECT_INPUTS, MOST_CHUNK),
         overlap,

@@ -1,8 +1,9 @@
-"""The experts of a mixture as products of codes of eight bits with codes of eight bits, e4m3 or int8: of many rows.
+"""The experts of a mixture as products of codes of eight bits with codes of eight bits, e4m3 or int8.
 
 As the grouped products of `kernels/moe_packed.py`; x and what gate and up make are rounded to codes before
-(`kernels/quantize_rows.py`), with scales of rows or of runs of inputs. Where scales are of less than rows, the sums of
-a step are made plain before they are added up.
+(`kernels/quantize_rows.py`), with scales of rows or of runs of inputs, so that no code is made a number. Where scales
+are of less than rows, the sums of a step are made plain before they are added up. Matrix units multiply 64 rows of a
+tile at least and 8 columns: of few rows of x, which are the columns then, by weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from kvern.kernels.activation import activate
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, stages, wait_for_previous
-from kvern.kernels.moe import sum_parts
+from kvern.kernels.moe import HOPPER_GROUP, HOPPER_ROWS, Tile, rows_of_block, sum_parts
 from kvern.kernels.moe_direct import inputs_of_step
 from kvern.kernels.moe_routing import Alignment, align
 from kvern.kernels.packed import Packed
@@ -22,8 +23,17 @@ from kvern.kernels.packed import Packed
 Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`x [T, inputs] ->` codes [T, inputs], and float32 scales [T, n] of runs of inputs / n."""
 
-ROWS, INPUTS, GROUP, WARPS = 128, 128, 8, 8
-"""Of a block and of a step; blocks side by side."""
+ROWS = 128
+"""Of the largest blocks."""
+TILES = {
+    16: Tile(128, 128, 1, 4, 4),
+    32: Tile(128, 128, 1, 4, 4),
+    64: Tile(128, 128, 4, 4, 4),
+    ROWS: Tile(256, 128, 8, 8, 4),
+}
+"""By the rows of a block. A step is of no more inputs than a scale stands for."""
+TALL = 64
+"""Blocks of fewer rows are columns of the matrix units' tiles."""
 
 
 class Scales(NamedTuple):
@@ -47,25 +57,33 @@ class Scales(NamedTuple):
 
 @triton.jit
 def _step(
-    total, values, x_by, codes, scale, row, start, inputs: tl.constexpr,
-    SCALES_GROUP: tl.constexpr, PER: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, INPUTS: tl.constexpr,
+    total, values, x_by, codes, scale, row, start, inputs: tl.constexpr, SCALES_GROUP: tl.constexpr,
+    PER: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, INPUTS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The sums `[ROWS, OUTPUTS]` after a step: rows of x times `row [OUTPUTS]` of the weights."""
+    """The sums `[ROWS, OUTPUTS]` after a step: rows of x times `row [OUTPUTS]` of the weights. TURNED: transposed."""
     column = start + tl.arange(0, INPUTS)
     tile = codes + row[None, :] * inputs + column[:, None]
     weights = tl.load(tile) if EVEN else tl.load(tile, mask=(column < inputs)[:, None], other=0.0)
-    INTEGERS: tl.constexpr = codes.dtype.element_ty == tl.int8
+    SUMS: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
+    first = tl.trans(weights) if TURNED else values
+    second = tl.trans(values) if TURNED else weights
     if WHOLE:
-        total = tl.dot(values, weights, total, out_dtype=tl.int32 if INTEGERS else tl.float32)
+        total = tl.dot(first, second, total, out_dtype=SUMS)
     else:
-        part = tl.dot(values, weights, out_dtype=tl.int32 if INTEGERS else tl.float32).to(tl.float32)
+        part = tl.dot(first, second, out_dtype=SUMS).to(tl.float32)
         by = tl.load(scale + (row // PER) * tl.cdiv(inputs, SCALES_GROUP) + start // SCALES_GROUP)
-        total += part * x_by[:, None] * by[None, :]
+        if TURNED:
+            total += part * by[:, None] * x_by[None, :]
+        else:
+            total += part * x_by[:, None] * by[None, :]
     return total
 
 
 @triton.jit
-def _plain(total, x_by, scale, row, PER: tl.constexpr, WHOLE: tl.constexpr):
+def _plain(total, x_by, scale, row, PER: tl.constexpr, WHOLE: tl.constexpr, TURNED: tl.constexpr):
+    """The sums `[ROWS, OUTPUTS]`."""
+    if TURNED:
+        total = tl.trans(total)
     if WHOLE:
         total = total.to(tl.float32) * x_by[:, None] * tl.load(scale + row // PER)[None, :]
     return total
@@ -99,6 +117,7 @@ def _coded_experts_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr,
+    TURNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """GATED: the product with gate and up, of a token of x for each pair; else with down, of a row for each pair."""
@@ -116,8 +135,8 @@ def _coded_experts_kernel(
     if GATED:
         line = (pair // top_k).to(tl.int64)
     INTEGERS: tl.constexpr = WHOLE and codes.dtype.element_ty == tl.int8
-    total = tl.zeros([ROWS, OUTPUTS], tl.int32 if INTEGERS else tl.float32)
-    other = tl.zeros([ROWS, OUTPUTS], tl.int32 if INTEGERS else tl.float32)
+    total = tl.zeros([OUTPUTS, ROWS] if TURNED else [ROWS, OUTPUTS], tl.int32 if INTEGERS else tl.float32)
+    other = total
     x_by = tl.load(x_scale + line * scale_stride, mask=live, other=0.0)
     for start in tl.range(0, inputs, INPUTS):
         column = start + tl.arange(0, INPUTS)
@@ -125,14 +144,17 @@ def _coded_experts_kernel(
         values = tl.load(x + line[:, None] * inputs + column[None, :], mask=mask, other=0.0)
         if not WHOLE:
             x_by = tl.load(x_scale + line * scale_stride + start // X_GROUP * run_stride, mask=live, other=0.0)
-        total = _step(total, values, x_by, codes, scale, row, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS)
+        total = _step(
+            total, values, x_by, codes, scale, row, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS, TURNED
+        )
         if GATED:
             other = _step(
-                other, values, x_by, codes, scale, row + outputs, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN, INPUTS
-            )
-    result = _plain(total, x_by, scale, row, PER, WHOLE)
+                other, values, x_by, codes, scale, row + outputs, start, inputs, SCALES_GROUP, PER, WHOLE, EVEN,
+                INPUTS, TURNED,
+            )  # fmt: skip
+    result = _plain(total, x_by, scale, row, PER, WHOLE, TURNED)
     if GATED:
-        result = activate(result, KIND) * _plain(other, x_by, scale, row + outputs, PER, WHOLE)
+        result = activate(result, KIND) * _plain(other, x_by, scale, row + outputs, PER, WHOLE, TURNED)
     else:
         result *= tl.load(weights + pair, mask=live, other=0.0)[:, None]
     target = out + pair.to(tl.int64)[:, None] * outputs + output[None, :]
@@ -150,19 +172,57 @@ def coded_experts(
     experts: int,
     rounded: Sequence[Rounded],
     add: torch.Tensor | None = None,
+    hopper: bool = False,
 ) -> torch.Tensor:
     """As `packed_experts`, of weights without zeros or factors; `rounded` makes codes of x, and of what down gets.
 
-    Moves the codes of each expert that is chosen once for each of its blocks of 128 rows.
+    hopper   the kernel for Hopper GPUs takes many rows; all scales are of whole rows
+
+    Moves the codes of each expert that is chosen once, if it gets no more rows than a block has.
     """
     (tokens, top_k), width = topk_ids.shape, gate_up.codes.shape[0] // experts // 2
     topk_ids, weights = topk_ids.contiguous(), weights.contiguous()
-    blocks = align(topk_ids, experts, ROWS, GROUP)
+    rows = rows_of_block(tokens * top_k, experts)
+    if hopper and rows == ROWS:
+        return _coded_on_hopper(x, gate_up, down, weights, topk_ids, activation, experts, rounded, add)
+    blocks = align(topk_ids, experts, rows, TILES[rows].group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, top_k, activation)
+    _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, rows, top_k, activation)
     parts = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply(*rounded[1](gated), down, weights, blocks, parts, top_k, None)
+    _multiply(*rounded[1](gated), down, weights, blocks, parts, rows, top_k, None)
     return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
+
+
+def hopper_codes(code: str, dtype: torch.dtype, hidden: int, width: int) -> bool:
+    """As `hopper_experts`, of codes with scales of whole rows."""
+    return code == "e4m3" and dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
+
+
+def _coded_on_hopper(
+    x: torch.Tensor,
+    gate_up: Packed,
+    down: Packed,
+    weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    experts: int,
+    rounded: Sequence[Rounded],
+    add: torch.Tensor | None,
+) -> torch.Tensor:
+    from kvern.kernels.product_hopper import RowScales, experts_product
+
+    assert gate_up.scale is not None and down.scale is not None
+    pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    blocks = align(topk_ids, experts, HOPPER_ROWS, HOPPER_GROUP)
+    codes, by = rounded[0](x.contiguous())
+    gated = torch.empty(blocks.pairs.shape[0], gate_up.codes.shape[0] // experts // 2, dtype=x.dtype, device=x.device)
+    scales = RowScales(by, gate_up.scale, gate_up.outputs_per_scale)
+    experts_product(codes, gate_up.codes, gated, blocks, pairs, HOPPER_GROUP, activation, top_k, scales)
+    codes, by = rounded[1](gated)
+    parts = torch.empty(blocks.pairs.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    scales = RowScales(by, down.scale, down.outputs_per_scale)
+    experts_product(codes, down.codes, parts, blocks, pairs, HOPPER_GROUP, scales=scales)
+    return sum_parts(parts, top_k, add, blocks.places, weights)
 
 
 def _multiply(
@@ -172,6 +232,7 @@ def _multiply(
     weights: torch.Tensor,
     blocks: Alignment,
     out: torch.Tensor,
+    rows: int,
     top_k: int,
     activation: str | None,
 ) -> None:
@@ -181,12 +242,13 @@ def _multiply(
     gated = activation is not None
     form = Scales.of(x_scale, matrix, inputs)
     overlap = overlaps(x.device)
+    tile, halves = TILES[rows], 2 if gated else 1
     # Sums of a step beside those of all take twice the registers.
-    wide = (256 if form.whole else 128) // (2 if gated else 1)
+    wide = min(tile.outputs, 256 if form.whole else 128) // halves
     wide = min(wide, max(16, next_power_of_2(outputs)))
-    step = inputs_of_step(inputs, INPUTS)
-    tile_bytes = (ROWS + wide * (2 if gated else 1)) * step
-    _coded_experts_kernel[(GROUP * cdiv(outputs, wide), blocks.experts.shape[0] // GROUP)](
+    step = inputs_of_step(inputs, tile.inputs)
+    wanted = tile.stages if form.whole or rows < ROWS else tile.stages - 1
+    _coded_experts_kernel[(tile.group * cdiv(outputs, wide), blocks.experts.shape[0] // tile.group)](
         x,
         x_scale,
         matrix.codes,
@@ -205,12 +267,13 @@ def _multiply(
         gated,
         *form,
         inputs % step == 0,
-        ROWS,
+        rows,
         wide,
         step,
-        GROUP,
+        tile.group,
+        rows < TALL,
         overlap,
-        num_warps=WARPS,
-        num_stages=stages(x.device, 4 if form.whole else 3, tile_bytes),
+        num_warps=tile.warps,
+        num_stages=stages(x.device, wanted, (rows + wide * halves) * step),
         launch_pdl=overlap,
     )

@@ -1,12 +1,16 @@
-"""Products of many rows in 16 bits on Hopper GPUs (compute capability 9.0), of a matrix or of a mixture's experts.
+"""Products of many rows on Hopper GPUs (compute capability 9.0), of a matrix or of a mixture's experts.
 
     x [T, inputs] @ weight.T -> [T, outputs], or activation(gate) * up of the two halves of the outputs
+
+Of 16 bits; experts' of e4m3 codes too, whose rows have a scale each.
 
 A program is three groups of warps, and stays on its processor while there are tiles of 128 rows and 256 outputs: one
 group fetches tiles of x and of the weights through TMA (rows of x that lie apart through ordinary copies) into a ring
 of shared memory, and two groups multiply 64 rows each; one whose rows are empty multiplies nothing. The next tile's
 weights are on their way while a tile is written, and those of a matrix while the kernel before still runs.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +30,7 @@ from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, processors, 
 from kvern.kernels.linear import ProductShape
 from kvern.kernels.moe_routing import Alignment
 
-ROWS, OUTPUTS, INPUTS = 128, 256, 64
+ROWS, OUTPUTS, INPUT_BYTES = 128, 256, 128
 """Of a tile. Its sums take half of the registers that a thread can have."""
 STAGES = 4
 """Of 48 KiB; with what is being written, 32 KiB, they fill the shared memory."""
@@ -49,22 +53,9 @@ def _expect(ready, both, wanted, ROW_BYTES: gl.constexpr, WEIGHT_BYTES: gl.const
 
 @gluon.jit
 def _fetch(
-    x,
-    x_tiles,
-    weight_tiles,
-    sorted_pairs,
-    block_experts,
-    values,
-    weights,
-    ready,
-    empty,
-    sizes,
-    x_stride,
-    inputs,
-    TOP_K: gl.constexpr,
-    EVEN: gl.constexpr,
-    GATED: gl.constexpr,
-):
+    x, x_tiles, weight_tiles, sorted_pairs, block_experts, values, weights, ready, empty, sizes, x_stride, inputs,
+    TOP_K: gl.constexpr, EVEN: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
     gdc_launch_dependents()
     tiles, columns, group, steps, rows, outputs = sizes
     STAGES: gl.constexpr = empty.shape[0]
@@ -72,8 +63,9 @@ def _fetch(
     K: gl.constexpr = values.shape[2]
     EXPERTS: gl.constexpr = block_experts is not None
     GATHER: gl.constexpr = x is not None
-    ROW_BYTES: gl.constexpr = HALF * K * 2
-    WEIGHT_BYTES: gl.constexpr = weights.shape[1] * K * 2
+    BITS: gl.constexpr = weights.dtype.primitive_bitwidth
+    ROW_BYTES: gl.constexpr = HALF * K * (BITS // 8)
+    WEIGHT_BYTES: gl.constexpr = weights.shape[1] * K * (BITS // 8)
     if not EXPERTS:
         block, column = _place(gl.program_id(0), group, columns)
         for early in gl.static_range(STAGES):
@@ -81,7 +73,7 @@ def _fetch(
             _expect(bar, (2 * block + 1) * HALF < rows, early < steps, ROW_BYTES, WEIGHT_BYTES)
             fetch_weights(weight_tiles, bar, weights.index(early), 0, column, early * K, early < steps, outputs, GATED)
     gdc_wait()
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 128 // BITS], [4, 8], [4, 1], [1, 0])
     fetched = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, column = _place(tile, group, columns)
@@ -129,6 +121,19 @@ def _fetch(
 
 
 @gluon.jit
+def _output(column, outputs, WIDE: gl.constexpr, GATED: gl.constexpr, layout: gl.constexpr):
+    """The outputs of a tile's columns, of gate's half and up's, and whether there are such."""
+    place = gl.arange(0, WIDE, layout)
+    output = column * WIDE + place
+    known = output < outputs
+    if GATED:
+        output = column * (WIDE // 2) + place % (WIDE // 2)
+        known = output < outputs
+        output += place // (WIDE // 2) * outputs
+    return output, known
+
+
+@gluon.jit
 def _write(out_tiles, staged, result, row, column):
     """Through shared memory, once what was there before has left it."""
     tma.store_wait(0)
@@ -139,19 +144,9 @@ def _write(out_tiles, staged, result, row, column):
 
 @gluon.jit
 def _multiply(
-    out_tiles,
-    bias,
-    sorted_pairs,
-    block_experts,
-    values,
-    weights,
-    staged,
-    ready,
-    empty,
-    sizes,
-    PART: gl.constexpr,
-    KIND: gl.constexpr,
-):
+    out_tiles, bias, x_scale, scale, sorted_pairs, block_experts, values, weights, staged, ready, empty, sizes,
+    TOP_K: gl.constexpr, PER: gl.constexpr, PART: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
     gdc_wait()
     tiles, columns, group, steps, rows, outputs = sizes
     STAGES: gl.constexpr = empty.shape[0]
@@ -159,7 +154,9 @@ def _multiply(
     WIDE: gl.constexpr = weights.shape[1]
     EXPERTS: gl.constexpr = block_experts is not None
     GATED: gl.constexpr = KIND > 0
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, WIDE, 256 // weights.dtype.primitive_bitwidth]
+    )
     taken = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, column = _place(tile, group, columns)
@@ -171,6 +168,13 @@ def _multiply(
             first_row = gl.load(sorted_pairs + row)
         if expert >= 0:
             if first_row < rows:
+                if x_scale is not None:
+                    place = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+                    line, live = place, place >= 0
+                    if TOP_K > 0:
+                        pair = gl.load(sorted_pairs + place)
+                        line, live = pair // TOP_K, pair < rows
+                    x_by = gl.load(x_scale + line, mask=live, other=0.0)
                 total = gl.zeros([HALF, WIDE], gl.float32, layout)
                 for step in range(steps):
                     stage = taken % STAGES
@@ -182,14 +186,13 @@ def _multiply(
                     taken += 1
                 total = warpgroup_mma_wait(0, deps=[total])
                 mbarrier.arrive(empty.index((taken + STAGES - 1) % STAGES), count=1)
+                if x_scale is not None:
+                    output, known = _output(column, outputs, WIDE, GATED, gl.SliceLayout(0, layout))
+                    output += expert * (outputs * (2 if GATED else 1))
+                    by = gl.load(scale + output // PER, mask=known, other=0.0)
+                    total = total * x_by[:, None] * by[None, :]
                 if bias is not None:
-                    place = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
-                    output = column * WIDE + place
-                    known = output < outputs
-                    if GATED:
-                        output = column * (WIDE // 2) + place % (WIDE // 2)
-                        known = output < outputs
-                        output += place // (WIDE // 2) * outputs
+                    output, known = _output(column, outputs, WIDE, GATED, gl.SliceLayout(0, layout))
                     total += gl.load(bias + output, mask=known, other=0.0).to(gl.float32)[None, :]
                 first, second = gl.split(gl.permute(gl.reshape(total, [HALF, 2, WIDE // 2]), (0, 2, 1)))
                 if GATED:
@@ -208,103 +211,51 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["tiles", "columns", "group", "steps", "rows", "outputs"])
 def _product_kernel(
-    x,
-    x_tiles,
-    weight_tiles,
-    out_tiles,
-    bias,
-    sorted_pairs,
-    block_experts,
-    tiles,
-    columns,
-    group,
-    steps,
-    rows,
-    outputs,
-    x_stride,
-    inputs,
-    TOP_K: gl.constexpr,
-    EVEN: gl.constexpr,
-    KIND: gl.constexpr,
-    ROWS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    INPUTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-):
+    x, x_tiles, weight_tiles, out_tiles, bias, x_scale, scale, sorted_pairs, block_experts, tiles, columns, group,
+    steps, rows, outputs, x_stride, inputs, TOP_K: gl.constexpr, EVEN: gl.constexpr, PER: gl.constexpr,
+    KIND: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     GATHER: gl.constexpr = x is not None
-    dtype: gl.constexpr = out_tiles.dtype
+    dtype: gl.constexpr = weight_tiles.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, INPUTS], dtype)
     values = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS // 2, INPUTS], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, INPUTS], shared)
-    staged = gl.allocate_shared_memory(dtype, [2, ROWS // 2, OUTPUTS // 2], out_tiles.layout)
+    staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS // 2, OUTPUTS // 2], out_tiles.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=129 if GATHER else 1)  # each thread's copies, and the weights
         mbarrier.init(empty.index(stage), count=2)
     sizes = (tiles, columns, group, steps, rows, outputs)
+    gathered: gl.constexpr = TOP_K if GATHER else 0
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    out_tiles,
-                    bias,
-                    sorted_pairs,
-                    block_experts,
-                    values,
-                    weights,
-                    staged.index(0),
-                    ready,
-                    empty,
-                    sizes,
-                    0,
-                    KIND,
+                    out_tiles, bias, x_scale, scale, sorted_pairs, block_experts, values, weights, staged.index(0),
+                    ready, empty, sizes, gathered, PER, 0, KIND,
                 ),
             ),
             (
                 _multiply,
                 (
-                    out_tiles,
-                    bias,
-                    sorted_pairs,
-                    block_experts,
-                    values,
-                    weights,
-                    staged.index(1),
-                    ready,
-                    empty,
-                    sizes,
-                    1,
-                    KIND,
+                    out_tiles, bias, x_scale, scale, sorted_pairs, block_experts, values, weights, staged.index(1),
+                    ready, empty, sizes, gathered, PER, 1, KIND,
                 ),
             ),
             (
                 _fetch,
                 (
-                    x,
-                    x_tiles,
-                    weight_tiles,
-                    sorted_pairs,
-                    block_experts,
-                    values,
-                    weights,
-                    ready,
-                    empty,
-                    sizes,
-                    x_stride,
-                    inputs,
-                    TOP_K,
-                    EVEN,
-                    KIND > 0,
+                    x, x_tiles, weight_tiles, sorted_pairs, block_experts, values, weights, ready, empty, sizes,
+                    x_stride, inputs, TOP_K, EVEN, KIND > 0,
                 ),
             ),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def product(
@@ -342,13 +293,38 @@ def experts_products(
     Moves the weights of each expert that is chosen once for each `group` blocks.
     """
     _, hidden, width = down.shape
-    gated = torch.empty(blocks.pairs.shape[0], width, dtype=x.dtype, device=x.device)
-    count = blocks.experts.shape[0]
     x = x.contiguous()  # so that rows begin where copies of 16 bytes may
-    _launch(x, gate_up.view(-1, hidden), None, gated, activation, pairs, count, group, blocks, top_k)
+    gated = torch.empty(blocks.pairs.shape[0], width, dtype=x.dtype, device=x.device)
+    experts_product(x, gate_up.view(-1, hidden), gated, blocks, pairs, group, activation, top_k)
     parts = torch.empty(blocks.pairs.shape[0], hidden, dtype=x.dtype, device=x.device)
-    _launch(gated, down.view(-1, width), None, parts, None, pairs, count, group, blocks)
+    experts_product(gated, down.view(-1, width), parts, blocks, pairs, group)
     return parts
+
+
+class RowScales(NamedTuple):
+    """Of e4m3 codes: `x [T, 1]` and `weight [experts * outputs / per, 1]`, float32."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    per: int
+
+
+def experts_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    blocks: Alignment,
+    pairs: int,
+    group: int,
+    activation: str | None = None,
+    gathered: int = 0,
+    scales: RowScales | None = None,
+) -> None:
+    """A product of `experts_products`, of its experts' weights `[experts * outputs, inputs]`; `scales`: of codes.
+
+    `gathered`: rows of x are those of tokens, so many for each; 0: they lie as the blocks' rows.
+    """
+    _launch(x, weight, None, out, activation, pairs, blocks.experts.shape[0], group, blocks, gathered, scales)
 
 
 def _launch(
@@ -362,9 +338,10 @@ def _launch(
     group: int,
     experts: Alignment | None = None,
     gathered: int = 0,
+    scales: RowScales | None = None,
 ) -> None:
     """`gathered`: rows of x are those of the sorted pairs, so many for a row; 0: they lie as they are multiplied."""
-    outputs = out.shape[1]
+    outputs, inputs = out.shape[1], INPUT_BYTES // x.element_size()
     if experts is None:
         group = triton.cdiv(blocks, triton.cdiv(blocks, group))  # so that few are empty
     wide = OUTPUTS if activation is None else OUTPUTS // 2
@@ -372,26 +349,29 @@ def _launch(
     tiles = triton.cdiv(blocks, group) * group * columns
     _product_kernel[(min(processors(x.device), tiles),)](
         x if gathered else None,
-        None if gathered else tiles_of(x, ROWS // 2, INPUTS),
-        tiles_of(weight, wide, INPUTS),
+        None if gathered else tiles_of(x, ROWS // 2, inputs),
+        tiles_of(weight, wide, inputs),
         tiles_of(out, ROWS // 2, OUTPUTS // 2),
         bias,
+        None if scales is None else scales.x,
+        None if scales is None else scales.weight,
         None if experts is None else experts.pairs,
         None if experts is None else experts.experts,
         tiles,
         columns,
         group,
-        triton.cdiv(x.shape[1], INPUTS),
+        triton.cdiv(x.shape[1], inputs),
         rows,
         outputs,
         x.stride(0) if gathered else 0,
         x.shape[1] if gathered else 0,
         max(1, gathered),
-        not gathered or x.shape[1] % INPUTS == 0,
+        not gathered or x.shape[1] % inputs == 0,
+        1 if scales is None else scales.per,
         KINDS.index(activation),
         ROWS,
         OUTPUTS,
-        INPUTS,
+        inputs,
         STAGES,
         PRODUCER_REGISTERS,
         CONSUMER_REGISTERS,

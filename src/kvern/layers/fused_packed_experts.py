@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvern.kernels.codes import readable
 from kvern.kernels.launch import cdiv
-from kvern.kernels.moe import ACTIVATIONS, rows_of_block
-from kvern.kernels.moe_packed import packed_experts
-from kvern.kernels.moe_scaled import ROWS, Rounded, coded_experts
+from kvern.kernels.moe import ACTIVATIONS
+from kvern.kernels.moe_packed import one_by_one, packed_experts
+from kvern.kernels.moe_scaled import Rounded, coded_experts, hopper_codes
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.quantized.method import QuantizedMethod
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class FusedPackedExperts(RowStackedExperts):
     """Experts whose products are grouped by expert on the device.
 
-    Few rows read codes and compute little: they are multiplied as they are. With so many that blocks are full, a format
-    that rounds activations to codes like its weights' has codes multiplied by codes.
+    A format that rounds activations to codes like its weights' has codes multiplied by codes, but for one or a few
+    tokens, which are multiplied as they are.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class FusedPackedExperts(RowStackedExperts):
     ) -> None:
         super().__init__(hidden_size, spec, build, gate_up, down)
         self.deterministic = build.deterministic
+        self._hopper = "hopper_linear" in build.kernels
         for method in self.methods():
             method.use_kernels(build)
 
@@ -43,13 +44,26 @@ class FusedPackedExperts(RowStackedExperts):
         self._packed = tuple(readable(method.packed()) for method in methods)
         ways = [way for method in methods if (way := _coded(method)) is not None]
         self._coded = ways if len(ways) == 2 and not self.deterministic else None
+        if self._hopper:
+            shape = self.gate_up_proj.shape.dtype, self.hidden_size, self.spec.width
+            known = self._coded is not None and all(hopper_codes(packed.code, *shape) for packed in self._packed)
+            self._hopper = known and all(map(_whole_rows, methods, ways))
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         experts, activation = self.spec.experts, self.spec.activation
         gate_up, down = self._packed
-        if self._coded is not None and rows_of_block(topk_ids.numel(), experts) == ROWS:
+        if self._coded is not None and not one_by_one(topk_ids, experts, gate_up, down):
             return coded_experts(
-                x, gate_up, down, weights, topk_ids, activation, experts=experts, rounded=self._coded, add=add
+                x,
+                gate_up,
+                down,
+                weights,
+                topk_ids,
+                activation,
+                experts=experts,
+                rounded=self._coded,
+                add=add,
+                hopper=self._hopper,
             )
         return packed_experts(
             x,
@@ -66,11 +80,22 @@ class FusedPackedExperts(RowStackedExperts):
 
 def _coded(method: QuantizedMethod) -> Rounded | None:
     """How activations become codes; None: these kernels, or this card, multiply no codes by such codes."""
-    how, packed, (_, inputs, dtype, device) = method.activation_codes(), method.packed(), method.shape
+    how, packed, (_, inputs, _, device) = method.activation_codes(), method.packed(), method.shape
     if how is None or packed.zero is not None or packed.factor is not None:
         return None
-    runs = how(torch.zeros(1, inputs, dtype=dtype, device=device))[1].shape[1]
-    return how if multiplies_codes(packed.code, (packed.group, cdiv(inputs, runs)), inputs, device) else None
+    groups = packed.group, cdiv(inputs, _runs(method, how))
+    return how if multiplies_codes(packed.code, groups, inputs, device) else None
+
+
+def _runs(method: QuantizedMethod, how: Rounded) -> int:
+    """Of inputs of a row of activations, each with a scale."""
+    _, inputs, dtype, device = method.shape
+    return how(torch.zeros(1, inputs, dtype=dtype, device=device))[1].shape[1]
+
+
+def _whole_rows(method: QuantizedMethod, how: Rounded) -> bool:
+    """Whether scales are of whole rows, of weights and of activations."""
+    return method.packed().group == method.shape.inputs and _runs(method, how) == 1
 
 
 def fuses(gate_up: LinearMethod, down: LinearMethod, activation: str) -> bool:
