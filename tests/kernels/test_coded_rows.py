@@ -16,7 +16,7 @@ from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import CODES_SHAPES, CodesShape, PackedProducts
+from kvern.layers.quantized.products import CodesShape, PackedProducts, codes_candidates
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import Block, Scaled
 from tests.families import make_checkpoint
@@ -135,7 +135,7 @@ def test_a_layer_takes_codes_where_its_way_multiplies_them(device: torch.device,
         coding = linear.method.coding(1024)
         assert (coding is not None) == (isinstance(way, str) or (isinstance(way, tuple) and way[-1] == "codes"))
     assert linear.method.coding(8) is None
-    linear.method.choose(1024, tuple(CODES_SHAPES[0]))
+    linear.method.choose(1024, tuple(codes_candidates(1024)[0]))
     if coding := linear.method.coding(len(x)):  # others on a GPU, where more numbers of rows are apart
         assert torch.equal(linear(coding(x)), linear(x))
     plain = Linear(256, {"o_proj": 128}, Build(dtype, device, 1))

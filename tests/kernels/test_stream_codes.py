@@ -59,9 +59,8 @@ def _codes(code: str, generator: torch.Generator, *shape: int) -> torch.Tensor:
     return numbers.mul_(60).clamp_(-448, 448).to(torch.float8_e4m3fn)
 
 
-def _spread(scale: torch.Tensor, outputs: int, inputs: int, per: int) -> torch.Tensor:
-    group = -(-inputs // scale.shape[1])
-    return scale.double().repeat_interleave(per, 0)[:outputs].repeat_interleave(group, 1)[:, :inputs]
+def _spread(scale: torch.Tensor, outputs: int, inputs: int, per: int, group: int) -> torch.Tensor:
+    return scale.double().repeat_interleave(per, 0)[:outputs].repeat_interleave(group or inputs, 1)[:, :inputs]
 
 
 def _product(code: str, rows: int, outputs: int, inputs: int, form: Scales) -> Product:
@@ -74,8 +73,8 @@ def _product(code: str, rows: int, outputs: int, inputs: int, form: Scales) -> P
     x, codes = _codes(code, generator, rows, inputs), _codes(code, generator, outputs, inputs)
     x_scale, scale = scales(rows, form.x), scales(-(-outputs // form.outputs), form.inputs)
     bias = torch.randn(outputs, generator=generator, device="cuda", dtype=torch.bfloat16) * 60**2
-    plain = codes.double() * _spread(scale, outputs, inputs, form.outputs)
-    expected = (x.double() * _spread(x_scale, rows, inputs, 1)) @ plain.T
+    plain = codes.double() * _spread(scale, outputs, inputs, form.outputs, form.inputs)
+    expected = (x.double() * _spread(x_scale, rows, inputs, 1, form.x)) @ plain.T
     weight = Packed(code, codes, scale, None, form.inputs or inputs, form.outputs)
     return Product(x, x_scale, weight, bias, expected)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.kernels.launch import capability
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 """Outputs and inputs of the blocks, and inputs of the groups of activations, that cuBLAS knows."""
+CUBLAS_ROWS = 4
+"""With scales of groups it takes multiples of so many rows: those of a group then begin at multiples of 16 bytes."""
 
 
 def library_products(method: "ScaledMethod") -> Mapping[str, Product]:
@@ -54,7 +57,12 @@ def _scaled_mm(method: "ScaledMethod", x: RowCodes, bias: Tensor | None) -> Tens
 
 def _scaled_mm_by_blocks(method: "ScaledMethod", scale: Tensor, x: RowCodes, bias: Tensor | None) -> Tensor:
     """e4m3 by e4m3, a scale for each token's 128 inputs and each block of 128 x 128 weights."""
-    out: Tensor = torch._scaled_mm(x.codes, method.codes.t(), x.scales, scale, out_dtype=method.shape.dtype)
+    rows, missing = len(x.codes), -len(x.codes) % CUBLAS_ROWS
+    codes, scales = x
+    if missing:
+        codes = F.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(codes.dtype)
+        scales = F.pad(scales.t(), (0, missing)).t()
+    out: Tensor = torch._scaled_mm(codes, method.codes.t(), scales, scale, out_dtype=method.shape.dtype)[:rows]
     return out if bias is None else out + bias
 
 
