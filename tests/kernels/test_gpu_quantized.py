@@ -39,7 +39,7 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
     for cut in (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)):
         assert relative_error(packed_row(x[:1], packed, None, cut), expected[:1]) < 0.01
     assert relative_error(packed_row(x[:1], packed, None, cut, Around(residual=residual.clone())), whole) < 0.01
-    arranged = arrange(x, packed.order, True) if packed.code in INTERLEAVED else x
+    arranged = arrange(x, packed.order, "planes") if packed.code in INTERLEAVED else x
     arrived = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     cuts = (
         (8, MatmulShape(8, 64, 128, 4, 4, splits=2)),

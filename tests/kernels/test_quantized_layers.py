@@ -111,7 +111,7 @@ def test_the_largest_heads_have_counters_for_every_tile_of_a_split_product(dtype
 
 def test_a_head_is_not_timed_with_results_larger_than_its_weights(device: torch.device) -> None:
     method = MadeMethod(LinearShape(128256, 256, torch.bfloat16, device), make_packed("int4", 40, 256))
-    assert set(PackedProducts(method, False).candidates()) == {1, 8, 16, 32, 64, 256, 1024}
+    assert set(PackedProducts(method, False, False).candidates()) == {1, 8, 16, 32, 64, 256, 1024}
 
 
 def test_deterministic_products_do_not_depend_on_the_rows(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
@@ -27,7 +27,14 @@ from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of, fitted
+from kvern.layers.quantized.products import (
+    CODES_SHAPES,
+    ONE_ACTIVATED_ROW,
+    ONE_ROW,
+    STREAMS,
+    candidates_of,
+    fitted,
+)
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
@@ -229,20 +236,31 @@ def _row(
         return out if around.residual is None else out + around.residual.double()
 
     def launch() -> torch.Tensor:
-        row = x if packed.order is None else arrange(x, packed.order, False)
+        row = x if packed.order is None else arrange(x, packed.order, "")
         return packed_row(row, readable(packed), bias, shape, around)
 
     sizes = f"{outputs} x {kind.inputs} {kind.code}"
     return Call(sizes, launch, reference, bytes_of(packed), 2 * outputs * kind.inputs)
 
 
-def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
+def _product(
+    spec: ModelSpec,
+    inputs: Inputs,
+    kind: PackedKind,
+    rows: int,
+    outputs: int,
+    shape: MatmulShape | StreamPackedShape,
+) -> Call:
     packed, x = random_packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     counters, apart = inputs.zeros(outputs), kind.code in INTERLEAVED
 
     def launch() -> torch.Tensor:
-        values = arrange(x, packed.order, apart) if apart or kind.order else x
+        if isinstance(shape, StreamPackedShape):
+            from kvern.kernels.stream_packed_hopper import stream_packed_product
+
+            return stream_packed_product(arrange(x, packed.order, "lanes"), packed, bias, shape, counters)
+        values = arrange(x, packed.order, "planes" if apart else "") if apart or kind.order else x
         return packed_product(values, readable(packed), bias, shape, counters)
 
     def reference() -> torch.Tensor:
@@ -316,6 +334,28 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from launched
 
 
+def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
+    """With the first `most` shapes of each number of rows; None: all."""
+    if not inputs.hopper or inputs.dtype.itemsize != 2:
+        return
+    from kvern.kernels.stream_packed_hopper import streams
+
+    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds if kind.code in INTERLEAVED):
+        packed = random_packed(inputs.without_device(), kind, 1)
+        for rows, shapes in STREAMS.items():
+            for shape in shapes[:most]:
+                if streams(packed, kind.inputs, shape):
+                    yield kind, rows, kind.outputs, shape
+
+
+def _stream_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from _streamed(inputs, _forms(inputs), None)
+
+
+def _stream_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from _streamed(inputs, _timed(inputs), 1)
+
+
 def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
     """Whether codes of activations may be multiplied by such codes."""
     return not kind.zero and multiplies_codes(kind.code, [kind.group], kind.inputs, inputs.device)
@@ -355,5 +395,6 @@ def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 KERNELS = (
     Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
     Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
+    Kernel("quantized, several rows on Hopper", "hopper_linear", _product, _stream_launched, _stream_timed),
     Kernel("codes by codes", "quantized", _codes, _codes_launched, _codes_timed),
 )

@@ -28,7 +28,7 @@ def processors(device: torch.device) -> int:
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """How TMA moves tiles of a matrix; what lies outside is zero, and is not written."""
-    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}[matrix.dtype]
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 

@@ -25,11 +25,14 @@ Those that multiply get what the warp that fetches does not need.
 
 
 @gluon.jit
-def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, outputs, GATED: gl.constexpr):
+def fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, outputs, GATED: gl.constexpr):
+    """Fill the ring. `begin` counts columns of the weights, of which each may be SPREAD inputs."""
     gdc_launch_dependents()
     STAGES: gl.constexpr = weights.shape[0]
     K: gl.constexpr = weights.shape[2]
-    BYTES: gl.constexpr = (weights.shape[1] + values.shape[1]) * K * 2
+    SPREAD: gl.constexpr = values.shape[2] // K
+    WEIGHT_BYTES: gl.constexpr = weights.shape[1] * K * weights.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = WEIGHT_BYTES + values.shape[1] * K * SPREAD * 2
     tile = gl.program_id(0)
     for early in gl.static_range(STAGES):
         bar = ready.index(early)
@@ -40,7 +43,7 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
     for early in gl.static_range(STAGES):
         place = begin + early * K
         tma.async_copy_global_to_shared(
-            x_tiles, [0, place], ready.index(early), values.index(early), pred=early < steps
+            x_tiles, [0, place * SPREAD], ready.index(early), values.index(early), pred=early < steps
         )
     for step in range(STAGES, steps):
         stage = step % STAGES
@@ -48,41 +51,19 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
         fetch_weights(weight_tiles, bar, weights.index(stage), 0, tile, begin + step * K, True, outputs, GATED)
-        tma.async_copy_global_to_shared(x_tiles, [0, begin + step * K], bar, values.index(stage))
+        tma.async_copy_global_to_shared(x_tiles, [0, (begin + step * K) * SPREAD], bar, values.index(stage))
 
 
 @gluon.jit
-def _multiply(
-    out,
-    bias,
-    partial,
-    arrived,
-    weights,
-    values,
-    ready,
-    empty,
-    steps,
-    rows,
-    outputs,
-    SPLITS: gl.constexpr,
-    KIND: gl.constexpr,
-):
-    STAGES: gl.constexpr = weights.shape[0]
-    OUTPUTS: gl.constexpr = weights.shape[1]
-    ROWS: gl.constexpr = values.shape[1]
+def write_sums(
+    total, out, bias, partial, arrived, rows, outputs, SPLITS: gl.constexpr, KIND: gl.constexpr
+):  # fmt: skip
+    """What a program has of its outputs [OUTPUTS, ROWS]: joined by the last of those that share them, and written."""
+    OUTPUTS: gl.constexpr = total.shape[0]
+    ROWS: gl.constexpr = total.shape[1]
     WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    plain: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
-    total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        tile_values = values.index(stage).permute((1, 0))
-        total = warpgroup_mma(weights.index(stage), tile_values, total, is_async=True)
-        total = warpgroup_mma_wait(1, deps=[total])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
-    total = warpgroup_mma_wait(0, deps=[total])
-    gdc_wait()
+    layout: gl.constexpr = total.type.layout
+    plain: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, gl.num_warps()], [0, 1])
     tile = gl.program_id(0)
     line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
     last = True
@@ -112,6 +93,39 @@ def _multiply(
         row = gl.arange(0, ROWS, gl.SliceLayout(0, plain))
         target = out + row.to(gl.int64)[None, :] * outputs + output[:, None]
         gl.store(target, result, mask=(row < rows)[None, :] & (output < outputs)[:, None])
+
+
+@gluon.jit
+def _multiply(
+    out,
+    bias,
+    partial,
+    arrived,
+    weights,
+    values,
+    ready,
+    empty,
+    steps,
+    rows,
+    outputs,
+    SPLITS: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    STAGES: gl.constexpr = weights.shape[0]
+    OUTPUTS: gl.constexpr = weights.shape[1]
+    ROWS: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+    for step in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        tile_values = values.index(stage).permute((1, 0))
+        total = warpgroup_mma(weights.index(stage), tile_values, total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=[total])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+    total = warpgroup_mma_wait(0, deps=[total])
+    gdc_wait()
+    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, KIND)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps"])
@@ -151,7 +165,7 @@ def _stream_kernel(
                 (out, bias, partial, arrived, weights, values, ready, empty, own, rows, outputs, SPLITS, KIND),
             ),
             (
-                _fetch,
+                fetch,
                 (weight_tiles, x_tiles, weights, values, ready, empty, first * INPUTS, own, outputs, KIND > 0),
             ),
         ],

@@ -60,7 +60,7 @@ class QuantizedMethod(LinearMethod):
             from kvern.layers.quantized.products import PackedProducts, multiplies
 
             if multiplies(self.packed().code, self.shape.inputs):
-                self._products = PackedProducts(self, build.deterministic)
+                self._products = PackedProducts(self, build.deterministic, "hopper_linear" in build.kernels)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._products is None:

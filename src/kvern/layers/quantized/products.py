@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.layers.linear_method import Product
@@ -48,7 +48,7 @@ class CodesShape(NamedTuple):
     kind: str = "codes"
 
 
-Shape = MatvecShape | MatmulShape | CodesShape | PlainRuns | str
+Shape = MatvecShape | MatmulShape | StreamPackedShape | CodesShape | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
@@ -89,6 +89,25 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     8192: (MatmulShape(128, 128, 64, 8, 3), MatmulShape(256, 128, 64, 8, 3), PlainRuns(PLAIN_RUN_NUMBERS)),
 }
 """What is timed for up to this many rows, the last for more too."""
+
+STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
+    1: tuple(StreamPackedShape(8, 64, 8, splits) for splits in (1, 2, 4, 8)),
+    8: tuple(StreamPackedShape(8, 64, 8, splits) for splits in (1, 2, 4, 8)),
+    16: tuple(StreamPackedShape(16, 64, 6, splits) for splits in (1, 2, 4, 8)),
+    32: (
+        StreamPackedShape(32, 128, 5),
+        StreamPackedShape(32, 128, 5, 4),
+        StreamPackedShape(32, 64, 4, 4),
+        StreamPackedShape(32, 64, 4, 8),
+    ),
+    64: (
+        StreamPackedShape(64, 128, 4),
+        StreamPackedShape(64, 128, 4, 4),
+        StreamPackedShape(64, 64, 4, 2),
+        StreamPackedShape(64, 64, 4, 4),
+    ),
+}
+"""What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
 
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
@@ -132,8 +151,8 @@ def fitted(shape: Shape, code: str) -> Shape:
 class PackedProducts:
     """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
 
-    def __init__(self, method: "QuantizedMethod", deterministic: bool) -> None:
-        self._method, self._deterministic = method, deterministic
+    def __init__(self, method: "QuantizedMethod", deterministic: bool, hopper: bool) -> None:
+        self._method, self._deterministic, self._hopper = method, deterministic, hopper
         dtype, code = method.shape.dtype, method.packed().code
         given = {} if deterministic else candidates_of(dtype)
         self._candidates = {
@@ -170,9 +189,16 @@ class PackedProducts:
     def _shapes(self, most: int) -> tuple[Shape, ...]:
         shapes = self._candidates[most]
         if most <= MANY_ROWS:
-            return shapes
+            return (*shapes, *(shape for shape in STREAMS.get(most, ()) if self._streams(shape)))
         codes = CODES_SHAPES if self._multiplies_codes() else ()
         return (*shapes, *codes, *self._method.own_products())
+
+    def _streams(self, shape: StreamPackedShape) -> bool:
+        if not self._hopper or self._method.shape.dtype.itemsize != 2:
+            return False
+        from kvern.kernels.stream_packed_hopper import streams
+
+        return streams(self.weight, self._method.shape.inputs, shape)
 
     def _multiplies_codes(self) -> bool:
         weight, shape = self.weight, self._method.shape
@@ -198,11 +224,15 @@ class PackedProducts:
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
         if isinstance(shape, MatvecShape):
-            x = x if weight.order is None else arrange(x, weight.order, False)
+            x = x if weight.order is None else arrange(x, weight.order, "")
             return packed_row(x, weight, bias, shape)
+        if isinstance(shape, StreamPackedShape):
+            from kvern.kernels.stream_packed_hopper import stream_packed_product
+
+            return stream_packed_product(arrange(x, weight.order, "lanes"), weight, bias, shape, counters(x.device))
         apart = weight.code in INTERLEAVED
         if apart or weight.order is not None:
-            x = arrange(x, weight.order, apart)
+            x = arrange(x, weight.order, "planes" if apart else "")
         return packed_product(x, weight, bias, shape, counters(x.device))
 
 
