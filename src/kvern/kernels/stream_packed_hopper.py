@@ -18,7 +18,6 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -158,7 +157,6 @@ def _multiply(
         product = warpgroup_mma(numbers, tile_values, nothing, use_acc=False, is_async=True)
         by = scales.index(step).load(gl.SliceLayout(1, layout))
         product = warpgroup_mma_wait(0, deps=[product])
-        fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         total += product * by[:, None]
     gdc_wait()
