@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvern.kernels.arrange import arrange
 from kvern.kernels.norm import add_rms_norm, rms_norm
 
 
@@ -23,6 +24,11 @@ def test_rms_norm(device: torch.device, rows: int, width: int, dtype: torch.dtyp
     weight = torch.randn(width, generator=generator).to(device)
     out = rms_norm(x, weight, 1e-6)
     assert relative_error(out, reference(x, weight, 1e-6)) < (1e-6 if dtype is torch.float32 else 1e-3)
+
+
+def test_rms_norm_in_lanes(device: torch.device) -> None:
+    x, weight = torch.randn(3, 384, device=device), torch.randn(384, device=device)
+    assert torch.equal(rms_norm(x, weight, 1e-6, lanes=True), arrange(rms_norm(x, weight, 1e-6), None, "lanes"))
 
 
 def test_add_rms_norm_changes_the_residual_in_place(device: torch.device) -> None:

@@ -87,6 +87,10 @@ def test_product(
         out = stream_packed_product(arranged, packed, added, shape, arrived)
         expected = x.double() @ plain.T + (0 if added is None else added.double())
         assert float((out.double() - expected).abs().max() / expected.abs().max()) < 5e-3
+    added = torch.randn(len(x), outputs, device=device).to(dtype)
+    total = out.double() + added.double()
+    found = stream_packed_product(arranged, packed, bias, shape, arrived, added)
+    assert found is added and float((found.double() - total).abs().max() / total.abs().max()) < 5e-3
     assert torch.equal(stream_packed_product(arranged[-1:], packed, bias, shape, arrived)[0], out[-1])
     assert not arrived.any()
 

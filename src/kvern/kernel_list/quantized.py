@@ -15,6 +15,7 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape
+from kvern.kernels.norm import rms_norm
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
@@ -250,21 +251,30 @@ def _product(
     rows: int,
     outputs: int,
     shape: MatmulShape | StreamPackedShape,
+    norm: bool = False,
+    residual: bool = False,
 ) -> Call:
     packed, x = random_packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     counters, apart = inputs.zeros(outputs), kind.code in INTERLEAVED
+    gain = inputs.numbers(kind.inputs, dtype=torch.float32 if spec.norm.offset else None) if norm else None
+    added = inputs.numbers(rows, outputs) if residual else None
 
     def launch() -> torch.Tensor:
         if isinstance(shape, StreamPackedShape):
             from kvern.kernels.stream_packed_hopper import stream_packed_product
 
-            return stream_packed_product(arrange(x, packed.order, "lanes"), packed, bias, shape, counters)
+            values = arrange(x, packed.order, "lanes") if gain is None else rms_norm(x, gain, 1e-6, lanes=True)
+            return stream_packed_product(values, packed, bias, shape, counters, added)
         values = arrange(x, packed.order, "planes" if apart else "") if apart or kind.order else x
         return packed_product(values, readable(packed), bias, shape, counters)
 
     def reference() -> torch.Tensor:
-        return x.double() @ plain_of(packed).T + (0 if bias is None else bias.double())
+        values = x.double()
+        if gain is not None:
+            values = values / (values.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
+        out = values @ plain_of(packed).T + (0 if bias is None else bias.double())
+        return out if added is None else out + added.double()
 
     sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
     moved = bytes_of(packed) + rows * (kind.inputs + outputs) * x.element_size()
@@ -346,6 +356,9 @@ def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Size
             for shape in shapes[:most]:
                 if streams(packed, kind.inputs, shape):
                     yield kind, rows, kind.outputs, shape
+                    if rows == 1 and most is None and not kind.order:
+                        yield kind, rows, kind.outputs, shape, True, False
+                        yield kind, rows, kind.outputs, shape, False, True
 
 
 def _stream_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.arrange import source_in_lanes
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -18,6 +19,7 @@ def _rms_norm_kernel(
     epsilon: tl.float32,
     width: tl.constexpr,
     ADD: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -26,24 +28,25 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    values = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    source = source_in_lanes(column) if LANES else column
+    values = tl.load(x + row * row_stride + source, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(update + row * width + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(x + row * row_stride + column, values.to(x.dtype.element_ty), mask=inside)
         values = values.to(x.dtype.element_ty).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / width + epsilon)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + source, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, (values * inverse * gain).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, lanes: bool = False) -> torch.Tensor:
     """`x / rms(x) * weight` along the last dimension, in float32.
 
     x [T, width], rows may have gaps; weight [width], any float dtype; the result has the dtype of x. Moves x once in
-    and once out.
+    and once out. `lanes`: arranged as `kernels/arrange.py` does.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, out, epsilon, add=False)
+    _launch(x, x, weight, out, epsilon, add=False, lanes=lanes)
     return out
 
 
@@ -54,7 +57,7 @@ def add_rms_norm(x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, ep
     update once, the result once.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, update, weight, out, epsilon, add=True)
+    _launch(x, update, weight, out, epsilon, add=True, lanes=False)
     return out
 
 
@@ -65,6 +68,7 @@ def _launch(
     out: torch.Tensor,
     epsilon: float,
     add: bool,
+    lanes: bool,
 ) -> None:
     rows, width = x.shape
     block = next_power_of_2(width)
@@ -78,6 +82,7 @@ def _launch(
         epsilon,
         width,
         add,
+        lanes,
         block,
         overlap,
         num_warps=min(16, max(1, block // 512)),

@@ -56,9 +56,21 @@ def fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, ou
 
 @gluon.jit
 def write_sums(
-    total, out, bias, partial, arrived, rows, outputs, SPLITS: gl.constexpr, KIND: gl.constexpr
-):  # fmt: skip
-    """What a program has of its outputs [OUTPUTS, ROWS]: joined by the last of those that share them, and written."""
+    total,
+    out,
+    bias,
+    partial,
+    arrived,
+    rows,
+    outputs,
+    SPLITS: gl.constexpr,
+    KIND: gl.constexpr,
+    ADDS: gl.constexpr = False,
+):
+    """What a program has of its outputs [OUTPUTS, ROWS]: joined by the last of those that share them, and written.
+
+    ADDS: to what is in `out`.
+    """
     OUTPUTS: gl.constexpr = total.shape[0]
     ROWS: gl.constexpr = total.shape[1]
     WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
@@ -92,7 +104,10 @@ def write_sums(
         output = tile * WIDE + gl.arange(0, WIDE, gl.SliceLayout(1, plain))
         row = gl.arange(0, ROWS, gl.SliceLayout(0, plain))
         target = out + row.to(gl.int64)[None, :] * outputs + output[:, None]
-        gl.store(target, result, mask=(row < rows)[None, :] & (output < outputs)[:, None])
+        mask = (row < rows)[None, :] & (output < outputs)[:, None]
+        if ADDS:
+            result = (result.to(gl.float32) + gl.load(target, mask=mask, other=0.0).to(gl.float32)).to(result.dtype)
+        gl.store(target, result, mask=mask)
 
 
 @gluon.jit

@@ -131,6 +131,7 @@ def _multiply(
     GROUP: gl.constexpr,
     BIASED: gl.constexpr,
     SPLITS: gl.constexpr,
+    ADDS: gl.constexpr,
 ):
     STAGES: gl.constexpr = codes.shape[0]
     OUTPUTS: gl.constexpr = codes.shape[1]
@@ -160,7 +161,7 @@ def _multiply(
         mbarrier.arrive(empty.index(stage), count=1)
         total += product * by[:, None]
     gdc_wait()
-    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, 0)
+    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, 0, ADDS)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps"])
@@ -184,6 +185,7 @@ def _stream_packed_kernel(
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     STEPS: gl.constexpr,
+    ADDS: gl.constexpr,
 ):
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, WORDS], code_tiles.layout)
     values = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, ROWS, 8 * WORDS], x_tiles.layout)
@@ -204,7 +206,7 @@ def _stream_packed_kernel(
                 _multiply,
                 (
                     out, bias, scale, zero, partial, arrived, codes, values, scales, zeros, ready, empty,
-                    first, own, rows, outputs, groups, GROUP, BIASED, SPLITS,
+                    first, own, rows, outputs, groups, GROUP, BIASED, SPLITS, ADDS,
                 ),
             ),
             (
@@ -243,19 +245,21 @@ def stream_packed_product(
     bias: torch.Tensor | None,
     shape: StreamPackedShape,
     arrived: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, sums in float32: [T, inputs] of 16 bits -> [T, outputs], T at most `shape.rows`.
 
-    x         as `arrange` makes it for this kernel
+    x         in lanes, as `arrange` and norms make it
     weight    that `streams` knows
     arrived   if the shape has splits: an int32 zero for every tile, which is zero again afterwards
+    residual  contiguous, to which the result is added in place; it is what is returned
 
     A row's result depends on the shape of the tiles alone. Moves the codes and scales once.
     """
     rows, inputs = x.shape
     outputs = weight.codes.shape[0]
     tiles, steps = cdiv(outputs, shape.outputs), inputs // STEP
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
     partial = out
     if shape.splits > 1:
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=x.device)
@@ -279,6 +283,7 @@ def stream_packed_product(
         shape.stages,
         shape.splits,
         steps_kept(inputs, shape.splits),
+        residual is not None,
         num_warps=shape.outputs // 16,
         maxnreg=registers_of(shape),
         launch_pdl=True,

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from kvern.kernels.activation import gated_activation
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape
+from kvern.kernels.norm import rms_norm
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.layers.linear_method import Product
@@ -176,8 +178,18 @@ class PackedProducts:
 
     def multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
         """As `RowProduct`, of a matrix without an order of its inputs."""
+        if self._most and isinstance(self._ways[0], StreamPackedShape):
+            return self._stream_row(self._ways[0], x, bias, around)
         shape = ONE_ROW if around.activation is None else ONE_ACTIVATED_ROW
         return packed_row(x, self.weight, bias, shape, around)
+
+    def _stream_row(self, shape: StreamPackedShape, x: Tensor, bias: Tensor | None, around: Around) -> Tensor:
+        from kvern.kernels.stream_packed_hopper import stream_packed_product
+
+        gain = around.gain
+        x = arrange(x, None, "lanes") if gain is None else rms_norm(x, gain, around.epsilon, lanes=True)
+        out = stream_packed_product(x, self.weight, bias, shape, counters(x.device), around.residual)
+        return out if around.activation is None else gated_activation(out, around.activation)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         """As `LinearMethod.candidates`."""
