@@ -32,15 +32,19 @@ GPU = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), mark
 
 
 def _launch(shape: StreamPackedShape, kind: str, group: int, dtype: torch.dtype) -> None:
-    from kvern.kernels.stream_packed_hopper import stream_packed_product
+    from kvern.kernels.stream_packed_hopper import stream_packed_product, streams
 
     packed = make_packed(kind, 256, 4096, group).packed
+    assert streams(packed, 4096, shape, dtype)
     stream_packed_product(torch.empty(shape.rows, 4096, dtype=dtype), packed, None, shape, torch.zeros(64).int())
 
 
 LAUNCHES: list[Callable[[], object]] = [
     partial(_launch, SHAPES[1], "int4", 128, torch.bfloat16),
     partial(_launch, SHAPES[3], "int4 zero", 128, torch.float16),
+    partial(_launch, SHAPES[4], "int4 zero", 64, torch.bfloat16),
+    partial(_launch, SHAPES[1], "mxfp4", 32, torch.bfloat16),
+    partial(_launch, SHAPES[5], "nvfp4", 16, torch.bfloat16),
 ]
 
 
@@ -62,7 +66,13 @@ def test_lanes_hold_what_arranged_inputs_multiply() -> None:
 @GPU
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (1000, 640), (2064, 4096), (136, 14336)])
-@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int4 zero", 128), ("int4 zero", -1)])
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        *(("int4", 128), ("int4 zero", 128), ("int4 zero", -1), ("int4 zero", 64), ("int4", 32)),
+        *(("mxfp4", 32), ("nvfp4", 16)),
+    ],
+)
 def test_product(
     device: torch.device, shape: StreamPackedShape, outputs: int, inputs: int, kind: str, group: int
 ) -> None:
@@ -71,14 +81,14 @@ def test_product(
 
     made = make_packed(kind, outputs, inputs, inputs if group == -1 else group, order=inputs == 640)
     packed, plain = to_device(made.packed, device), made.plain.to(device)
-    if packed.scale is not None and outputs == 2064:
+    if kind.startswith("int4") and outputs == 2064:
         packed = packed._replace(scale=packed.scale.bfloat16())
         plain = _plain(packed)
-    if not streams(packed, inputs, shape):
-        assert inputs == 14336 and shape.splits == 1
+    dtype = torch.float16 if inputs == 640 and packed.group >= 128 else torch.bfloat16
+    if not streams(packed, inputs, shape, dtype):
+        assert inputs == 14336
         return
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device=device)
-    dtype = torch.float16 if inputs == 640 else torch.bfloat16
     x = torch.randn(shape.rows - 3, inputs, device=device).to(dtype)
     bias = torch.randn(outputs, device=device).to(dtype)
     arranged = arrange(x, packed.order, "lanes")

@@ -354,7 +354,7 @@ def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Size
         packed = random_packed(inputs.without_device(), kind, 1)
         for rows, shapes in STREAMS.items():
             for shape in shapes[:most]:
-                if streams(packed, kind.inputs, shape):
+                if streams(packed, kind.inputs, shape, inputs.dtype):
                     yield kind, rows, kind.outputs, shape
                     if rows == 1 and most is None and not kind.order:
                         yield kind, rows, kind.outputs, shape, True, False

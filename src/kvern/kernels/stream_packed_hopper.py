@@ -3,8 +3,9 @@
     x [T, inputs] @ weight.T -> [T, outputs]
 
 As `kernels/stream_hopper.py`, but the ring holds codes. The warps that multiply make numbers of them in registers, from
-which the matrix units take their rows; each 64 outputs have four warps. A product of a group's inputs is multiplied by
-the group's scale in float32, so that what is multiplied before, codes less their zero, is exact.
+which the matrix units take their rows; each 64 outputs have four warps. Where a group is no less than a step, what is
+multiplied is exact, codes less their zero, and a step's product is multiplied by the scale in float32. Otherwise
+weights are multiplied by their scales in the dtype of x; PER scales are those of a row in a step.
 
 A lane holds the columns 16b + 8h + 2j + i of two rows of the matrix units' operand, where j is its number modulo 4, and
 i, h and b count up to 2, 2 and 8. Of 128 inputs it reads 16 bytes that stand together: the inputs 32j + 8q + p + 4i of
@@ -40,19 +41,28 @@ MIDDLE = gl.constexpr(8)
 """The zero of a matrix without zeros."""
 
 
-def _assembly(biased: int, kind: str) -> str:
-    lines = ["{ .reg .b32 word, pair;"]
+@gluon.constexpr_function
+def _assembly(code: str, scaled: bool, biased: int):
+    """Of a word of eight codes, $8, pairs of codes four apart, of biased zeros, $9, and of scales, $10: the numbers.
+
+    Sign, exponent and fraction of e2m1 go where bfloat16 has its own, which is 2^126 times too small.
+    """
+    kind = "bf16x2" if biased == BIASED[torch.bfloat16] else "f16x2"
+    lines = ["{ .reg .b32 word, pair, unit; mov.b32 unit, 0x7e807e80;"]
     for place in range(4):
-        lines.append(f"shr.b32 word, $8, {4 * place};" if place else "mov.b32 word, $8;")
-        lines.append(f"lop3.b32 pair, word, 0x000f000f, {biased * 0x10001:#x}, 0xea;")
-        lines.append(f"sub.{kind} pair, pair, $9; mov.b32 {{${2 * place}, ${2 * place + 1}}}, pair;")
+        if code == "int4":
+            lines.append(f"shr.b32 word, $8, {4 * place};")
+            lines.append(f"lop3.b32 pair, word, 0x000f000f, {biased * 0x10001:#x}, 0xea; sub.{kind} pair, pair, $9;")
+        else:
+            lines.append(f"shl.b32 word, $8, {12 - 4 * place}; and.b32 pair, word, 0x70007000; shr.b32 pair, pair, 6;")
+            lines.append("lop3.b32 pair, word, 0x80008000, pair, 0xea; mul.bf16x2 pair, pair, unit;")
+        if scaled:
+            lines.append(f"mul.{kind} pair, pair, $10;")
+        lines.append(f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, pair;")
     return " ".join([*lines, "}"])
 
 
-NUMBERS_BFLOAT16 = gl.constexpr(_assembly(BIASED[torch.bfloat16], "bf16x2"))
-NUMBERS_FLOAT16 = gl.constexpr(_assembly(BIASED[torch.float16], "f16x2"))
-"""Of a word of eight codes, and a pair of biased zeros: the codes less the zero, four pairs of codes four apart."""
-OUTPUT_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r")
+OUTPUT_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r")
 
 REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144}
 """Of a thread that multiplies, by the rows of a tile."""
@@ -78,16 +88,17 @@ def _words_layout(outputs: int):
 
 
 @gluon.jit
-def _numbers(words, zeros, dtype: gl.constexpr, layout: gl.constexpr):
-    """The codes of `words [OUTPUTS, WORDS]` less zeros [OUTPUTS, 1]: [OUTPUTS, 8 * WORDS] as the units read them."""
+def _numbers(words, zeros, by, CODE: gl.constexpr, SCALED: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr):
+    """What the units read, [OUTPUTS, 8 * WORDS], of words [OUTPUTS, PER, WORDS / PER], and pairs that fit."""
     OUTPUTS: gl.constexpr = words.shape[0]
-    if dtype == gl.bfloat16:
+    assembly: gl.constexpr = _assembly(CODE, SCALED, BIASED)
+    if BIASED == 0x4300:
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            NUMBERS_BFLOAT16, OUTPUT_REGISTERS, [words, zeros], (gl.bfloat16,) * 8, is_pure=True, pack=1
+            assembly, OUTPUT_REGISTERS, [words, zeros, by], (gl.bfloat16,) * 8, is_pure=True, pack=1
         )
     else:
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            NUMBERS_FLOAT16, OUTPUT_REGISTERS, [words, zeros], (gl.float16,) * 8, is_pure=True, pack=1
+            assembly, OUTPUT_REGISTERS, [words, zeros, by], (gl.float16,) * 8, is_pure=True, pack=1
         )
     first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
     every = gl.reshape(gl.join(first, second), [OUTPUTS, 4, 4, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
@@ -96,17 +107,37 @@ def _numbers(words, zeros, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _keep(kept, table, groups, first, outputs, steps, GROUP: gl.constexpr):
-    """Put the scales of a program, or its zeros, in shared memory [STEPS, OUTPUTS]."""
-    STEPS: gl.constexpr = kept.shape[0]
+def _of_step(kept, step, PER: gl.constexpr, layout: gl.constexpr):
+    """What is kept for a step: [OUTPUTS, PER, 1]."""
     OUTPUTS: gl.constexpr = kept.shape[1]
+    whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    steps = kept._reinterpret(kept.dtype, [kept.shape[0] // PER, PER, OUTPUTS], whole)
+    return gl.expand_dims(steps.index(step).permute((1, 0)).load(gl.SliceLayout(2, layout)), 2)
+
+
+@gluon.jit
+def _keep(kept, table, groups, first, outputs, steps, GROUP: gl.constexpr, BIASED: gl.constexpr):
+    """Put scales or zeros of a program in shared memory [STEPS * PER, OUTPUTS]. Scales of part of a step: as pairs."""
+    OUTPUTS: gl.constexpr = kept.shape[1]
+    PER: gl.constexpr = max(128 // GROUP, 1)
+    RUN: gl.constexpr = min(kept.shape[0], 64)  # of more, loads would not fit in registers
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
     line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
-    step = gl.arange(0, STEPS, gl.SliceLayout(0, layout))
-    place = line.to(gl.int64)[:, None] * groups + ((first + step) // (GROUP // 128))[None, :]
+    begin = line.to(gl.int64)[:, None] * groups
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    found = gl.load(table + place, mask=(line < outputs)[:, None] & (step < steps)[None, :], other=0)
-    kept._reinterpret(kept.dtype, [STEPS, OUTPUTS], whole).permute((1, 0)).store(found.to(kept.dtype))
+    runs = kept._reinterpret(kept.dtype, [kept.shape[0] // RUN, RUN, OUTPUTS], whole)
+    for run in range(kept.shape[0] // RUN):
+        step = run * RUN + gl.arange(0, RUN, gl.SliceLayout(0, layout))
+        place = begin + ((first * PER + step) // max(GROUP // 128, 1))[None, :]
+        found = gl.load(table + place, mask=(line < outputs)[:, None] & (step < steps * PER)[None, :])
+        if kept.dtype == gl.float32:
+            found = found.to(gl.float32)
+        elif kept.dtype == gl.int32:
+            if found.dtype == gl.uint8:
+                found = (found.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+            half: gl.constexpr = gl.bfloat16 if BIASED == 0x4300 else gl.float16
+            found = found.to(gl.float32).to(half).to(gl.uint16, bitcast=True).to(gl.int32) * 0x10001
+        runs.index(run).permute((1, 0)).store(found)
 
 
 @gluon.jit
@@ -115,6 +146,7 @@ def _multiply(
     bias,
     scale,
     zero,
+    factor,
     partial,
     arrived,
     codes,
@@ -128,6 +160,7 @@ def _multiply(
     rows,
     outputs,
     groups,
+    CODE: gl.constexpr,
     GROUP: gl.constexpr,
     BIASED: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -136,30 +169,38 @@ def _multiply(
     STAGES: gl.constexpr = codes.shape[0]
     OUTPUTS: gl.constexpr = codes.shape[1]
     ROWS: gl.constexpr = values.shape[1]
-    dtype: gl.constexpr = values.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [OUTPUTS // 16, 1], [16, ROWS, 16])
     held: gl.constexpr = _words_layout(OUTPUTS)
-    of_row: gl.constexpr = gl.SliceLayout(1, held)
-    _keep(scales, scale, groups, first, outputs, steps, GROUP)
+    PER: gl.constexpr = max(128 // GROUP, 1)
+    _keep(scales, scale, groups, first, outputs, steps, GROUP, BIASED)
     if zero is not None:
-        _keep(zeros, zero, groups, first, outputs, steps, GROUP)
+        _keep(zeros, zero, groups, first, outputs, steps, GROUP, BIASED)
     total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     nothing = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        words = codes.index(stage).load(held)
+        words = gl.reshape(codes.index(stage).load(held), [OUTPUTS, PER, WORDS // PER])
+        pairs: gl.constexpr = words.type.layout
         if zero is not None:
-            zero_pairs = gl.expand_dims((zeros.index(step).load(of_row).to(gl.int32) + BIASED) * 0x10001, 1)
+            zero_pairs = (_of_step(zeros, step, PER, pairs).to(gl.int32) + BIASED) * 0x10001
         else:
-            zero_pairs = gl.full([OUTPUTS, 1], (BIASED + MIDDLE) * 0x10001, gl.int32, held)
-        numbers = _numbers(words, zero_pairs, dtype, layout)
+            zero_pairs = gl.full([OUTPUTS, PER, 1], (BIASED + MIDDLE) * 0x10001, gl.int32, pairs)
         tile_values = values.index(stage).permute((1, 0))
-        product = warpgroup_mma(numbers, tile_values, nothing, use_acc=False, is_async=True)
-        by = scales.index(step).load(gl.SliceLayout(1, layout))
-        product = warpgroup_mma_wait(0, deps=[product])
+        if PER > 1:
+            numbers = _numbers(words, zero_pairs, _of_step(scales, step, PER, pairs), CODE, True, BIASED, layout)
+            total = warpgroup_mma(numbers, tile_values, total, is_async=True)
+            total = warpgroup_mma_wait(0, deps=[total])
+        else:
+            numbers = _numbers(words, zero_pairs, zero_pairs, CODE, False, BIASED, layout)
+            product = warpgroup_mma(numbers, tile_values, nothing, use_acc=False, is_async=True)
+            by = scales.index(step).load(gl.SliceLayout(1, layout))
+            product = warpgroup_mma_wait(0, deps=[product])
+            total += product * by[:, None]
         mbarrier.arrive(empty.index(stage), count=1)
-        total += product * by[:, None]
+    if factor is not None:
+        line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+        total *= gl.load(factor + line, mask=line < outputs, other=0.0)[:, None]
     gdc_wait()
     write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, 0, ADDS)
 
@@ -170,6 +211,7 @@ def _stream_packed_kernel(
     code_tiles,
     scale,
     zero,
+    factor,
     bias,
     out,
     partial,
@@ -178,6 +220,7 @@ def _stream_packed_kernel(
     outputs,
     steps,
     groups,
+    CODE: gl.constexpr,
     GROUP: gl.constexpr,
     BIASED: gl.constexpr,
     ROWS: gl.constexpr,
@@ -190,8 +233,9 @@ def _stream_packed_kernel(
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, WORDS], code_tiles.layout)
     values = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, ROWS, 8 * WORDS], x_tiles.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scales = gl.allocate_shared_memory(gl.float32, [STEPS, OUTPUTS], plain)
-    zeros = gl.allocate_shared_memory(gl.uint8, [STEPS if zero is not None else 1, OUTPUTS], plain)
+    PER: gl.constexpr = max(128 // GROUP, 1)
+    scales = gl.allocate_shared_memory(gl.int32 if PER > 1 else gl.float32, [STEPS * PER, OUTPUTS], plain)
+    zeros = gl.allocate_shared_memory(gl.uint8, [STEPS * PER if zero is not None else 1, OUTPUTS], plain)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -205,8 +249,8 @@ def _stream_packed_kernel(
             (
                 _multiply,
                 (
-                    out, bias, scale, zero, partial, arrived, codes, values, scales, zeros, ready, empty,
-                    first, own, rows, outputs, groups, GROUP, BIASED, SPLITS, ADDS,
+                    out, bias, scale, zero, factor, partial, arrived, codes, values, scales, zeros, ready, empty,
+                    first, own, rows, outputs, groups, CODE, GROUP, BIASED, SPLITS, ADDS,
                 ),
             ),
             (
@@ -224,18 +268,23 @@ def steps_kept(inputs: int, splits: int) -> int:
     return next_power_of_2(cdiv(inputs // STEP, splits))
 
 
-def streams(weight: Packed, inputs: int, shape: StreamPackedShape) -> bool:
-    """Whether the kernel, so cut, knows a matrix: one of four bits whose groups are whole steps."""
+def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.dtype) -> bool:
+    """Whether the kernel, so cut, multiplies activations of a dtype by a matrix: one whose groups are cut by steps.
+
+    Numbers of e2m1, and scales of another dtype that are rounded to that of x, need the range of bfloat16.
+    """
+    assert weight.scale is not None
+    small = weight.group < STEP
     ring = shape.stages * (shape.outputs * STEP // 2 + shape.rows * STEP * 2)
-    kept = steps_kept(inputs, shape.splits) * shape.outputs * (4 if weight.zero is None else 5)
+    kept = steps_kept(inputs, shape.splits) * max(STEP // weight.group, 1) * shape.outputs
     return (
-        weight.code == "int4"
+        (weight.code == "int4" or (weight.code == "e2m1" and small and weight.zero is None))
         and weight.outputs_per_scale == 1
-        and weight.factor is None
         and inputs % STEP == 0
-        and weight.group % STEP == 0
+        and (weight.group in (16, 32, 64) or weight.group % STEP == 0)
+        and (dtype == torch.bfloat16 or (weight.code == "int4" and (not small or weight.scale.dtype == dtype)))
         and (weight.zero is None or weight.zero.dtype == torch.uint8)
-        and ring + kept + BESIDE_BYTES <= SHARED_MEMORY[90] << 10
+        and ring + kept * (4 if weight.zero is None else 5) + BESIDE_BYTES <= SHARED_MEMORY[90] << 10
     )
 
 
@@ -268,6 +317,7 @@ def stream_packed_product(
         tiles_of(weight.codes.view(torch.int32), shape.outputs, STEP // 8),
         weight.scale,
         weight.zero,
+        weight.factor,
         bias,
         out,
         partial,
@@ -276,6 +326,7 @@ def stream_packed_product(
         outputs,
         steps,
         inputs // weight.group,
+        weight.code,
         weight.group,
         BIASED[x.dtype],
         shape.rows,

@@ -206,11 +206,12 @@ class PackedProducts:
         return (*shapes, *codes, *self._method.own_products())
 
     def _streams(self, shape: StreamPackedShape) -> bool:
-        if not self._hopper or self._method.shape.dtype.itemsize != 2:
+        size, weight = self._method.shape, self.weight
+        if not self._hopper or size.dtype.itemsize != 2 or weight.code not in INTERLEAVED:
             return False
         from kvern.kernels.stream_packed_hopper import streams
 
-        return streams(self.weight, self._method.shape.inputs, shape)
+        return streams(weight, size.inputs, shape, size.dtype)
 
     def _multiplies_codes(self) -> bool:
         weight, shape = self.weight, self._method.shape
