@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kvern.kernel_list import KERNELS, Inputs, packed_experts, quantized
+from kvern.kernel_list import KERNELS, Inputs, packed_experts, packed_hopper, quantized
 from kvern.kernel_list.quantized import kinds_of_forms
 from kvern.kernels.launch import SHARED_MEMORY
 from tests.kernels.models import LARGE_MODELS, spec_of
@@ -60,7 +60,8 @@ def launches(
     spec = spec_of(name, LARGE_MODELS)
     packed = kinds_of_forms(spec, dtype, () if codes is None else (codes,))
     inputs = Inputs(torch.device("cpu"), dtype, "empty", adapter_rank=64, packed=packed)
-    for kernel in KERNELS if codes is None else (*quantized.KERNELS, *packed_experts.KERNELS):
+    own = (*quantized.KERNELS, *packed_hopper.KERNELS, *packed_experts.KERNELS)
+    for kernel in KERNELS if codes is None else own:
         forms = [*kernel.launched(spec, inputs), *kernel.timed(spec, inputs)]
         for arguments in forms[-1:] if sample else forms:
             yield f"{kernel.name} {arguments}", kernel.make(spec, inputs, *arguments).launch

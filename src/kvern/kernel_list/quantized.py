@@ -14,8 +14,7 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape
-from kvern.kernels.norm import rms_norm
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
@@ -28,14 +27,7 @@ from kvern.layers.quantized.gguf_blocks import NUMBERS
 from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import (
-    CODES_SHAPES,
-    ONE_ACTIVATED_ROW,
-    ONE_ROW,
-    STREAMS,
-    candidates_of,
-    fitted,
-)
+from kvern.layers.quantized.products import CODES_SHAPES, ONE_ACTIVATED_ROW, ONE_ROW, candidates_of, fitted
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
@@ -244,37 +236,17 @@ def _row(
     return Call(sizes, launch, reference, bytes_of(packed), 2 * outputs * kind.inputs)
 
 
-def _product(
-    spec: ModelSpec,
-    inputs: Inputs,
-    kind: PackedKind,
-    rows: int,
-    outputs: int,
-    shape: MatmulShape | StreamPackedShape,
-    norm: bool = False,
-    residual: bool = False,
-) -> Call:
+def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: MatmulShape) -> Call:
     packed, x = random_packed(inputs, kind, outputs), inputs.numbers(rows, kind.inputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     counters, apart = inputs.zeros(outputs), kind.code in INTERLEAVED
-    gain = inputs.numbers(kind.inputs, dtype=torch.float32 if spec.norm.offset else None) if norm else None
-    added = inputs.numbers(rows, outputs) if residual else None
 
     def launch() -> torch.Tensor:
-        if isinstance(shape, StreamPackedShape):
-            from kvern.kernels.stream_packed_hopper import stream_packed_product
-
-            values = arrange(x, packed.order, "lanes") if gain is None else rms_norm(x, gain, 1e-6, lanes=True)
-            return stream_packed_product(values, packed, bias, shape, counters, added)
         values = arrange(x, packed.order, "planes" if apart else "") if apart or kind.order else x
         return packed_product(values, readable(packed), bias, shape, counters)
 
     def reference() -> torch.Tensor:
-        values = x.double()
-        if gain is not None:
-            values = values / (values.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
-        out = values @ plain_of(packed).T + (0 if bias is None else bias.double())
-        return out if added is None else out + added.double()
+        return x.double() @ plain_of(packed).T + (0 if bias is None else bias.double())
 
     sizes = f"{rows} x {outputs} x {kind.inputs} {kind.code}"
     moved = bytes_of(packed) + rows * (kind.inputs + outputs) * x.element_size()
@@ -313,7 +285,7 @@ def _dense(inputs: Inputs) -> list[PackedKind]:
     return [kind for kind in inputs.packed if not kind.part.startswith("experts.")]
 
 
-def _forms(inputs: Inputs) -> list[PackedKind]:
+def forms_of(inputs: Inputs) -> list[PackedKind]:
     """One of those that kernels are compiled alike for, with few outputs."""
     alike: dict[tuple[Any, ...], PackedKind] = {}
     for kind in _dense(inputs):
@@ -324,7 +296,7 @@ def _forms(inputs: Inputs) -> list[PackedKind]:
 
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
-    for kind in _forms(inputs):
+    for kind in forms_of(inputs):
         for shape in candidates_of(inputs.dtype)[1]:
             if isinstance(shape, MatvecShape):
                 launched[kind._replace(part=""), kind.outputs, fitted(shape, kind.code)] = None
@@ -337,36 +309,11 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
-    for kind, (rows, shapes) in itertools.product(_forms(inputs), candidates_of(inputs.dtype).items()):
+    for kind, (rows, shapes) in itertools.product(forms_of(inputs), candidates_of(inputs.dtype).items()):
         for shape in shapes:
             if isinstance(shape, MatmulShape):
                 launched[kind._replace(part=""), min(rows, 256), kind.outputs, fitted(shape, kind.code)] = None
     yield from launched
-
-
-def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
-    """With the first `most` shapes of each number of rows; None: all."""
-    if not inputs.hopper or inputs.dtype.itemsize != 2:
-        return
-    from kvern.kernels.stream_packed_hopper import streams
-
-    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds if kind.code in INTERLEAVED):
-        packed = random_packed(inputs.without_device(), kind, 1)
-        for rows, shapes in STREAMS.items():
-            for shape in shapes[:most]:
-                if streams(packed, kind.inputs, shape, inputs.dtype):
-                    yield kind, rows, kind.outputs, shape
-                    if rows == 1 and most is None and not kind.order:
-                        yield kind, rows, kind.outputs, shape, True, False
-                        yield kind, rows, kind.outputs, shape, False, True
-
-
-def _stream_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from _streamed(inputs, _forms(inputs), None)
-
-
-def _stream_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from _streamed(inputs, _timed(inputs), 1)
 
 
 def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
@@ -375,22 +322,22 @@ def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
 
 
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
+    for kind in dict.fromkeys(kind._replace(part="") for kind in forms_of(inputs)):
         if multiplies_by_codes(kind, inputs):
             yield from ((kind, 130, kind.outputs, MatmulShape(*shape[:-1])) for shape in CODES_SHAPES)
 
 
-def _timed(inputs: Inputs) -> list[PackedKind]:
+def timed_kinds(inputs: Inputs) -> list[PackedKind]:
     return list(dict.fromkeys(kind._replace(part="") for kind in _dense(inputs) if kind.part != "lm_head"))
 
 
 def _row_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((kind, kind.outputs, ONE_ROW) for kind in _timed(inputs))
+    yield from ((kind, kind.outputs, ONE_ROW) for kind in timed_kinds(inputs))
 
 
 def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     candidates = candidates_of(inputs.dtype)
-    for kind, rows in itertools.product(_timed(inputs), (8, 32, 64, 4096)):
+    for kind, rows in itertools.product(timed_kinds(inputs), (8, 32, 64, 4096)):
         most = min((most for most in candidates if most >= rows), default=max(candidates))
         shape = candidates[most][0]
         if isinstance(shape, MatmulShape):
@@ -400,7 +347,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched = ((kind, shape) for kind, _, _, shape in _codes_launched(spec, inputs))
     shapes = {kind._replace(outputs=0): shape for kind, shape in reversed(list(launched))}
-    for kind in _timed(inputs):
+    for kind in timed_kinds(inputs):
         if kind._replace(outputs=0) in shapes:
             yield kind, 4096, kind.outputs, shapes[kind._replace(outputs=0)]
 
@@ -408,6 +355,5 @@ def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 KERNELS = (
     Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
     Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
-    Kernel("quantized, several rows on Hopper", "hopper_linear", _product, _stream_launched, _stream_timed),
     Kernel("codes by codes", "quantized", _codes, _codes_launched, _codes_timed),
 )

@@ -66,8 +66,9 @@ OUTPUT_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r")
 
 REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144}
 """Of a thread that multiplies, by the rows of a tile."""
-BESIDE_BYTES = 1024
-"""Of shared memory: barriers, and what the compiler keeps."""
+BARRIER_BYTES = 1024
+"""Of shared memory at most."""
+PROCESSOR_REGISTERS = 1 << 16
 FETCHING_REGISTERS = gl.constexpr(24)
 
 
@@ -76,7 +77,7 @@ def registers_of(shape: StreamPackedShape) -> int:
     """Of a thread while none has given any away: four warps fetch, or wait, and four for each 64 outputs multiply."""
     groups = shape.outputs // 64
     needed = cdiv(groups * REGISTERS[shape.rows] + FETCHING_REGISTERS.value, groups + 1)
-    return 8 * cdiv(needed, 8)
+    return min(8 * cdiv(needed, 8), PROCESSOR_REGISTERS // (128 * (groups + 1)) // 8 * 8)
 
 
 @gluon.constexpr_function
@@ -277,6 +278,8 @@ def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.
     small = weight.group < STEP
     ring = shape.stages * (shape.outputs * STEP // 2 + shape.rows * STEP * 2)
     kept = steps_kept(inputs, shape.splits) * max(STEP // weight.group, 1) * shape.outputs
+    kept_bytes = kept * (4 if weight.zero is None else 5)
+    result = shape.outputs * shape.rows * 2  # changes its layout in shared memory
     return (
         (weight.code == "int4" or (weight.code == "e2m1" and small and weight.zero is None))
         and weight.outputs_per_scale == 1
@@ -284,7 +287,7 @@ def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.
         and (weight.group in (16, 32, 64) or weight.group % STEP == 0)
         and (dtype == torch.bfloat16 or (weight.code == "int4" and (not small or weight.scale.dtype == dtype)))
         and (weight.zero is None or weight.zero.dtype == torch.uint8)
-        and ring + kept * (4 if weight.zero is None else 5) + BESIDE_BYTES <= SHARED_MEMORY[90] << 10
+        and ring + kept_bytes + result + BARRIER_BYTES <= SHARED_MEMORY[90] << 10
     )
 
 

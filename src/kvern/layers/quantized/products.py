@@ -93,19 +93,20 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 """What is timed for up to this many rows, the last for more too."""
 
 STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
-    1: tuple(StreamPackedShape(8, 64, 8, splits) for splits in (1, 2, 4, 8)),
-    8: tuple(StreamPackedShape(8, 64, 8, splits) for splits in (1, 2, 4, 8)),
-    16: tuple(StreamPackedShape(16, 64, 6, splits) for splits in (1, 2, 4, 8)),
+    **dict.fromkeys((1, 8), tuple(StreamPackedShape(8, 64, 6, splits) for splits in (1, 2, 4, 8))),
+    16: tuple(StreamPackedShape(16, 64, 5, splits) for splits in (1, 2, 4, 8)),
     32: (
         StreamPackedShape(32, 128, 5),
+        StreamPackedShape(32, 256, 6),
         StreamPackedShape(32, 128, 5, 4),
+        StreamPackedShape(32, 64, 6, 4),
         StreamPackedShape(32, 64, 4, 4),
-        StreamPackedShape(32, 64, 4, 8),
+        StreamPackedShape(32, 256, 6, 8),
     ),
     64: (
         StreamPackedShape(64, 128, 4),
+        StreamPackedShape(64, 256, 4),
         StreamPackedShape(64, 128, 4, 4),
-        StreamPackedShape(64, 64, 4, 2),
         StreamPackedShape(64, 64, 4, 4),
     ),
 }
