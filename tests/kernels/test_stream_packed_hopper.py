@@ -6,11 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kvern.kernels.arrange import arrange
-from kvern.kernels.linear import StreamPackedShape
+from kvern.kernels.linear import Around, StreamPackedShape
 from kvern.kernels.packed import Packed
+from kvern.layers.build import Build
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.quantized.products import STREAMS
 from tests.kernels.packed_weights import make_packed, to_device
+from tests.kernels.test_quantized_layers import MadeFormat
 
 on_hopper = [
     pytest.mark.gpu,
@@ -102,6 +108,27 @@ def test_product(
     assert found is added and float((found.double() - total).abs().max() / total.abs().max()) < 5e-3
     assert torch.equal(stream_packed_product(arranged[-1:], packed, bias, shape, arrived)[0], out[-1])
     assert not arrived.any()
+
+
+@GPU
+def test_a_row_with_what_is_around_it(device: torch.device) -> None:
+    made = make_packed("int4 zero", 2048, 1024, 128)
+    groups = frozenset({"quantized", "hopper_linear"})
+    build = Build(torch.bfloat16, device, 1, groups, LinearMethods(MadeFormat(made)))
+    linear = Linear(1024, {"gate_up_proj": 2048}, build)
+    linear.method.choose(1, tuple(STREAMS[1][1]))
+    product = linear.row_product()
+    assert product is not None
+    x, gain = torch.randn(1, 1024, device=device).bfloat16(), torch.rand(1024, device=device)
+    residual = torch.randn(1, 2048, device=device).bfloat16()
+    whole = x.double() @ made.plain.to(device).T + residual.double()
+    found = product(x, around=Around(residual=residual))
+    assert found is residual and float((found.double() - whole).abs().max() / whole.abs().max()) < 1e-2
+    normal = x.double() / (x.double().square().mean() + 1e-6).sqrt() * gain.double()
+    gate, up = (normal @ made.plain.to(device).T).chunk(2, -1)
+    expected = F.silu(gate) * up
+    found = product(x, around=Around(gain, 1e-6, "silu"))
+    assert float((found.double() - expected).abs().max() / expected.abs().max()) < 2e-2
 
 
 def _plain(packed: Packed) -> torch.Tensor:
