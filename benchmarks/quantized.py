@@ -47,7 +47,7 @@ def multiply(shape: MatvecShape | MatmulShape, x: torch.Tensor, weight: Packed) 
     if isinstance(shape, MatvecShape):
         return packed_row(x, weight, None, shape)
     apart = weight.code in INTERLEAVED
-    values = arrange(x, None, True) if apart else x
+    values = arrange(x, None, "planes") if apart else x
     return packed_product(values, weight, None, shape, counters(x.device))
 
 

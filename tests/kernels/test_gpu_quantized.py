@@ -48,7 +48,7 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
     poison()
     around = Around(residual=residual.clone())
     assert relative_error(packed_row(x[:1], packed, None, ONE_ROW, around), whole) < 0.01
-    arranged = arrange(x, packed.order, True) if packed.code in INTERLEAVED else x
+    arranged = arrange(x, packed.order, "planes") if packed.code in INTERLEAVED else x
     arrived = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
     timed = {fitted(shape, packed.code): most for most, shapes in candidates_of(dtype).items() for shape in shapes}
     for shape, most in timed.items():

@@ -79,7 +79,7 @@ def test_several_rows(device: torch.device, kind: str, cut: tuple[int, int, int]
     packed = to_device(made.packed, device)
     x = torch.randn(rows, inputs + 16, generator=generator).half().to(device)[:, :inputs]
     bias = torch.randn(40, generator=generator).half().to(device)
-    arranged = arrange(x, packed.order, True) if packed.code in INTERLEAVED else x
+    arranged = arrange(x, packed.order, "planes") if packed.code in INTERLEAVED else x
     arrived = torch.zeros(8, dtype=torch.int32, device=device)
     shape = MatmulShape(16, 32, step, 4, 3, splits)
     out = packed_product(arranged, packed, bias, shape, arrived)

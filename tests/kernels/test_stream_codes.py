@@ -25,8 +25,7 @@ on_hopper = pytest.mark.skipif(
     reason="no GPU of compute capability 9.0",
 )
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-CHOSEN = ((8, 2), (8, 3), (16, 0), (32, 1), (32, 4), (64, 1), (64, 2), (128, 0), (128, 2))
-SHAPES = [StreamShape(*CODES_STREAMS[rows][place][:-1]) for rows, place in CHOSEN]
+SHAPES = [StreamShape(*shape[:-1]) for shapes in CODES_STREAMS.values() for shape in shapes]
 
 
 class Scales(NamedTuple):
@@ -124,7 +123,7 @@ def test_launches_of_a_graph_overlap(code: str) -> None:
     """Each waits for the codes and the sums of those before, though it fetches weights earlier."""
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
     made = [_product(code, 32, 4096, 4096, WHOLE) for _ in range(4)]
-    cuts = (CODES_STREAMS[32][0], CODES_STREAMS[32][1], CODES_STREAMS[32][2], CODES_STREAMS[32][-1])
+    cuts = 2 * CODES_STREAMS[32]
     x = torch.randn(32, 4096, device="cuda", dtype=torch.bfloat16)
 
     def layers() -> torch.Tensor:

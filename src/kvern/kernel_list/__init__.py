@@ -1,6 +1,16 @@
 """All kernels. The check at an engine's start, the benchmark, tests and cross-compilation walk this list."""
 
-from kvern.kernel_list import attention, batch, dense, experts, hopper, packed_experts, quantized, rounding
+from kvern.kernel_list import (
+    attention,
+    batch,
+    dense,
+    experts,
+    hopper,
+    packed_experts,
+    packed_hopper,
+    quantized,
+    rounding,
+)
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 
 __all__ = ["KERNELS", "Call", "Inputs", "Kernel"]
@@ -14,4 +24,5 @@ KERNELS: tuple[Kernel, ...] = (
     *experts.KERNELS,
     *packed_experts.KERNELS,
     *hopper.KERNELS,
+    *packed_hopper.KERNELS,
 )

@@ -249,7 +249,7 @@ def _row(
         return out if around.residual is None else out + around.residual.double()
 
     def launch() -> torch.Tensor:
-        row = x if packed.order is None else arrange(x, packed.order, False)
+        row = x if packed.order is None else arrange(x, packed.order, "")
         return packed_row(row, readable(packed), bias, shape, around)
 
     sizes = f"{outputs} x {kind.inputs} {kind.code}"
@@ -262,7 +262,7 @@ def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outpu
     counters, apart = inputs.zeros(outputs), kind.code in INTERLEAVED
 
     def launch() -> torch.Tensor:
-        values = arrange(x, packed.order, apart) if apart or kind.order else x
+        values = arrange(x, packed.order, "planes" if apart else "") if apart or kind.order else x
         return packed_product(values, readable(packed), bias, shape, counters)
 
     def reference() -> torch.Tensor:
@@ -308,7 +308,7 @@ def _dense(inputs: Inputs) -> list[PackedKind]:
     return [kind for kind in inputs.packed if not kind.part.startswith("experts.")]
 
 
-def _forms(inputs: Inputs) -> list[PackedKind]:
+def forms_of(inputs: Inputs) -> list[PackedKind]:
     """One of those that kernels are compiled alike for, with few outputs."""
     alike: dict[tuple[Any, ...], PackedKind] = {}
     for kind in _dense(inputs):
@@ -319,7 +319,7 @@ def _forms(inputs: Inputs) -> list[PackedKind]:
 
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
-    for kind in _forms(inputs):
+    for kind in forms_of(inputs):
         for shape in candidates_of(inputs.dtype)[1]:
             if isinstance(shape, MatvecShape):
                 launched[kind._replace(part=""), kind.outputs, fitted(shape, kind.code)] = None
@@ -332,7 +332,7 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
-    for kind, (rows, shapes) in itertools.product(_forms(inputs), candidates_of(inputs.dtype).items()):
+    for kind, (rows, shapes) in itertools.product(forms_of(inputs), candidates_of(inputs.dtype).items()):
         for shape in shapes:
             if isinstance(shape, MatmulShape):
                 launched[kind._replace(part=""), min(rows, 256), kind.outputs, fitted(shape, kind.code)] = None
@@ -345,7 +345,7 @@ def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
 
 
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
+    for kind in dict.fromkeys(kind._replace(part="") for kind in forms_of(inputs)):
         if multiplies_by_codes(kind, inputs):
             streams = _streams(kind, inputs)
             for most, shapes in CODES_CANDIDATES.items():
@@ -359,29 +359,29 @@ def _streams(kind: PackedKind, inputs: Inputs) -> bool:
 
 
 def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind in dict.fromkeys(kind._replace(part="") for kind in _forms(inputs)):
+    for kind in dict.fromkeys(kind._replace(part="") for kind in forms_of(inputs)):
         if _streams(kind, inputs):
             for shape in itertools.chain(*CODES_STREAMS.values()):
                 yield kind, shape.rows - 1, kind.outputs, shape
 
 
 def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind, rows in itertools.product(_timed(inputs), CODES_STREAMS):
+    for kind, rows in itertools.product(timed_kinds(inputs), CODES_STREAMS):
         if _streams(kind, inputs):
             yield kind, rows, kind.outputs, CODES_STREAMS[rows][1]
 
 
-def _timed(inputs: Inputs) -> list[PackedKind]:
+def timed_kinds(inputs: Inputs) -> list[PackedKind]:
     return list(dict.fromkeys(kind._replace(part="") for kind in _dense(inputs) if kind.part != "lm_head"))
 
 
 def _row_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((kind, kind.outputs, ONE_ROW) for kind in _timed(inputs))
+    yield from ((kind, kind.outputs, ONE_ROW) for kind in timed_kinds(inputs))
 
 
 def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     candidates = candidates_of(inputs.dtype)
-    for kind, rows in itertools.product(_timed(inputs), (8, 32, 64, 4096)):
+    for kind, rows in itertools.product(timed_kinds(inputs), (8, 32, 64, 4096)):
         most = min((most for most in candidates if most >= rows), default=max(candidates))
         shape = candidates[most][0]
         if isinstance(shape, MatmulShape):
@@ -389,7 +389,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind in _timed(inputs):
+    for kind in timed_kinds(inputs):
         if multiplies_by_codes(kind, inputs):
             yield kind, 4096, kind.outputs, codes_candidates(4096)[0]
 

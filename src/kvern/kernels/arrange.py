@@ -1,5 +1,7 @@
 """Rows of activations in the order in which the codes of a quantized matrix want them (`kernels/codes.py`)."""
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,15 @@ import triton.language as tl
 from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
 
 BLOCK = 1024
+
+Arrangement = Literal["", "planes", "lanes"]
+"""Of a row's inputs: as they are; the even ones, then the odd; as `kernels/stream_packed_hopper.py` says."""
+
+
+@triton.jit
+def source_in_lanes(place):
+    """The input that a column multiplies: bits 1 and 2 of its number go up, and others down, to make room for them."""
+    return (place & ~127) | ((place & 6) << 4) | ((place & 96) >> 2) | ((place & 1) << 2) | ((place & 24) >> 3)
 
 
 @Launcher
@@ -18,7 +29,7 @@ def _arrange_kernel(
     inputs,
     x_stride,
     ORDER: tl.constexpr,
-    APART: tl.constexpr,
+    ARRANGEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -28,17 +39,22 @@ def _arrange_kernel(
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = place < inputs
     source = place
-    if APART:
+    if ARRANGEMENT == "planes":
         half = inputs // 2
         source = tl.where(place < half, 2 * place, 2 * (place - half) + 1)
+    elif ARRANGEMENT == "lanes":
+        source = source_in_lanes(place)
     if ORDER:
         source = tl.load(order + source, mask=known, other=0)
     values = tl.load(x + row * x_stride + source, mask=known, other=0.0)
     tl.store(out + row * inputs + place, values, mask=known)
 
 
-def arrange(x: torch.Tensor, order: torch.Tensor | None, apart: bool) -> torch.Tensor:
-    """`x [T, inputs]`, first in the `order [inputs]` int32; if `apart`, the even ones, then the odd. Moves x twice."""
+def arrange(x: torch.Tensor, order: torch.Tensor | None, arrangement: Arrangement) -> torch.Tensor:
+    """`x [T, inputs]`, first in the `order [inputs]` int32, then as the arrangement says. Moves x twice.
+
+    In lanes there is a multiple of 128 inputs.
+    """
     rows, inputs = x.shape
     out = torch.empty(rows, inputs, dtype=x.dtype, device=x.device)
     overlap = overlaps(x.device)
@@ -49,7 +65,7 @@ def arrange(x: torch.Tensor, order: torch.Tensor | None, apart: bool) -> torch.T
         inputs,
         x.stride(0),
         order is not None,
-        apart,
+        arrangement,
         BLOCK,
         overlap,
         num_warps=4,

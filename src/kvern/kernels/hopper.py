@@ -15,6 +15,7 @@ DTYPES = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int8: gl.int8,
+    torch.int32: gl.int32,
 }
 """That the matrix units multiply."""
 KINDS = (None, "silu", "gelu", "gelu_tanh", "relu")

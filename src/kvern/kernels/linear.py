@@ -61,6 +61,16 @@ class StreamShape(NamedTuple):
     splits: int
 
 
+class StreamPackedShape(NamedTuple):
+    """How `stream_packed_product` is cut: as `StreamShape`."""
+
+    rows: int
+    outputs: int
+    stages: int
+    splits: int = 1
+    kind: str = "stream"
+
+
 class ProductShape(NamedTuple):
     """How `product` is cut: so many blocks of 128 rows side by side over the same weights."""
 

@@ -296,7 +296,7 @@ def _grouped_gate_up(
     (pairs, width), hidden = out.shape, x.shape[1]
     overlap = overlaps(x.device)
     apart = gate_up.code in INTERLEAVED
-    x = arrange(x, None, True) if apart else x
+    x = arrange(x, None, "planes") if apart else x
     form = Form.of(gate_up, hidden, tile.inputs, tile.inputs)
     outputs = min(tile.outputs // 2, max(16, next_power_of_2(width)))
     _grouped_gate_up_kernel[(tile.group * cdiv(width, outputs), blocks.experts.shape[0] // tile.group)](

@@ -33,11 +33,15 @@ CODES_REGISTERS = {1 << 9: 64, 1 << 10: 64, 1 << 11: 72, 1 << 12: 96, 1 << 13: 1
 
 
 @gluon.jit
-def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, outputs, GATED: gl.constexpr):
+def fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, outputs, GATED: gl.constexpr):
+    """Fill the ring. `begin` counts columns of the weights, of which each may be SPREAD inputs."""
     gdc_launch_dependents()
     STAGES: gl.constexpr = weights.shape[0]
     K: gl.constexpr = weights.shape[2]
-    BYTES: gl.constexpr = (weights.shape[1] + values.shape[1]) * K * (weights.dtype.primitive_bitwidth // 8)
+    SPREAD: gl.constexpr = values.shape[2] // K
+    WEIGHT_BYTES: gl.constexpr = weights.shape[1] * K * weights.dtype.primitive_bitwidth // 8
+    VALUE_BYTES: gl.constexpr = values.shape[1] * K * SPREAD * values.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = WEIGHT_BYTES + VALUE_BYTES
     tile = gl.program_id(0)
     for early in gl.static_range(STAGES):
         bar = ready.index(early)
@@ -48,7 +52,7 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
     for early in gl.static_range(STAGES):
         place = begin + early * K
         tma.async_copy_global_to_shared(
-            x_tiles, [0, place], ready.index(early), values.index(early), pred=early < steps
+            x_tiles, [0, place * SPREAD], ready.index(early), values.index(early), pred=early < steps
         )
     for step in range(STAGES, steps):
         stage = step % STAGES
@@ -56,7 +60,56 @@ def _fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, o
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
         fetch_weights(weight_tiles, bar, weights.index(stage), 0, tile, begin + step * K, True, outputs, GATED)
-        tma.async_copy_global_to_shared(x_tiles, [0, begin + step * K], bar, values.index(stage))
+        tma.async_copy_global_to_shared(x_tiles, [0, (begin + step * K) * SPREAD], bar, values.index(stage))
+
+
+@gluon.jit
+def write_sums(
+    total,
+    out,
+    bias,
+    partial,
+    arrived,
+    rows,
+    outputs,
+    SPLITS: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """What a program has of its outputs [OUTPUTS, ROWS]: joined by the last of those that share them, and written."""
+    OUTPUTS: gl.constexpr = total.shape[0]
+    ROWS: gl.constexpr = total.shape[1]
+    WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
+    layout: gl.constexpr = total.type.layout
+    plain: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    tile = gl.program_id(0)
+    line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+    last = True
+    if SPLITS > 1:
+        inside = line[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
+        part = partial + tile * (SPLITS * OUTPUTS * ROWS) + inside
+        gl.store(part + gl.program_id(1) * (OUTPUTS * ROWS), total)
+        gl.thread_barrier()
+        last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            gl.thread_barrier()
+            total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+            for other in gl.static_range(SPLITS):
+                total += gl.load(part + other * (OUTPUTS * ROWS), cache_modifier=".cg")
+            gl.atomic_xchg(arrived + tile, 0)
+    if last:
+        if bias is not None:
+            place = tile * WIDE + line % WIDE
+            added = gl.load(bias + place + line // WIDE * outputs, mask=place < outputs, other=0.0)
+            total += added.to(gl.float32)[:, None]
+        if KIND > 0:
+            gate, up = gl.split(gl.permute(gl.reshape(total, [2, WIDE, ROWS]), (1, 2, 0)))
+            result = gl.convert_layout((activate_by(gate, KIND) * up).to(out.dtype.element_ty), plain)
+        else:
+            result = gl.convert_layout(total.to(out.dtype.element_ty), plain)
+        output = tile * WIDE + gl.arange(0, WIDE, gl.SliceLayout(1, plain))
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, plain))
+        target = out + row.to(gl.int64)[None, :] * outputs + output[:, None]
+        gl.store(target, result, mask=(row < rows)[None, :] & (output < outputs)[:, None])
 
 
 @gluon.jit
@@ -137,7 +190,6 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, ACROSS], [16, ROWS // ACROSS, 256 // weights.dtype.primitive_bitwidth]
     )
-    plain: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
     if x_scale is not None:
         scaled = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
         scaled = gl.minimum(gl.program_id(0) * WIDE + scaled % WIDE, outputs - 1) + scaled // WIDE * outputs
@@ -162,35 +214,7 @@ def _multiply(
     if x_scale is not None and X_STEPS + STEPS == 0:
         total *= gl.load(scale + scaled).to(gl.float32)[:, None]
         total *= gl.load(x_scale + x_row)[None, :]
-    tile = gl.program_id(0)
-    line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
-    last = True
-    if SPLITS > 1:
-        inside = line[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
-        part = partial + tile * (SPLITS * OUTPUTS * ROWS) + inside
-        gl.store(part + gl.program_id(1) * (OUTPUTS * ROWS), total)
-        gl.thread_barrier()
-        last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
-        if last:
-            gl.thread_barrier()
-            total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-            for other in gl.static_range(SPLITS):
-                total += gl.load(part + other * (OUTPUTS * ROWS), cache_modifier=".cg")
-            gl.atomic_xchg(arrived + tile, 0)
-    if last:
-        if bias is not None:
-            place = tile * WIDE + line % WIDE
-            added = gl.load(bias + place + line // WIDE * outputs, mask=place < outputs, other=0.0)
-            total += added.to(gl.float32)[:, None]
-        if KIND > 0:
-            gate, up = gl.split(gl.permute(gl.reshape(total, [2, WIDE, ROWS]), (1, 2, 0)))
-            result = gl.convert_layout((activate_by(gate, KIND) * up).to(out.dtype.element_ty), plain)
-        else:
-            result = gl.convert_layout(total.to(out.dtype.element_ty), plain)
-        output = tile * WIDE + gl.arange(0, WIDE, gl.SliceLayout(1, plain))
-        row = gl.arange(0, ROWS, gl.SliceLayout(0, plain))
-        target = out + row.to(gl.int64)[None, :] * outputs + output[:, None]
-        gl.store(target, result, mask=(row < rows)[None, :] & (output < outputs)[:, None])
+    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, KIND)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps"])
@@ -241,7 +265,7 @@ def _stream_kernel(
                 ),
             ),
             (
-                _fetch,
+                fetch,
                 (weight_tiles, x_tiles, weights, values, ready, empty, first * INPUTS, own, outputs, KIND > 0),
             ),
         ],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.quantize_rows import Coding, RowCodes
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
@@ -61,7 +61,7 @@ class CodesStream(NamedTuple):
     kind: str = "stream"
 
 
-Shape = MatvecShape | MatmulShape | CodesShape | CodesStream | PlainRuns | str
+Shape = MatvecShape | MatmulShape | StreamPackedShape | CodesShape | CodesStream | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
@@ -104,6 +104,14 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
 }
 """What is timed for up to this many rows, the last for more too."""
 
+STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
+    8: tuple(StreamPackedShape(8, 64, 6, splits) for splits in (1, 4, 8)),
+    16: tuple(StreamPackedShape(16, 64, 5, splits) for splits in (1, 4, 8)),
+    32: (StreamPackedShape(32, 128, 5), StreamPackedShape(32, 64, 6, 4), StreamPackedShape(32, 64, 4, 4)),
+    64: (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4)),
+}
+"""What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
+
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
     16: (MatmulShape(16, 32, 64, 4, 3), MatmulShape(16, 32, 64, 4, 3, splits=2)),
@@ -126,36 +134,11 @@ CODES_CANDIDATES: Mapping[int, tuple[CodesShape, ...]] = {
 }
 """What is timed beside the others for up to this many rows, but for one, where codes are multiplied by codes."""
 CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
-    8: (
-        CodesStream(8, 64, 128, 12, 1),
-        CodesStream(8, 64, 128, 8, 2),
-        CodesStream(8, 64, 128, 6, 4),
-        CodesStream(8, 128, 128, 6, 1),
-    ),
-    16: (
-        CodesStream(16, 64, 128, 10, 1),
-        CodesStream(16, 64, 128, 8, 2),
-        CodesStream(16, 64, 128, 6, 4),
-        CodesStream(16, 128, 128, 6, 1),
-    ),
-    32: (
-        CodesStream(32, 64, 128, 6, 1),
-        CodesStream(32, 64, 128, 6, 2),
-        CodesStream(32, 64, 128, 4, 4),
-        CodesStream(32, 128, 128, 5, 1),
-        CodesStream(32, 128, 128, 5, 4),
-    ),
-    64: (
-        CodesStream(64, 64, 128, 6, 2),
-        CodesStream(64, 64, 128, 4, 4),
-        CodesStream(64, 128, 128, 4, 1),
-        CodesStream(64, 128, 128, 4, 4),
-    ),
-    128: (
-        CodesStream(128, 128, 128, 6, 1),
-        CodesStream(128, 128, 128, 6, 2),
-        CodesStream(128, 128, 128, 6, 4),
-    ),
+    8: (CodesStream(8, 64, 128, 8, 2), CodesStream(8, 128, 128, 6, 1)),
+    16: (CodesStream(16, 64, 128, 8, 2), CodesStream(16, 128, 128, 6, 1)),
+    32: (CodesStream(32, 64, 128, 6, 1), CodesStream(32, 64, 128, 6, 2)),
+    64: (CodesStream(64, 64, 128, 6, 2), CodesStream(64, 128, 128, 4, 1), CodesStream(64, 64, 128, 4, 4)),
+    128: (CodesStream(128, 128, 128, 6, 1), CodesStream(128, 128, 128, 6, 4)),
 }
 """What is timed instead on Hopper GPUs."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
@@ -258,8 +241,17 @@ class PackedProducts:
         shapes = self._candidates[most]
         if most == 1:
             return shapes
+        streams = (shape for shape in STREAMS.get(most, ()) if self._streams(shape))
         codes = codes_candidates(most, self._streams_codes()) if self._multiplies_codes() else ()
-        return (*shapes, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
+        return (*shapes, *streams, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
+
+    def _streams(self, shape: StreamPackedShape) -> bool:
+        size, weight = self._method.shape, self.weight
+        if not self._hopper or size.dtype.itemsize != 2 or weight.code not in INTERLEAVED:
+            return False
+        from kvern.kernels.stream_packed_hopper import streams
+
+        return streams(weight, size.inputs, shape, size.dtype)
 
     def _multiplies_codes(self) -> bool:
         weight, shape = self.weight, self._method.shape
@@ -287,12 +279,16 @@ class PackedProducts:
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
         if isinstance(shape, MatvecShape):
-            x = x if weight.order is None else arrange(x, weight.order, False)
+            x = x if weight.order is None else arrange(x, weight.order, "")
             return packed_row(x, weight, bias, shape)
+        if isinstance(shape, StreamPackedShape):
+            from kvern.kernels.stream_packed_hopper import stream_packed_product
+
+            return stream_packed_product(arrange(x, weight.order, "lanes"), weight, bias, shape, counters(x.device))
         assert isinstance(shape, MatmulShape)
         apart = weight.code in INTERLEAVED
         if apart or weight.order is not None:
-            x = arrange(x, weight.order, apart)
+            x = arrange(x, weight.order, "planes" if apart else "")
         return packed_product(x, weight, bias, shape, counters(x.device))
 
     def _way(self, rows: int) -> Shape:
