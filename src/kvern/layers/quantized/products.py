@@ -9,7 +9,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.layers.linear_method import Product
 from kvern.layers.tuned_linear import MOST_TILES
@@ -48,15 +49,22 @@ class CodesShape(NamedTuple):
     kind: str = "codes"
 
 
-Shape = MatvecShape | MatmulShape | CodesShape | PlainRuns | str
+RowShape = MatvecShape | ResidentShape
+"""Of a kernel that does what is around the product of one row."""
+Shape = RowShape | MatmulShape | CodesShape | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
+Cut = TypeVar("Cut", bound=Shape)
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (
         MatvecShape(8, 2048, 4),
         MatvecShape(4, 2048, 4),
         MatvecShape(8, 1024, 4, unroll=2),
-        MatvecShape(8, 512, 2, unroll=2),
+        ResidentShape(4, 4, 4),
+        ResidentShape(4, 4, 3),
+        ResidentShape(2, 4, 4),
+        ResidentShape(2, 8, 2),
+        ResidentShape(4, 8, 1),
         MatmulShape(8, 64, 128, 4, 4, splits=2),
     ),
     8: (
@@ -108,7 +116,7 @@ FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
 """The one way to multiply if a row's result must not depend on the number of rows."""
 
 ONE_ROW = MatvecShape(8, 2048, 4)
-ONE_ACTIVATED_ROW = MatvecShape(4, 2048, 4)
+"""What multiplies one row, with what is around it, where a kernel was chosen that does nothing around it."""
 
 
 @functools.cache
@@ -122,11 +130,29 @@ def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
-def fitted(shape: Shape, code: str) -> Shape:
+def knows(shape: Shape, code: str, group: int, inputs: int, device: torch.device) -> bool:
+    """Whether a shape's kernel multiplies such a matrix."""
+    return not isinstance(shape, ResidentShape) or keeps_row(code, group, inputs, device)
+
+
+def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowShape, around: Around = NOTHING) -> Tensor:
+    """One row by the kernel of a shape, with what is around it; a matrix's order is left to the caller."""
+    if isinstance(shape, ResidentShape):
+        return resident_row(x, weight, bias, shape, around)
+    return packed_row(x, weight, bias, shape, around)
+
+
+def fitted(shape: Cut, code: str) -> Cut:
     """The shape with steps of whole blocks."""
     if isinstance(shape, MatvecShape | MatmulShape) and shape.inputs % CODES[code].block:
         return shape._replace(inputs=CODES[code].block)
     return shape
+
+
+def row_shape(shape: Shape, code: str, activated: bool) -> RowShape:
+    """How one row is multiplied with what is around it, if `shape` was chosen: gate and up are two tiles of half."""
+    cut = shape if isinstance(shape, MatvecShape | ResidentShape) else ONE_ROW
+    return fitted(cut._replace(outputs=cut.outputs // 2) if activated else cut, code)
 
 
 class PackedProducts:
@@ -134,10 +160,11 @@ class PackedProducts:
 
     def __init__(self, method: "QuantizedMethod", deterministic: bool) -> None:
         self._method, self._deterministic = method, deterministic
-        dtype, code = method.shape.dtype, method.packed().code
+        dtype, packed = method.shape.dtype, method.packed()
+        code, known = packed.code, (packed.code, packed.group, method.shape.inputs, method.shape.device)
         given = {} if deterministic else candidates_of(dtype)
         self._candidates = {
-            most: tuple(fitted(shape, code) for shape in shapes)
+            most: tuple(fitted(shape, code) for shape in shapes if knows(shape, *known))
             for most, shapes in given.items()
             if most <= MANY_ROWS or most * method.shape.outputs <= MOST_TIMED_NUMBERS
         }
@@ -157,8 +184,9 @@ class PackedProducts:
 
     def multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
         """As `RowProduct`, of a matrix without an order of its inputs."""
-        shape = ONE_ROW if around.activation is None else ONE_ACTIVATED_ROW
-        return packed_row(x, self.weight, bias, shape, around)
+        weight = self.weight
+        shape = row_shape(self._ways[bisect_left(self._most, 1)], weight.code, around.activation is not None)
+        return multiply_row(x, weight, bias, shape, around)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         """As `LinearMethod.candidates`."""
@@ -197,9 +225,9 @@ class PackedProducts:
             return scaled_product(*make_codes(x), weight, bias, MatmulShape(*shape[:-1]), x.dtype)
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
-        if isinstance(shape, MatvecShape):
+        if isinstance(shape, MatvecShape | ResidentShape):
             x = x if weight.order is None else arrange(x, weight.order, False)
-            return packed_row(x, weight, bias, shape)
+            return multiply_row(x, weight, bias, shape)
         apart = weight.code in INTERLEAVED
         if apart or weight.order is not None:
             x = arrange(x, weight.order, apart)
