@@ -130,19 +130,20 @@ def _half(word, SHIFT: tl.constexpr):
 
 @triton.jit
 def _sums_of_units(words, values, CODE: tl.constexpr):
-    """The products of units added up, of the first plane and of the rest: `words [OUTPUTS, UNITS, 4]`."""
-    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], 2, 2]))
+    """The products of units added up, of both planes: `words [OUTPUTS, 4 * UNITS]` -> twice `[OUTPUTS, UNITS]`."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     if COMPILED:
+        words = (first, second, third, fourth) + values  # noqa: RUF005
         if CODE == "e4m3":
             low, high = tl.inline_asm_elementwise(
-                EIGHT_BIT_FLOATS, "=f,=f" + ",r" * 12, (first, second, third, fourth) + values,
+                EIGHT_BIT_FLOATS, "=f,=f" + ",r" * 12, words,
                 (tl.float32, tl.float32), is_pure=True, pack=1,
             )  # fmt: skip
         else:
             low, high = tl.inline_asm_elementwise(
-                HALF_BYTES, "=f,=f" + ",r" * 20, (first, second, third, fourth) + values,
+                HALF_BYTES, "=f,=f" + ",r" * 20, words,
                 (tl.float32, tl.float32), is_pure=True, pack=1,
             )  # fmt: skip
         return low, high
@@ -214,13 +215,13 @@ def _row(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _codes_of(codes, row, outputs, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """The words of rows' units `[OUTPUTS, UNITS, 4]`; nothing is read beyond the outputs."""
+    """The words of rows' units `[OUTPUTS, 4 * UNITS]`; nothing is read beyond the outputs."""
     WIDTH: tl.constexpr = 8 * pieces_of(CODE)
-    unit = tl.arange(0, INPUTS // WIDTH)
-    place = row[:, None, None] * (inputs // WIDTH * 4) + (unit * 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
-    known = (row < outputs)[:, None, None]
+    word = tl.arange(0, INPUTS // WIDTH * 4)
+    place = row[:, None] * (inputs // WIDTH * 4) + word[None, :]
+    known = (row < outputs)[:, None]
     if not EVEN:
-        known = known & (unit < inputs // WIDTH)[None, :, None]
+        known = known & (word < inputs // WIDTH * 4)[None, :]
     return tl.load(codes.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
 
 

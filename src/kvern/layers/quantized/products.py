@@ -53,7 +53,7 @@ RowShape = MatvecShape | ResidentShape
 """Of a kernel that does what is around the product of one row."""
 Shape = RowShape | MatmulShape | CodesShape | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
-Cut = TypeVar("Cut", bound=Shape)
+Cut = TypeVar("Cut", MatvecShape, ResidentShape, MatmulShape, RowShape, Shape)
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (
@@ -61,7 +61,7 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
         MatvecShape(4, 2048, 4),
         MatvecShape(8, 1024, 4, unroll=2),
         ResidentShape(4, 4, 4),
-        ResidentShape(4, 4, 3),
+        ResidentShape(8, 4, 3),
         ResidentShape(2, 4, 4),
         ResidentShape(2, 8, 2),
         ResidentShape(4, 8, 1),
