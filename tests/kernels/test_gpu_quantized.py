@@ -9,6 +9,7 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.packed_weights import KINDS, make_packed, to_device
 from tests.kernels.test_quantized_layers import layer
@@ -53,6 +54,30 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
             found = packed_product(arranged[:rows], packed, None, shape, arrived)
             assert relative_error(found, expected[:rows]) < 0.01, shape
         assert not arrived.any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("e4m3", "int4", "gguf q4_k"))])
+@pytest.mark.parametrize("inputs", [4096, 14336, 1280])
+def test_rows_that_stay(kind: str, inputs: int) -> None:
+    """Inputs that fill the last step and not, in several steps of each program, beside float64."""
+    made = make_packed(kind, 4104, inputs)
+    packed, plain = readable(to_device(made.packed, DEVICE)), made.plain.to(DEVICE)
+    if not keeps_row(packed.code, packed.group, inputs, DEVICE):
+        pytest.skip("the card does not know the code's numbers")
+    x = torch.randn(1, inputs, device=DEVICE).bfloat16()
+    gain = torch.rand(inputs, device=DEVICE) + 0.5
+    residual = torch.randn(1, 4104, device=DEVICE)
+    expected = x.double() @ plain.T
+    normal = x.double() / (x.double().square().mean() + 1e-6).sqrt() * gain.double()
+    gate, up = (normal @ plain.T).chunk(2, -1)
+    for shape in (ResidentShape(4, 4, 4), ResidentShape(8, 4, 2), ResidentShape(2, 8, 2), ResidentShape(4, 8, 1)):
+        poison()
+        assert relative_error(resident_row(x, packed, None, shape), expected) < 4e-3, shape
+        found = resident_row(x, packed, None, shape, Around(residual=residual.clone()))
+        assert relative_error(found, expected + residual) < 1e-3, shape
+        half = shape._replace(outputs=shape.outputs // 2)
+        found = resident_row(x.float(), packed, None, half, Around(gain, 1e-6, "silu"))
+        assert relative_error(found, torch.nn.functional.silu(gate) * up) < 2e-3, shape
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

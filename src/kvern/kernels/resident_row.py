@@ -4,8 +4,8 @@ For codes that outnumber the instructions a card has time for: products of a few
 float16, so that a weight takes one and a half instructions. A thread has the same 16 bytes of each row of codes, a
 unit, whose inputs it has multiplied by a power of two, so that nothing overflows and what is rounded is small beside
 the unit's largest input: half bytes as they stand are float16 below the least normal one, without a bias. Sums of units
-are float32. The rows behind are on their way while a row is multiplied, and so are the first before the previous
-kernel has ended.
+are float32. Two tiles of rows are in registers, of which one is on its way while the other is multiplied; the first two
+are before the previous kernel has ended.
 """
 
 from typing import NamedTuple
@@ -110,13 +110,22 @@ def _piece(x, gain, unit, inputs, CODE: tl.constexpr, PIECE: tl.constexpr, NORM:
 
 
 @triton.jit
+def _float16_bits(value):
+    return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
 def _pairs(value, APART: tl.constexpr):
     """Four words of two float16 each, of eight of them `[UNITS, 8]`: those that are APART, APART more behind them."""
     UNITS: tl.constexpr = value.shape[0]
-    bits = value.to(tl.int16, bitcast=True).to(tl.int32)
-    low, high = tl.split(tl.trans(tl.reshape(bits, [UNITS, 4 // APART, 2, APART]), 0, 1, 3, 2))
-    both = tl.reshape((low & 0xFFFF) | (high << 16), [UNITS, 2, 2])
-    even, odd = tl.split(both)
+    low, high = tl.split(tl.trans(tl.reshape(value, [UNITS, 4 // APART, 2, APART]), 0, 1, 3, 2))
+    if COMPILED:
+        both = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", (low, high), tl.int32, is_pure=True, pack=1
+        )
+    else:
+        both = (_float16_bits(low) & 0xFFFF) | (_float16_bits(high) << 16)
+    even, odd = tl.split(tl.reshape(both, [UNITS, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
@@ -193,15 +202,15 @@ def _row(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexpr, EVEN: tl
     up = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
     down = ((exponent - TOP) << 23).to(tl.float32, bitcast=True)
     APART: tl.constexpr = 4 if CODE == "int4" else 2 if CODE == "q4_k" else 1
-    one = (one * up[:, None]).to(tl.float16)
-    two = (two * up[:, None]).to(tl.float16)
-    low = tl.sum(one.to(tl.float32) + two.to(tl.float32), axis=1) * down
+    one = one * up[:, None]
+    two = two * up[:, None]
+    low = tl.sum(one + two, axis=1) * down
     if CODE == "e4m3":
         return _pairs(one, APART) + _pairs(two, APART), down, low, low, tl.sum(squares)
     else:
-        three = (three * up[:, None]).to(tl.float16)
-        four = (four * up[:, None]).to(tl.float16)
-        high = tl.sum(three.to(tl.float32) + four.to(tl.float32), axis=1) * down
+        three = three * up[:, None]
+        four = four * up[:, None]
+        high = tl.sum(three + four, axis=1) * down
         if CODE == "int4":
             values = _pairs(one, APART) + _pairs(two, APART) + _pairs(three, APART) + _pairs(four, APART)
         else:
@@ -214,45 +223,83 @@ def _row(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexpr, EVEN: tl
 
 
 @triton.jit
-def _codes_of(codes, row, outputs, inputs, CODE: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr):
-    """The words of rows' units `[OUTPUTS, 4 * UNITS]`; nothing is read beyond the outputs."""
+def _fetch(
+    codes, scale, zero, output, first, outputs, inputs, CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr,
+    ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Of rows from the row `first` on, the words of codes `[OUTPUTS, 4 * UNITS]`, and units' scales and zeros.
+
+    Of a row beyond the outputs no codes are read. Scales that are not beside the codes are left to `_result`.
+    """
     WIDTH: tl.constexpr = 8 * pieces_of(CODE)
     word = tl.arange(0, INPUTS // WIDTH * 4)
-    place = row[:, None] * (inputs // WIDTH * 4) + word[None, :]
-    known = (row < outputs)[:, None]
+    row = first + tl.minimum(output, outputs - 1)
+    known = (output < outputs)[:, None]
     if not EVEN:
         known = known & (word < inputs // WIDTH * 4)[None, :]
-    return tl.load(codes.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
+    place = row[:, None] * (inputs // WIDTH * 4) + word[None, :]
+    words = tl.load(codes.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
+    by, less = row, row
+    if not SCALES_ROWS and CODE != "q4_k":
+        begin = tl.arange(0, INPUTS // WIDTH) * WIDTH
+        place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
+        by = tl.load(scale + place, mask=(begin < inputs)[None, :], other=0.0)
+        if ZERO:
+            less = tl.load(zero + place, mask=(begin < inputs)[None, :], other=0)
+    return words, by, less
 
 
 @triton.jit
 def _result(
-    words, values, by, low, high, codes, scale, zero, row, inputs, factor, bias, inverse,
+    tile, values, by, low, high, codes, scale, zero, row, inputs, factor, bias, inverse,
     CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr,
     FACTOR: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The products of rows `[OUTPUTS]`."""
+    """The products of the rows `[OUTPUTS]` of a tile of `_fetch`."""
+    words, scaled, less = tile
     first, second = _sums_of_units(words, values, CODE)
-    if SCALES_ROWS:
-        total = (first + second) * by[None, :]
-    else:
+    if CODE == "q4_k":
+        # the offsets of `scales` have biases in them
         scaled, offset = scales(codes, scale, zero, row, 0, inputs, CODE, GROUP, PER, ZERO, INPUTS, UNIT_BYTES, EVEN, 0)
-        if CODE == "q4_k":
-            # biases that `scales` has in its offsets
-            again, more = scales(
-                codes, scale, zero, row, 0, inputs, CODE, GROUP, PER, ZERO, INPUTS, UNIT_BYTES, EVEN, 1
-            )
-            total = scaled * (first * by[None, :] + LOW_BIAS * low[None, :]) - offset * low[None, :]
-            total += again * (second * (by * 0.0625)[None, :] + HIGH_BIAS * high[None, :]) - more * high[None, :]
+        total = scaled * (first * by[None, :] + LOW_BIAS * low[None, :]) - offset * low[None, :]
+        scaled, offset = scales(codes, scale, zero, row, 0, inputs, CODE, GROUP, PER, ZERO, INPUTS, UNIT_BYTES, EVEN, 1)
+        total += scaled * (second * (by * 0.0625)[None, :] + HIGH_BIAS * high[None, :]) - offset * high[None, :]
+    else:
+        total = (first + second * (0.0625 if CODE == "int4" else 1.0)) * by[None, :]
+        if ZERO:
+            total -= less.to(tl.float32) * (low + high)[None, :]
         elif CODE == "int4":
-            both = low + high
-            total = scaled * ((first + second * 0.0625) * by[None, :] + LOW_BIAS * both[None, :])
-            total -= offset * both[None, :]
-        else:
-            total = scaled * ((first + second) * by[None, :]) - offset * low[None, :]
+            total -= 8.0 * (low + high)[None, :]
+        if not SCALES_ROWS:
+            total *= scaled.to(tl.float32)
     return ended_sums(
         tl.sum(total, axis=1) * inverse, row, row >= 0, scale, factor, bias, PER, SCALES_ROWS, FACTOR, BIAS
     )
+
+
+@triton.jit
+def _end_step(
+    tile, up_tile, values, by, low, high, codes, scale, zero, output, outputs, inputs, factor, bias, inverse, out,
+    CODE: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, SCALES_ROWS: tl.constexpr,
+    FACTOR: tl.constexpr, BIAS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """What comes of a tile is stored."""
+    known = output < outputs
+    row = tl.minimum(output, outputs - 1)
+    result = _result(
+        tile, values, by, low, high, codes, scale, zero, row, inputs, factor, bias, inverse,
+        CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN,
+    )  # fmt: skip
+    if ACTIVATION != "":
+        up = _result(
+            up_tile, values, by, low, high, codes, scale, zero, row + outputs, inputs, factor, bias, inverse,
+            CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN,
+        )  # fmt: skip
+        result = activate(result, ACTIVATION) * up
+    if RESIDUAL:
+        result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + output, result.to(out.dtype.element_ty), mask=known)
 
 
 @Launcher
@@ -286,42 +333,53 @@ def _resident_row_kernel(
     OVERLAP: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
-    unit = tl.arange(0, INPUTS // (8 * pieces_of(CODE)))
-    begin = tl.program_id(0).to(tl.int64) * OUTPUTS
-    output = begin + tl.arange(0, OUTPUTS)
-    ahead = _codes_of(codes, output, outputs, inputs, CODE, INPUTS, EVEN)
-    # Rows of 16 bytes for each unit: a multiple that the compiler sees, so that loads are as wide.
-    up_codes = codes + outputs.to(tl.int64) * (inputs // (8 * pieces_of(CODE)) * 16)
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    one = _fetch(
+        codes, scale, zero, output, 0, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
+    )  # fmt: skip
+    two = _fetch(
+        codes, scale, zero, output + step, 0, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
+    )  # fmt: skip
+    one_up, two_up = one, two
     if GATED:
-        ahead_up = _codes_of(up_codes, output, outputs, inputs, CODE, INPUTS, EVEN)
+        one_up = _fetch(
+            codes, scale, zero, output, outputs, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
+        )  # fmt: skip
+        two_up = _fetch(
+            codes, scale, zero, output + step, outputs, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
+        )  # fmt: skip
     if OVERLAP:
         wait_for_previous()
+    unit = tl.arange(0, INPUTS // (8 * pieces_of(CODE)))
     values, by, low, high, squares = _row(x, gain, unit, inputs, CODE, NORM, EVEN)
     inverse = 1.0
     if NORM:
         inverse = tl.rsqrt(squares / inputs + epsilon)
-    for start in tl.range(begin, outputs, step):
-        output = start + tl.arange(0, OUTPUTS)
-        known = output < outputs
-        row = tl.minimum(output, outputs - 1)
-        words = ahead
-        ahead = _codes_of(codes, output + step, outputs, inputs, CODE, INPUTS, EVEN)
-        if GATED:
-            ups = ahead_up
-            ahead_up = _codes_of(up_codes, output + step, outputs, inputs, CODE, INPUTS, EVEN)
-        result = _result(
-            words, values, by, low, high, codes, scale, zero, row, inputs, factor, bias, inverse,
-            CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN,
+    # A tile is fetched where the one before it in the same registers was used, while the other is multiplied.
+    for _ in tl.range(tl.program_id(0) * OUTPUTS, outputs, 2 * step):
+        _end_step(
+            one, one_up, values, by, low, high, codes, scale, zero, output, outputs, inputs, factor, bias, inverse, out,
+            CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN, ACTIVATION, RESIDUAL,
+        )  # fmt: skip
+        one = _fetch(
+            codes, scale, zero, output + 2 * step, 0, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
         )  # fmt: skip
         if GATED:
-            up = _result(
-                ups, values, by, low, high, codes, scale, zero, row + outputs, inputs, factor, bias, inverse,
-                CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN,
+            one_up = _fetch(
+                codes, scale, zero, output + 2 * step, outputs, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
             )  # fmt: skip
-            result = activate(result, ACTIVATION) * up
-        if RESIDUAL:
-            result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
-        tl.store(out + output, result.to(out.dtype.element_ty), mask=known)
+        _end_step(
+            two, two_up, values, by, low, high, codes, scale, zero, output + step, outputs, inputs, factor, bias, inverse, out,
+            CODE, GROUP, PER, ZERO, SCALES_ROWS, FACTOR, BIAS, INPUTS, EVEN, ACTIVATION, RESIDUAL,
+        )  # fmt: skip
+        output += 2 * step
+        two = _fetch(
+            codes, scale, zero, output + step, 0, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
+        )  # fmt: skip
+        if GATED:
+            two_up = _fetch(
+                codes, scale, zero, output + step, outputs, outputs, inputs, CODE, GROUP, PER, ZERO, SCALES_ROWS, INPUTS, EVEN,
+            )  # fmt: skip
 
 
 def keeps_row(code: str, group: int, inputs: int, device: torch.device) -> bool:

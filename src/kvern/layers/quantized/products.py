@@ -61,7 +61,7 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
         MatvecShape(4, 2048, 4),
         MatvecShape(8, 1024, 4, unroll=2),
         ResidentShape(4, 4, 4),
-        ResidentShape(8, 4, 3),
+        ResidentShape(8, 4, 2),
         ResidentShape(2, 4, 4),
         ResidentShape(2, 8, 2),
         ResidentShape(4, 8, 1),
