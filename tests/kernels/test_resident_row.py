@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvern.kernels.linear import NOTHING, Around
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
+from kvern.layers.quantized.products import ONE_ROW, row_shape
 from tests.kernels.packed_weights import make_packed, to_device
 from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error
@@ -60,3 +61,11 @@ def test_one_row(monkeypatch: pytest.MonkeyPatch, device: torch.device, kind: st
     out = resident_row(x, packed, bias, SHAPE, around)
     assert relative_error(out, expected) < 1e-3
     assert residual is None or out is residual
+
+
+def test_what_is_around_a_row_follows_the_choice() -> None:
+    """Gate and up are two tiles of half the outputs; a kernel that does nothing around a product is not asked to."""
+    assert row_shape(ResidentShape(4, 4, 4), "int4", False) == ResidentShape(4, 4, 4)
+    assert row_shape(ResidentShape(4, 4, 4), "int4", True) == ResidentShape(2, 4, 4)
+    assert row_shape(MatvecShape(4, 2048, 4), "e4m3", True) == MatvecShape(2, 2048, 4)
+    assert row_shape(MatmulShape(8, 64, 128, 4, 4), "e4m3", True) == ONE_ROW._replace(outputs=4)
