@@ -9,6 +9,7 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
 from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from kvern.layers.quantized.products import ONE_ROW, candidates_of, fitted
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.packed_weights import KINDS, make_packed, to_device
@@ -62,6 +63,34 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
                 break
             assert relative_error(found, expected[: len(found)]) < 0.01, shape
         assert not arrived.any(), shape
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("e4m3", "int4", "gguf q4_k"))])
+@pytest.mark.parametrize(("inputs", "shapes"), [(4096, ((4, 4, 4),)), (14336, ((4, 8, 1),)), (1280, ((2, 4, 4),))])
+def test_rows_that_stay(
+    monkeypatch: pytest.MonkeyPatch, kind: str, inputs: int, shapes: tuple[tuple[int, int, int], ...]
+) -> None:
+    """Inputs that fill the last step and not, in many steps of each program, beside float64."""
+    monkeypatch.setattr("kvern.kernels.resident_row.processors", lambda _: 8)
+    made = make_packed(kind, 1044, inputs)
+    packed, plain = readable(to_device(made.packed, DEVICE)), made.plain.to(DEVICE)
+    if not keeps_row(packed.code, packed.group, inputs, DEVICE):
+        pytest.skip("the card does not know the code's numbers")
+    x = torch.randn(1, inputs, device=DEVICE).bfloat16()
+    expected = x.double() @ plain.T
+    for shape in map(ResidentShape._make, shapes):
+        poison()
+        assert relative_error(resident_row(x, packed, None, shape), expected) < 4e-3, shape
+    if inputs == 14336:
+        residual = torch.randn(1, 1044, device=DEVICE)
+        found = resident_row(x, packed, None, shape, Around(residual=residual.clone()))
+        assert relative_error(found, expected + residual) < 1e-3
+    elif inputs == 4096:
+        gain = torch.rand(inputs, device=DEVICE) + 0.5
+        normal = x.double() / (x.double().square().mean() + 1e-6).sqrt() * gain.double()
+        gate, up = (normal @ plain.T).chunk(2, -1)
+        found = resident_row(x.float(), packed, None, ResidentShape(2, 4, 4), Around(gain, 1e-6, "silu"))
+        assert relative_error(found, torch.nn.functional.silu(gate) * up) < 2e-3
 
 
 DAILY = ("fp8", "fp8_blocks", "int8", "int4_zero", "nvfp4")

@@ -19,13 +19,14 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
     spec = spec_of(model)
     packed = kinds_of_forms(spec, torch.float32, PACKED if model == "llama" else ())
     inputs = Inputs(device, torch.float32, block_size=4, adapter_rank=16, packed=packed)
+    close = 5e-4 if kernel.group == "quantized" else 1e-4  # half bytes carry a bias of 2048 in float32 sums
     for arguments in kernel.launched(spec, inputs):
         call = kernel.make(spec, inputs, *arguments)
         expected = call.reference()
         found = call.launch()
         pairs = [(found, expected)] if isinstance(found, torch.Tensor) else zip(found, expected, strict=True)
         for one, other in pairs:
-            torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one.double(), other.double(), rtol=close, atol=close)
 
 
 def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape
 from kvern.kernels.packed import E2M1, NF4, Packed
-from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.packed_product import packed_product
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.build import Build
@@ -31,14 +31,16 @@ from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import (
     CODES_CANDIDATES,
     CODES_STREAMS,
-    ONE_ACTIVATED_ROW,
-    ONE_ROW,
     CodesShape,
     CodesStream,
+    RowShape,
     candidates_of,
     codes_candidates,
     codes_product,
     fitted,
+    knows,
+    multiply_row,
+    row_shape,
 )
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
@@ -226,7 +228,7 @@ def _row(
     inputs: Inputs,
     kind: PackedKind,
     outputs: int,
-    shape: MatvecShape,
+    shape: RowShape,
     norm: bool = False,
     activation: str | None = None,
     residual: bool = False,
@@ -250,7 +252,7 @@ def _row(
 
     def launch() -> torch.Tensor:
         row = x if packed.order is None else arrange(x, packed.order, "")
-        return packed_row(row, readable(packed), bias, shape, around)
+        return multiply_row(row, readable(packed), bias, shape, around)
 
     sizes = f"{outputs} x {kind.inputs} {kind.code}"
     return Call(sizes, launch, reference, bytes_of(packed), 2 * outputs * kind.inputs)
@@ -317,16 +319,20 @@ def forms_of(inputs: Inputs) -> list[PackedKind]:
     return list(alike.values())
 
 
+def _row_shapes(inputs: Inputs, kind: PackedKind, activated: bool = False) -> list[RowShape]:
+    """How one row may be multiplied by such a matrix."""
+    known = kind.code, kind.group, kind.inputs, inputs.device
+    offered = (shape for shape in candidates_of(inputs.dtype)[1] if knows(shape, *known))
+    return list(dict.fromkeys(row_shape(shape, kind.code, activated) for shape in offered))
+
+
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
     for kind in forms_of(inputs):
-        for shape in candidates_of(inputs.dtype)[1]:
-            if isinstance(shape, MatvecShape):
-                launched[kind._replace(part=""), kind.outputs, fitted(shape, kind.code)] = None
-        if not kind.order:
-            for around in _arounds(spec, kind):
-                cut = ONE_ROW if around[1] is None else ONE_ACTIVATED_ROW
-                launched[kind._replace(part=""), kind.outputs, cut, *around] = None
+        for norm, activation, residual in ((False, None, False), *(_arounds(spec, kind) if not kind.order else ())):
+            around = (norm, activation, residual) if norm or residual else ()
+            for shape in _row_shapes(inputs, kind, activation is not None):
+                launched[kind._replace(part=""), kind.outputs, shape, *around] = None
     yield from launched
 
 
@@ -376,7 +382,7 @@ def timed_kinds(inputs: Inputs) -> list[PackedKind]:
 
 
 def _row_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((kind, kind.outputs, ONE_ROW) for kind in timed_kinds(inputs))
+    yield from ((kind, kind.outputs, shape) for kind in timed_kinds(inputs) for shape in _row_shapes(inputs, kind))
 
 
 def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

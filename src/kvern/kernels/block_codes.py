@@ -102,7 +102,7 @@ def block_numbers(codes, table, row, first, inputs, CODE: tl.constexpr, INPUTS: 
         column = first // 2 + tl.arange(0, INPUTS // 2)
         known = (2 * column < inputs)[None, :]
         if _is_among(CODE, "q4_0 q4_1 q4_k iq4_nl iq4_xs mxfp4"):
-            found = _bytes(codes + row[:, None] * (inputs // 2) + column[None, :], known, EVEN)
+            found = _bytes(codes + row[:, None] * (inputs // 32 * 16) + column[None, :], known, EVEN)
             if _is_among(CODE, "iq4_nl iq4_xs"):
                 return non_linear_numbers(found, table)
             elif CODE == "mxfp4":

@@ -1,7 +1,5 @@
 """What products on Hopper GPUs (compute capability 9.0) share: tiles that TMA moves, and activations."""
 
-import functools
-
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -9,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvern.kernels.activation import activate
+from kvern.kernels.launch import processors as processors
 
 DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -25,13 +24,6 @@ KINDS = (None, "silu", "gelu", "gelu_tanh", "relu")
 def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
     """Whether the kernels for Hopper know such a matrix: TMA takes rows of a multiple of 16 bytes."""
     return dtype.itemsize <= 2 and inputs * dtype.itemsize % 16 == 0 and outputs % 8 == 0
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Of the device; of an H100 if a kernel is only compiled."""
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
 
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -27,6 +27,7 @@ __all__ = [
     "gdc_wait",
     "next_power_of_2",
     "overlaps",
+    "processors",
     "stages",
     "wait_for_previous",
 ]
@@ -70,6 +71,13 @@ def capability(device: torch.device) -> int:
         return 0
     arch: int = triton.runtime.driver.active.get_current_target().arch
     return arch
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of the device; of an H100 if a kernel is only compiled."""
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132
 
 
 def overlaps(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.quantize_rows import Coding, RowCodes
+from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
 from kvern.kernels.stream_hopper import stream_codes, streams_codes
 from kvern.layers.linear_method import CodesProduct, Product
@@ -61,16 +62,20 @@ class CodesStream(NamedTuple):
     kind: str = "stream"
 
 
-Shape = MatvecShape | MatmulShape | StreamPackedShape | CodesShape | CodesStream | PlainRuns | str
+RowShape = MatvecShape | ResidentShape
+"""Of a kernel that does what is around the product of one row."""
+Shape = RowShape | MatmulShape | StreamPackedShape | CodesShape | CodesStream | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
+Cut = TypeVar("Cut", MatvecShape, ResidentShape, MatmulShape, RowShape, Shape)
 
 CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (
         MatvecShape(8, 2048, 4),
         MatvecShape(4, 2048, 4),
         MatvecShape(8, 1024, 4, unroll=2),
-        MatvecShape(8, 512, 2, unroll=2),
-        MatmulShape(8, 64, 128, 4, 4, splits=2),
+        ResidentShape(4, 4, 4),
+        ResidentShape(2, 4, 4),
+        ResidentShape(4, 8, 1),
     ),
     8: (
         MatmulShape(8, 64, 128, 4, 4),
@@ -146,7 +151,7 @@ FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
 """The one way to multiply if a row's result must not depend on the number of rows."""
 
 ONE_ROW = MatvecShape(8, 2048, 4)
-ONE_ACTIVATED_ROW = MatvecShape(4, 2048, 4)
+"""What multiplies one row, with what is around it, where a kernel was chosen that does nothing around it."""
 
 
 @functools.cache
@@ -167,7 +172,19 @@ def codes_candidates(most: int, streams: bool = False) -> tuple[CodesShape | Cod
     return CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
 
 
-def fitted(shape: Shape, code: str) -> Shape:
+def knows(shape: Shape, code: str, group: int, inputs: int, device: torch.device) -> bool:
+    """Whether a shape's kernel multiplies such a matrix."""
+    return not isinstance(shape, ResidentShape) or keeps_row(code, group, inputs, device)
+
+
+def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowShape, around: Around = NOTHING) -> Tensor:
+    """One row by the kernel of a shape, with what is around it; a matrix's order is left to the caller."""
+    if isinstance(shape, ResidentShape):
+        return resident_row(x, weight, bias, shape, around)
+    return packed_row(x, weight, bias, shape, around)
+
+
+def fitted(shape: Cut, code: str) -> Cut:
     """The shape with steps of whole blocks."""
     if isinstance(shape, MatvecShape | MatmulShape) and shape.inputs % CODES[code].block:
         return shape._replace(inputs=CODES[code].block)
@@ -188,15 +205,22 @@ def codes_product(
     return scaled_product(x, x_scale, weight, bias, MatmulShape(*shape[:-1]), dtype)
 
 
+def row_shape(shape: Shape, code: str, activated: bool) -> RowShape:
+    """How one row is multiplied with what is around it, if `shape` was chosen: gate and up are two tiles of half."""
+    cut = shape if isinstance(shape, MatvecShape | ResidentShape) else ONE_ROW
+    return fitted(cut._replace(outputs=cut.outputs // 2) if activated else cut, code)
+
+
 class PackedProducts:
     """The products of one matrix: a way to multiply for each number of rows, by guess until they are timed."""
 
     def __init__(self, method: "QuantizedMethod", deterministic: bool, hopper: bool) -> None:
         self._method, self._deterministic, self._hopper = method, deterministic, hopper
-        dtype, code = method.shape.dtype, method.packed().code
+        dtype, packed = method.shape.dtype, method.packed()
+        code, known = packed.code, (packed.code, packed.group, method.shape.inputs, method.shape.device)
         given = {} if deterministic else candidates_of(dtype)
         self._candidates = {
-            most: tuple(fitted(shape, code) for shape in shapes)
+            most: tuple(fitted(shape, code) for shape in shapes if knows(shape, *known))
             for most, shapes in given.items()
             if most <= MANY_ROWS or most * method.shape.outputs <= MOST_TIMED_NUMBERS
         }
@@ -227,8 +251,9 @@ class PackedProducts:
 
     def multiply_row(self, x: Tensor, bias: Tensor | None, around: Around = NOTHING) -> Tensor:
         """As `RowProduct`, of a matrix without an order of its inputs."""
-        shape = ONE_ROW if around.activation is None else ONE_ACTIVATED_ROW
-        return packed_row(x, self.weight, bias, shape, around)
+        weight = self.weight
+        shape = row_shape(self._ways[bisect_left(self._most, 1)], weight.code, around.activation is not None)
+        return multiply_row(x, weight, bias, shape, around)
 
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         """As `LinearMethod.candidates`."""
@@ -278,9 +303,9 @@ class PackedProducts:
             return self._method.own_products()[shape](x, bias)
         if isinstance(shape, PlainRuns):
             return self._method.multiply_plain(x, bias, shape.numbers)
-        if isinstance(shape, MatvecShape):
+        if isinstance(shape, MatvecShape | ResidentShape):
             x = x if weight.order is None else arrange(x, weight.order, "")
-            return packed_row(x, weight, bias, shape)
+            return multiply_row(x, weight, bias, shape)
         if isinstance(shape, StreamPackedShape):
             from kvern.kernels.stream_packed_hopper import stream_packed_product
 
