@@ -21,13 +21,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kvern.kernel_list import KERNELS, Inputs, packed_experts, packed_hopper, quantized, rounding
+from kvern.kernel_list import KERNELS, Inputs, codes, packed_experts, packed_hopper, quantized, rounding
 from kvern.kernel_list.quantized import kinds_of_forms
 from kvern.kernels.launch import SHARED_MEMORY
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.overwritten import overwritten
 
-QUANTIZED = (*quantized.KERNELS, *packed_hopper.KERNELS, *packed_experts.KERNELS, *rounding.KERNELS)
+QUANTIZED = (*quantized.KERNELS, *codes.KERNELS, *packed_hopper.KERNELS, *packed_experts.KERNELS, *rounding.KERNELS)
 
 
 class TargetDriver:

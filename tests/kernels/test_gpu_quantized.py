@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvern.kernel_list import Inputs, Kernel
-from kvern.kernel_list.quantized import FORMS, KERNELS, kinds_of_forms
+from kvern.kernel_list import Inputs, Kernel, codes, packed_hopper, quantized
+from kvern.kernel_list.quantized import FORMS, kinds_of_forms
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
 from kvern.kernels.linear import Around, MatmulShape, MatvecShape
@@ -98,7 +98,9 @@ FORM_CELLS = [pytest.param(name, marks=() if name in DAILY else pytest.mark.nigh
 
 
 @pytest.mark.parametrize("form", FORM_CELLS)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", (*quantized.KERNELS, *codes.KERNELS, *packed_hopper.KERNELS), ids=lambda kernel: kernel.name
+)
 def test_the_list(kernel: Kernel, form: str) -> None:
     """What else a model launches, beside the products above."""
     spec = spec_of("llama", LARGE_MODELS)

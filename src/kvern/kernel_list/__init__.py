@@ -3,6 +3,7 @@
 from kvern.kernel_list import (
     attention,
     batch,
+    codes,
     dense,
     experts,
     hopper,
@@ -18,6 +19,7 @@ __all__ = ["KERNELS", "Call", "Inputs", "Kernel"]
 KERNELS: tuple[Kernel, ...] = (
     *dense.KERNELS,
     *quantized.KERNELS,
+    *codes.KERNELS,
     *rounding.KERNELS,
     *batch.KERNELS,
     *attention.KERNELS,
