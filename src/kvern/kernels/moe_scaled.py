@@ -26,7 +26,7 @@ Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ROWS = 128
 """Of the largest blocks."""
 TILES = {
-    16: Tile(128, 128, 1, 4, 4),
+    16: Tile(128, 128, 1, 4, 3),
     32: Tile(128, 128, 1, 4, 4),
     64: Tile(128, 128, 4, 4, 4),
     ROWS: Tile(256, 128, 8, 8, 4),
