@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product
+from kvern.kernels.plain_weights import plain_weights
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.build import Build
 from kvern.layers.linear import Weighted
@@ -267,6 +269,20 @@ def _product(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outpu
     return Call(sizes, launch, reference, moved, 2 * rows * outputs * kind.inputs)
 
 
+def _plain(spec: ModelSpec, inputs: Inputs, kind: PackedKind) -> Call:
+    packed = random_packed(inputs, kind, kind.outputs)
+    out = torch.empty(kind.outputs, kind.inputs, dtype=inputs.dtype, device=inputs.device)
+    launch = partial(plain_weights, readable(packed), 0, out)
+    return Call(
+        f"{kind.outputs} x {kind.inputs} {kind.code}", launch, lambda: plain_of(packed), bytes_of(packed) + out.nbytes
+    )
+
+
+def _plain_forms(kinds: list[PackedKind]) -> Sizes:
+    for kind in dict.fromkeys(kind._replace(part="", order=False, biased=False, activations="") for kind in kinds):
+        yield (kind,)
+
+
 def _arounds(spec: ModelSpec, kind: PackedKind) -> Sizes:
     """What a product of one row is launched with, beside nothing."""
     if kind.part in ("o_proj", "down_proj"):
@@ -343,4 +359,8 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 KERNELS = (
     Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
     Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
+    Kernel(
+        "quantized, made plain", "quantized", _plain,
+        lambda spec, inputs: _plain_forms(forms_of(inputs)), lambda spec, inputs: _plain_forms(timed_kinds(inputs)),
+    ),
 )

@@ -296,13 +296,13 @@ def stream_packed_product(
     shape: StreamPackedShape,
     arrived: torch.Tensor,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, sums in float32: [T, inputs] of 16 bits -> [T, outputs], T at most `shape.rows`.
+    """`x @ weight.T + bias`, sums in float32: [T, inputs] of 16 bits -> [T, outputs].
 
     x         in lanes, as `arrange` makes it
     weight    that `streams` knows
     arrived   if the shape has splits: an int32 zero for every tile, which is zero again afterwards
 
-    A row's result depends on the shape of the tiles alone. Moves the codes and scales once.
+    A row's result depends on the shape of the tiles alone. Moves the codes and scales once for `shape.rows` rows.
     """
     rows, inputs = x.shape
     outputs = weight.codes.shape[0]
@@ -311,30 +311,32 @@ def stream_packed_product(
     partial = out
     if shape.splits > 1:
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=x.device)
-    _stream_packed_kernel[(tiles, shape.splits)](
-        tiles_of(x, shape.rows, STEP),
-        tiles_of(weight.codes.view(torch.int32), shape.outputs, STEP // 8),
-        weight.scale,
-        weight.zero,
-        weight.factor,
-        bias,
-        out,
-        partial,
-        arrived,
-        rows,
-        outputs,
-        steps,
-        inputs // weight.group,
-        weight.code,
-        weight.group,
-        BIASED[x.dtype],
-        shape.rows,
-        shape.outputs,
-        shape.stages,
-        shape.splits,
-        steps_kept(inputs, shape.splits),
-        num_warps=shape.outputs // 16,
-        maxnreg=registers_of(shape),
-        launch_pdl=True,
-    )
+    code_tiles = tiles_of(weight.codes.view(torch.int32), shape.outputs, STEP // 8)
+    for first in range(0, rows, shape.rows):  # one after the other: counters and sums of parts are the next one's too
+        _stream_packed_kernel[(tiles, shape.splits)](
+            tiles_of(x[first : first + shape.rows], shape.rows, STEP),
+            code_tiles,
+            weight.scale,
+            weight.zero,
+            weight.factor,
+            bias,
+            out[first:],
+            partial,
+            arrived,
+            min(rows - first, shape.rows),
+            outputs,
+            steps,
+            inputs // weight.group,
+            weight.code,
+            weight.group,
+            BIASED[x.dtype],
+            shape.rows,
+            shape.outputs,
+            shape.stages,
+            shape.splits,
+            steps_kept(inputs, shape.splits),
+            num_warps=shape.outputs // 16,
+            maxnreg=registers_of(shape),
+            launch_pdl=True,
+        )
     return out

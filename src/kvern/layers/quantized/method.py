@@ -73,13 +73,13 @@ class QuantizedMethod(LinearMethod):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._products is None:
-            return self.multiply_plain(x, bias, RUN_NUMBERS)
+            return self.multiply_plain(x, bias)
         return self._products.multiply(x, bias)
 
-    def multiply_plain(self, x: Tensor, bias: Tensor | None, run_numbers: int) -> Tensor:
-        """The named fallback: rows of so many numbers at a time are made plain, then multiplied by PyTorch."""
+    def multiply_plain(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The named fallback: rows of RUN_NUMBERS at a time are made plain, then multiplied by PyTorch."""
         x = self.rounded(x)
-        out = torch.cat([F.linear(x, self.rows(run)) for run in self._runs(run_numbers)], -1)
+        out = torch.cat([F.linear(x, self.rows(run)) for run in self._runs()], -1)
         return out if bias is None else out + bias
 
     def row_product(self) -> RowProduct | None:
@@ -108,7 +108,7 @@ class QuantizedMethod(LinearMethod):
     def embed(self, ids: Tensor) -> Tensor:
         return self.rows(ids)
 
-    def _runs(self, numbers: int = RUN_NUMBERS) -> Iterator[slice]:
-        step = max(1, numbers // self.shape.inputs)
+    def _runs(self) -> Iterator[slice]:
+        step = max(1, RUN_NUMBERS // self.shape.inputs)
         for first in range(0, self.shape.outputs, step):
             yield slice(first, min(first + step, self.shape.outputs))

@@ -18,6 +18,7 @@ from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape
 from kvern.kernels.packed_product import packed_product, packed_row
+from kvern.kernels.plain_weights import plain_product
 from kvern.kernels.quantize_rows import Coding, RowCodes
 from kvern.kernels.resident_row import ResidentShape, keeps_row, resident_row
 from kvern.kernels.scaled_product import multiplies_codes, scaled_product
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     from kvern.kernels.packed import Packed
     from kvern.layers.quantized.method import QuantizedMethod
 
-PLAIN_RUN_NUMBERS = 1 << 25
-"""Numbers that are made plain at a time for cuBLAS: enough to fill a card."""
-
 
 class PlainRuns(NamedTuple):
-    """The named fallback: runs of rows of so many numbers are made plain, then multiplied by cuBLAS."""
+    """Runs of rows of about so many numbers are made plain, then multiplied by cuBLAS."""
 
     numbers: int
+
+
+PLAIN_RUNS = (PlainRuns(1 << 25), PlainRuns(1 << 24))
+"""Enough to fill a card; and so few that what was written is read from its cache."""
 
 
 class CodesShape(NamedTuple):
@@ -102,10 +104,10 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
         MatmulShape(64, 128, 128, 8, 3, splits=2),
         MatmulShape(64, 128, 64, 8, 4),
     ),
-    128: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3)),
-    256: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), PlainRuns(PLAIN_RUN_NUMBERS)),
-    1024: (MatmulShape(128, 128, 64, 8, 3), MatmulShape(256, 128, 64, 8, 3), PlainRuns(PLAIN_RUN_NUMBERS)),
-    8192: (MatmulShape(128, 128, 64, 8, 3), MatmulShape(256, 128, 64, 8, 3), PlainRuns(PLAIN_RUN_NUMBERS)),
+    128: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), PLAIN_RUNS[0]),
+    256: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), *PLAIN_RUNS),
+    1024: (*PLAIN_RUNS, MatmulShape(128, 128, 64, 8, 3)),
+    8192: (*PLAIN_RUNS, MatmulShape(128, 128, 64, 8, 3)),
 }
 """What is timed for up to this many rows, the last for more too."""
 
@@ -113,7 +115,7 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     8: tuple(StreamPackedShape(8, 64, 6, splits) for splits in (1, 4, 8)),
     16: tuple(StreamPackedShape(16, 64, 5, splits) for splits in (1, 4, 8)),
     32: (StreamPackedShape(32, 128, 5), StreamPackedShape(32, 64, 6, 4), StreamPackedShape(32, 64, 4, 4)),
-    64: (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4)),
+    **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4))),
 }
 """What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
 
@@ -121,7 +123,7 @@ FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
     16: (MatmulShape(16, 32, 64, 4, 3), MatmulShape(16, 32, 64, 4, 3, splits=2)),
     64: (MatmulShape(16, 32, 64, 4, 3),),
-    1024: (PlainRuns(PLAIN_RUN_NUMBERS),),
+    1024: PLAIN_RUNS[:1],
 }
 """Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
 
@@ -302,7 +304,9 @@ class PackedProducts:
         if isinstance(shape, str):
             return self._method.own_products()[shape](x, bias)
         if isinstance(shape, PlainRuns):
-            return self._method.multiply_plain(x, bias, shape.numbers)
+            x = self._method.rounded(x)
+            x = x if weight.order is None else arrange(x, weight.order, "")
+            return plain_product(x, weight, bias, shape.numbers)
         if isinstance(shape, MatvecShape | ResidentShape):
             x = x if weight.order is None else arrange(x, weight.order, "")
             return multiply_row(x, weight, bias, shape)
