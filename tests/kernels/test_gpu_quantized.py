@@ -99,7 +99,7 @@ FORM_CELLS = [pytest.param(name, marks=() if name in DAILY else pytest.mark.nigh
 
 @pytest.mark.parametrize("form", FORM_CELLS)
 @pytest.mark.parametrize(
-    "kernel", (*quantized.KERNELS, *codes.KERNELS, *packed_hopper.KERNELS), ids=lambda kernel: kernel.name
+    "kernel", [*quantized.KERNELS, *codes.KERNELS, *packed_hopper.KERNELS], ids=lambda kernel: kernel.name
 )
 def test_the_list(kernel: Kernel, form: str) -> None:
     """What else a model launches, beside the products above."""

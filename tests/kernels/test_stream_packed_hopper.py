@@ -20,7 +20,7 @@ on_hopper = [
         reason="no GPU of compute capability 9.0",
     ),
 ]
-SHAPES = tuple(shape for shapes in STREAMS.values() for shape in shapes)
+SHAPES = tuple(dict.fromkeys(shape for shapes in STREAMS.values() for shape in shapes))
 KINDS = (("int4", 128), ("int4 zero", -1), ("int4 zero", 64), ("mxfp4", 32), ("nvfp4", 16))
 GPU = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=on_hopper)])
 
@@ -92,6 +92,27 @@ def test_product(
         expected = x.double() @ plain.T + (0 if added is None else added.double())
         assert float((out.double() - expected).abs().max() / expected.abs().max()) < 5e-3
     assert torch.equal(stream_packed_product(arranged[-1:], packed, bias, shape, arrived)[0], out[-1])
+    assert not arrived.any()
+
+
+@GPU
+@pytest.mark.parametrize("shape", STREAMS[256])
+def test_more_rows_than_a_tile(device: torch.device, shape: StreamPackedShape) -> None:
+    """A tile after the other, over the same counters; each row as by itself, with outputs that fill no tile."""
+    from kvern.kernels.stream_packed_hopper import stream_packed_product
+
+    made = make_packed("int4 zero", 1000, 4096, 128)
+    packed, plain = to_device(made.packed, device), made.plain.to(device)
+    arrived = torch.zeros(1 << 10, dtype=torch.int32, device=device)
+    x = torch.randn(3 * shape.rows + 5, 4096, device=device).bfloat16()
+    bias = torch.randn(1000, device=device).bfloat16()
+    arranged = arrange(x, None, "lanes")
+    torch.full((1 << 22,), float("nan"), device=device)
+    out = stream_packed_product(arranged, packed, bias, shape, arrived)
+    expected = x.double() @ plain.T + bias.double()
+    assert float((out.double() - expected).abs().max() / expected.abs().max()) < 5e-3
+    for row in (0, shape.rows, len(x) - 1):
+        assert torch.equal(stream_packed_product(arranged[row : row + 1], packed, bias, shape, arrived)[0], out[row])
     assert not arrived.any()
 
 

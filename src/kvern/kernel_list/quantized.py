@@ -360,7 +360,10 @@ KERNELS = (
     Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
     Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
     Kernel(
-        "quantized, made plain", "quantized", _plain,
-        lambda spec, inputs: _plain_forms(forms_of(inputs)), lambda spec, inputs: _plain_forms(timed_kinds(inputs)),
+        "quantized, made plain",
+        "quantized",
+        _plain,
+        lambda spec, inputs: _plain_forms(forms_of(inputs)),
+        lambda spec, inputs: _plain_forms(timed_kinds(inputs)),
     ),
 )
