@@ -103,7 +103,8 @@ def _mark(spec: ModelSpec, inputs: Inputs, forms: Sequence[tuple[Kernel, tuple[A
     sources = sorted(Path(kvern.__file__).parent.glob("kernel*/*.py"))
     named = ADDRESS.sub("", repr((spec, [(kernel.name, given) for kernel, given in forms])))
     said = [
-        *(named, target, inputs.dtype, inputs.block_size, inputs.adapter_rank, inputs.adapter_places),
+        *(named, target, inputs.processors, inputs.dtype, inputs.cache_dtype, inputs.block_size),
+        *(inputs.adapter_rank, inputs.adapter_places),
         *(triton_key(), torch.__version__, *(source.read_bytes() for source in sources)),
     ]
     return Path(triton.knobs.cache.dir) / f"kvern-{hashlib.sha256(repr(said).encode()).hexdigest()}"
