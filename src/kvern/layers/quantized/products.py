@@ -37,7 +37,7 @@ class PlainRuns(NamedTuple):
     numbers: int
 
 
-PLAIN_RUNS = (PlainRuns(1 << 25), PlainRuns(1 << 24))
+PLAIN_RUNS = (PlainRuns(1 << 26), PlainRuns(1 << 25))
 """Enough to fill a card; and so few that what was written is read from its cache."""
 
 
