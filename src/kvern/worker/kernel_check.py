@@ -30,7 +30,12 @@ def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
         compile_in_processes(spec, inputs)
 
     def launch(kernel: Kernel, arguments: tuple[Any, ...]) -> None:
-        kernel.make(spec, inputs, *arguments).launch()
+        call = kernel.make(spec, inputs, *arguments)
+        # Launches of other threads lie between these, and some begin before their predecessors end: a kernel finds its
+        # inputs made, and nobody gets their memory before it ended.
+        _wait(device)
+        call.launch()
+        _wait(device)
 
     use = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread begins at the first
     with ThreadPoolExecutor(THREADS, initializer=use) as pool:
@@ -51,3 +56,8 @@ def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
         logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)
     known = (kernel.group for kernel in KERNELS)
     return frozenset(group for group in known if inputs.hopper or not group.startswith("hopper")) - frozenset(broken)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
