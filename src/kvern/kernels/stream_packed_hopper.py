@@ -326,7 +326,7 @@ def stream_packed_product(
             min(rows - first, shape.rows),
             outputs,
             steps,
-            inputs // weight.group,
+            cdiv(inputs, weight.group),
             weight.code,
             weight.group,
             BIASED[x.dtype],
