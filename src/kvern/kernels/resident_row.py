@@ -44,6 +44,8 @@ class ResidentShape(NamedTuple):
 
 PROCESSOR_REGISTERS = 1 << 16
 """Of words, in each of a card's processors: programs share them, so that all programs run at once."""
+MOST_INPUTS = 1 << 15
+"""Of a row: a program's threads hold no more in registers."""
 
 
 @triton.jit
@@ -216,6 +218,8 @@ def _resident_row_kernel(
 
 def keeps_row(code: str, group: int, inputs: int, device: torch.device) -> bool:
     """Whether `resident_row` knows a code, and scales of whole units of rows of so many inputs."""
+    if inputs > MOST_INPUTS:
+        return False
     if code == "q4_k":
         return True
     if code == "e4m3" and 0 < capability(device) < 89:

@@ -296,7 +296,7 @@ class PackedProducts:
         """As `LinearMethod.choose`."""
         way = next(shape for shape in self._shapes(rows) if _plain(shape) == candidate)
         self._ways[self._most.index(rows)] = way
-        if rows == self._most[-1]:
+        if rows == self._most[-1] and not isinstance(way, CodesStream):  # which takes no more rows
             self._ways[-1] = way
 
     def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:

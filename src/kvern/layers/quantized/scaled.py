@@ -223,7 +223,7 @@ class ScaledMethod(QuantizedMethod):
         how = self.form.activations
         if how is None or how.code != self.form.code or not how.symmetric:
             return None
-        if how.group and (how.group % CODES_STEP or self.shape.inputs % how.group):
+        if how.group and (self.form.static or how.group % CODES_STEP or self.shape.inputs % how.group):
             return None
         from kvern.kernels.quantize_rows import Coding
 
