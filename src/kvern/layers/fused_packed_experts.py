@@ -2,14 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kvern.kernels.codes import readable
-from kvern.kernels.launch import cdiv
 from kvern.kernels.moe import ACTIVATIONS
 from kvern.kernels.moe_packed import one_by_one, packed_experts
-from kvern.kernels.moe_scaled import Rounded, coded_experts, hopper_codes
+from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.quantized.method import QuantizedMethod
@@ -18,6 +16,7 @@ from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import MoeSpec
 
 if TYPE_CHECKING:
+    from kvern.kernels.quantize_rows import Coding
     from kvern.layers.build import Build
     from kvern.layers.linear_format import LinearFormat
 
@@ -50,52 +49,24 @@ class FusedPackedExperts(RowStackedExperts):
             self._hopper = known and all(map(_whole_rows, methods, ways))
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
-        experts, activation = self.spec.experts, self.spec.activation
-        gate_up, down = self._packed
+        experts, (gate_up, down) = self.spec.experts, self._packed
+        given = x, gate_up, down, weights, topk_ids, self.spec.activation
         if self._coded is not None and not one_by_one(topk_ids, experts, gate_up, down):
-            return coded_experts(
-                x,
-                gate_up,
-                down,
-                weights,
-                topk_ids,
-                activation,
-                experts=experts,
-                rounded=self._coded,
-                add=add,
-                hopper=self._hopper,
-            )
-        return packed_experts(
-            x,
-            gate_up,
-            down,
-            weights,
-            topk_ids,
-            activation,
-            experts=experts,
-            add=add,
-            deterministic=self.deterministic,
-        )
+            return coded_experts(*given, experts=experts, rounded=self._coded, add=add, hopper=self._hopper)
+        return packed_experts(*given, experts=experts, add=add, deterministic=self.deterministic)
 
 
-def _coded(method: QuantizedMethod) -> Rounded | None:
+def _coded(method: QuantizedMethod) -> "Coding | None":
     """How activations become codes; None: these kernels, or this card, multiply no codes by such codes."""
     how, packed, (_, inputs, _, device) = method.activation_codes(), method.packed(), method.shape
     if how is None or packed.zero is not None or packed.factor is not None:
         return None
-    groups = packed.group, cdiv(inputs, _runs(method, how))
-    return how if multiplies_codes(packed.code, groups, inputs, device) else None
+    return how if multiplies_codes(packed.code, (packed.group, how.group or inputs), inputs, device) else None
 
 
-def _runs(method: QuantizedMethod, how: Rounded) -> int:
-    """Of inputs of a row of activations, each with a scale."""
-    _, inputs, dtype, device = method.shape
-    return how(torch.zeros(1, inputs, dtype=dtype, device=device))[1].shape[1]
-
-
-def _whole_rows(method: QuantizedMethod, how: Rounded) -> bool:
+def _whole_rows(method: QuantizedMethod, how: "Coding") -> bool:
     """Whether scales are of whole rows, of weights and of activations."""
-    return method.packed().group == method.shape.inputs and _runs(method, how) == 1
+    return method.packed().group == method.shape.inputs and not how.group
 
 
 def fuses(gate_up: LinearMethod, down: LinearMethod, activation: str) -> bool:
