@@ -77,6 +77,14 @@ class ProductShape(NamedTuple):
     group: int
 
 
+class TileShape(NamedTuple):
+    """How `product_codes` is cut: outputs of a tile of 128 rows, programs that share its inputs, and as above."""
+
+    outputs: int
+    splits: int
+    group: int
+
+
 class Around(NamedTuple):
     """What `matvec` does around the product.
 

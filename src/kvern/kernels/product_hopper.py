@@ -38,7 +38,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 @gluon.jit
-def _place(tile, group, columns):
+def place_of(tile, group, columns):
     """The block of rows and the column of a tile: `group` blocks run side by side over the same weights."""
     inside = tile % (group * columns)
     return tile // (group * columns) * group + inside % group, inside // group
@@ -52,10 +52,11 @@ def _expect(ready, both, wanted, ROW_BYTES: gl.constexpr, WEIGHT_BYTES: gl.const
 
 
 @gluon.jit
-def _fetch(
+def fetch(
     x, x_tiles, weight_tiles, sorted_pairs, block_experts, values, weights, ready, empty, sizes, x_stride, inputs,
-    TOP_K: gl.constexpr, EVEN: gl.constexpr, GATED: gl.constexpr,
+    TOP_K: gl.constexpr, EVEN: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
+    """Fill the ring for a program's tiles. SPLITS: a tile is so many, each of so many `steps` behind one another."""
     gdc_launch_dependents()
     tiles, columns, group, steps, rows, outputs = sizes
     STAGES: gl.constexpr = empty.shape[0]
@@ -67,16 +68,19 @@ def _fetch(
     ROW_BYTES: gl.constexpr = HALF * K * (BITS // 8)
     WEIGHT_BYTES: gl.constexpr = weights.shape[1] * K * (BITS // 8)
     if not EXPERTS:
-        block, column = _place(gl.program_id(0), group, columns)
+        block, column = place_of(gl.program_id(0) // SPLITS, group, columns)
+        begin = gl.program_id(0) % SPLITS * steps
         for early in gl.static_range(STAGES):
             bar = ready.index(early)
             _expect(bar, (2 * block + 1) * HALF < rows, early < steps, ROW_BYTES, WEIGHT_BYTES)
-            fetch_weights(weight_tiles, bar, weights.index(early), 0, column, early * K, early < steps, outputs, GATED)
+            start = (begin + early) * K
+            fetch_weights(weight_tiles, bar, weights.index(early), 0, column, start, early < steps, outputs, GATED)
     gdc_wait()
     layout: gl.constexpr = gl.BlockedLayout([1, 128 // BITS], [4, 8], [4, 1], [1, 0])
     fetched = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, column = _place(tile, group, columns)
+        block, column = place_of(tile // SPLITS, group, columns)
+        begin = tile % SPLITS * steps
         expert = 0
         both = (2 * block + 1) * HALF < rows
         if EXPERTS:
@@ -101,7 +105,8 @@ def _fetch(
                 else:
                     _expect(bar, both, wanted, ROW_BYTES, WEIGHT_BYTES)
                 tile_weights = weights.index(stage)
-                fetch_weights(weight_tiles, bar, tile_weights, expert, column, step * K, wanted, outputs, GATED)
+                start = (begin + step) * K
+                fetch_weights(weight_tiles, bar, tile_weights, expert, column, start, wanted, outputs, GATED)
                 first, second = values.index(2 * stage), values.index(2 * stage + 1)
                 if GATHER:
                     mask, other_mask = live, other_live
@@ -114,9 +119,9 @@ def _fetch(
                     async_copy.async_copy_global_to_shared(second, other_source + step * K, mask=other_mask)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
                 else:
-                    tma.async_copy_global_to_shared(x_tiles, [2 * block * HALF, step * K], bar, first)
+                    tma.async_copy_global_to_shared(x_tiles, [2 * block * HALF, start], bar, first)
                     next_half = (2 * block + 1) * HALF
-                    tma.async_copy_global_to_shared(x_tiles, [next_half, step * K], bar, second, pred=both)
+                    tma.async_copy_global_to_shared(x_tiles, [next_half, start], bar, second, pred=both)
                 fetched += 1
 
 
@@ -134,7 +139,7 @@ def _output(column, outputs, WIDE: gl.constexpr, GATED: gl.constexpr, layout: gl
 
 
 @gluon.jit
-def _write(out_tiles, staged, result, row, column):
+def write(out_tiles, staged, result, row, column):
     """Through shared memory, once what was there before has left it."""
     tma.store_wait(0)
     staged.store(result.to(staged.dtype))
@@ -159,7 +164,7 @@ def _multiply(
     )
     taken = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, column = _place(tile, group, columns)
+        block, column = place_of(tile, group, columns)
         expert = 0
         row = (2 * block + PART) * HALF
         first_row = row
@@ -196,10 +201,10 @@ def _multiply(
                     total += gl.load(bias + output, mask=known, other=0.0).to(gl.float32)[None, :]
                 first, second = gl.split(gl.permute(gl.reshape(total, [HALF, 2, WIDE // 2]), (0, 2, 1)))
                 if GATED:
-                    _write(out_tiles, staged, activate_by(first, KIND) * second, row, column * (WIDE // 2))
+                    write(out_tiles, staged, activate_by(first, KIND) * second, row, column * (WIDE // 2))
                 else:
-                    _write(out_tiles, staged, first, row, column * WIDE)
-                    _write(out_tiles, staged, second, row, column * WIDE + WIDE // 2)
+                    write(out_tiles, staged, first, row, column * WIDE)
+                    write(out_tiles, staged, second, row, column * WIDE + WIDE // 2)
             else:
                 for _ in range(steps):
                     stage = taken % STAGES
@@ -246,10 +251,10 @@ def _product_kernel(
                 ),
             ),
             (
-                _fetch,
+                fetch,
                 (
                     x, x_tiles, weight_tiles, sorted_pairs, block_experts, values, weights, ready, empty, sizes,
-                    x_stride, inputs, TOP_K, EVEN, KIND > 0,
+                    x_stride, inputs, TOP_K, EVEN, KIND > 0, 1,
                 ),
             ),
         ],
