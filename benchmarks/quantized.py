@@ -21,14 +21,14 @@ from kvern.kernel_list import Inputs
 from kvern.kernel_list.quantized import FORMS, PackedKind, bytes_of, kind_of_form, random_packed
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
+from kvern.kernels.codes_hopper import outputs_of_tiles
 from kvern.kernels.launch import capability
 from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.quantized.products import (
-    CodesShape,
-    CodesStream,
+    OfCodes,
     candidates_of,
     codes_candidates,
     codes_product,
@@ -51,7 +51,7 @@ def multiply(shape: MatvecShape | MatmulShape, x: torch.Tensor, weight: Packed) 
     return packed_product(values, weight, None, shape, counters(x.device))
 
 
-def by_codes(cut: CodesShape | CodesStream, codes: torch.Tensor, scale: torch.Tensor, weight: Packed) -> torch.Tensor:
+def by_codes(cut: OfCodes, codes: torch.Tensor, scale: torch.Tensor, weight: Packed) -> torch.Tensor:
     return codes_product(cut, codes, scale, weight, None, torch.bfloat16)
 
 
@@ -66,8 +66,12 @@ def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
         codes = (x * 20).to(dtype)
         runs = 1 if kind.group == kind.inputs else kind.inputs // kind.group
         scale = torch.ones(rows, runs, device=x.device)
-        streams = capability(x.device) == 90 and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
-        for cut in codes_candidates(most, streams):
+        streams, wide = False, 0
+        if capability(x.device) == 90:
+            streams = streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
+            packed = random_packed(Inputs(torch.device("cpu"), x.dtype, "empty"), kind, 1)
+            wide = outputs_of_tiles(packed, kind.outputs, kind.inputs, x.dtype)
+        for cut in codes_candidates(most, streams, wide):
             found[f"{cut.kind} {tuple(cut[:5])}"] = partial(by_codes, cut, codes, scale)
     return found
 

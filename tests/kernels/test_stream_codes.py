@@ -62,7 +62,7 @@ def _spread(scale: torch.Tensor, outputs: int, inputs: int, per: int, group: int
     return scale.double().repeat_interleave(per, 0)[:outputs].repeat_interleave(group or inputs, 1)[:, :inputs]
 
 
-def _product(code: str, rows: int, outputs: int, inputs: int, form: Scales) -> Product:
+def product_of_codes(code: str, rows: int, outputs: int, inputs: int, form: Scales) -> Product:
     generator = torch.Generator("cuda").manual_seed(rows + outputs + inputs)
 
     def scales(lines: int, group: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _product(code: str, rows: int, outputs: int, inputs: int, form: Scales) -> P
     return Product(x, x_scale, weight, bias, expected)
 
 
-def _poison() -> None:
+def poison() -> None:
     """What the next outputs are made in is no number."""
     torch.full((1 << 24,), float("nan"), device="cuda")
 
@@ -86,7 +86,7 @@ def _poison() -> None:
 def _agrees(made: Product, shape: StreamShape, arrived: torch.Tensor) -> None:
     """Integers of whole rows are summed without error; e4m3 in about 14 bits within a step."""
     integers = made.x.dtype == torch.int8
-    _poison()
+    poison()
     found = stream_codes(made.x, made.scale, made.weight, made.bias, shape, arrived, torch.float32)
     assert relative_error(found, made.expected + made.bias.double()) < (1e-5 if integers else 2e-3), shape
     alone = stream_codes(made.x[-1:], made.scale[-1:], made.weight, made.bias, shape, arrived, torch.float32)
@@ -103,7 +103,7 @@ def test_products_of_codes(code: str, form: Scales, outputs: int, inputs: int) -
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
     for shape in SHAPES:
         for rows in {max(1, shape.rows - 3), shape.rows}:
-            _agrees(_product(code, rows, outputs, inputs, form), shape, arrived)
+            _agrees(product_of_codes(code, rows, outputs, inputs, form), shape, arrived)
 
 
 @pytest.mark.gpu
@@ -113,7 +113,7 @@ def test_products_of_codes(code: str, form: Scales, outputs: int, inputs: int) -
 def test_the_last_step_may_be_short(code: str, inputs: int, form: Scales) -> None:
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
     for shape in SHAPES[::3]:
-        _agrees(_product(code, shape.rows - 1, 136, inputs, form), shape, arrived)
+        _agrees(product_of_codes(code, shape.rows - 1, 136, inputs, form), shape, arrived)
 
 
 @pytest.mark.gpu
@@ -122,7 +122,7 @@ def test_the_last_step_may_be_short(code: str, inputs: int, form: Scales) -> Non
 def test_launches_of_a_graph_overlap(code: str) -> None:
     """Each waits for the codes and the sums of those before, though it fetches weights earlier."""
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
-    made = [_product(code, 32, 4096, 4096, WHOLE) for _ in range(4)]
+    made = [product_of_codes(code, 32, 4096, 4096, WHOLE) for _ in range(4)]
     cuts = 2 * CODES_STREAMS[32]
     x = torch.randn(32, 4096, device="cuda", dtype=torch.bfloat16)
 
@@ -154,9 +154,10 @@ LAYERS = (
 )
 
 
-def _layer(form: Scaled, device: torch.device, hopper: bool = True, outputs: int = 640) -> Linear:
+def _layer(
+    form: Scaled, device: torch.device, hopper: bool = True, outputs: int = 640, dtype: torch.dtype = torch.bfloat16
+) -> Linear:
     kernels = frozenset({"quantized", "hopper_linear"} if hopper else {"quantized"})
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     linear = Linear(512, {"o_proj": outputs}, Build(dtype, device, 1, kernels, LinearMethods(form)), bias=True)
     linear.fill_random(torch.Generator(device).manual_seed(0))
     linear.finish()
@@ -173,7 +174,11 @@ def test_codes_of_a_layer_for_every_number_of_rows(form: Scaled) -> None:
     own = method.own_products()
     plain, counts = method.dequantize().double(), sorted(method.candidates())
     for fewer, most in itertools.pairwise(counts):
-        ways = {name: way for name, way in method.candidates()[most].items() if name in own or name[-1] == "stream"}
+        ways = {
+            name: way
+            for name, way in method.candidates()[most].items()
+            if name in own or name[-1] in ("stream", "tiles")
+        }
         for rows in range(fewer + 1, min(most, 256) + 1):
             x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
             expected = method.rounded(x).double() @ plain.T + linear.bias.double()
@@ -186,12 +191,19 @@ def test_what_is_timed_on_hopper(form: Scaled) -> None:
     cpu = torch.device("cpu")
 
     def kinds(linear: Linear, rows: int) -> set[object]:
-        return {name[-1] for name in linear.method.candidates()[rows] if isinstance(name, tuple)} & {"codes", "stream"}
+        return {name[-1] for name in linear.method.candidates()[rows] if isinstance(name, tuple)} & {
+            "codes",
+            "stream",
+            "tiles",
+        }
 
     assert kinds(_layer(form, cpu), 1) == set()
     assert kinds(_layer(form, cpu, hopper=False), 16) == {"codes"}
     assert kinds(_layer(form, cpu), 16) == {"stream"}
-    assert kinds(_layer(form, cpu), 1024) == {"codes"}
+    assert kinds(_layer(form, cpu), 128) == {"stream", "tiles"}
+    assert kinds(_layer(form, cpu), 256) == {"tiles"}
+    assert kinds(_layer(form, cpu), 8192) == {"codes"}
+    assert kinds(_layer(form, cpu, dtype=torch.float32), 1024) == {"codes"}
     assert kinds(_layer(form, cpu, outputs=644), 16) == {"codes"}
 
 

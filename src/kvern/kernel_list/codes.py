@@ -17,12 +17,14 @@ from kvern.kernel_list.quantized import (
     random_packed,
     timed_kinds,
 )
+from kvern.kernels.codes_hopper import outputs_of_tiles
 from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.quantized.products import (
     CODES_CANDIDATES,
     CODES_STREAMS,
-    CodesShape,
-    CodesStream,
+    CODES_TILES,
+    CodesTiles,
+    OfCodes,
     codes_candidates,
     codes_product,
 )
@@ -31,9 +33,7 @@ from kvern.model_spec import ModelSpec
 Sizes = Iterator[tuple[Any, ...]]
 
 
-def _codes(
-    spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: CodesShape | CodesStream
-) -> Call:
+def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs: int, shape: OfCodes) -> Call:
     packed = random_packed(inputs, kind, outputs)
     bias = inputs.numbers(outputs) if kind.biased else None
     x = inputs.bytes(rows, kind.inputs)
@@ -78,6 +78,29 @@ def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
             yield kind, rows, kind.outputs, CODES_STREAMS[rows][0]
 
 
+def _tiles(inputs: Inputs, kinds: list[PackedKind]) -> Iterator[tuple[PackedKind, int, list[CodesTiles]]]:
+    """Of matrices that are known: for up to how many rows there are which tiles."""
+    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds):
+        if inputs.hopper and multiplies_by_codes(kind, inputs):
+            packed = random_packed(inputs.without_device(), kind, 1)
+            wide = outputs_of_tiles(packed, kind.outputs, kind.inputs, inputs.dtype)
+            for most, shapes in CODES_TILES.items():
+                yield kind, most, [shape for shape in shapes if shape.outputs <= wide]
+
+
+def _tiles_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    launched: dict[tuple[Any, ...], None] = {}
+    for kind, _, shapes in _tiles(inputs, forms_of(inputs)):
+        for shape in shapes:
+            launched[kind, 150, kind.outputs, shape._replace(group=1)] = None  # which compiles nothing else
+    yield from launched
+
+
+def _tiles_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for kind, most, shapes in _tiles(inputs, timed_kinds(inputs)):
+        yield from ((kind, most, kind.outputs, shape) for shape in shapes[:1])
+
+
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in timed_kinds(inputs):
         if multiplies_by_codes(kind, inputs):
@@ -87,4 +110,5 @@ def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 KERNELS = (
     Kernel("codes by codes", "quantized", _codes, _codes_launched, _codes_timed),
     Kernel("codes by codes on Hopper", "hopper_linear", _codes, _streams_launched, _streams_timed),
+    Kernel("codes by codes on Hopper, many rows", "hopper_linear", _codes, _tiles_launched, _tiles_timed),
 )

@@ -230,12 +230,17 @@ def _codes_kernel(
     )  # fmt: skip
 
 
-def tiles_codes(weight: Packed, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Whether `product_codes` knows a matrix without zeros: scales of some inputs are those of whole parts of tiles."""
+def outputs_of_tiles(weight: Packed, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """The most outputs of `product_codes`' tiles for a matrix without zeros; 0: the kernel does not know it.
+
+    Scales of less than rows are those of 128 outputs, of which tiles have one part: they take registers.
+    """
     known = weight.code in ("e4m3", "int8") and dtype.itemsize == 2 and hopper_multiplies(torch.int8, inputs, outputs)
-    return known and (
-        weight.group == inputs or (weight.group % STEP == 0 and weight.outputs_per_scale % PART.value == 0)
-    )
+    if not known or weight.zero is not None:
+        return 0
+    if weight.group == inputs:
+        return 256
+    return PART.value if weight.group % STEP == 0 and weight.outputs_per_scale % PART.value == 0 else 0
 
 
 def product_codes(
@@ -247,7 +252,7 @@ def product_codes(
     arrived: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`(x * x_scale) @ weight.T + bias`: [T, outputs] of a dtype of 16 bits, by a matrix that `tiles_codes` knows.
+    """`(x * x_scale) @ weight.T + bias`: [T, outputs] of a dtype of 16 bits, by a matrix that the kernel knows.
 
     x         [T, inputs] contiguous, of the dtype of the weight's codes
     x_scale   [T, inputs / n] float32, contiguous: of runs of n inputs, which are all or a multiple of 128

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape
+from kvern.kernels.codes_hopper import outputs_of_tiles, product_codes
+from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape, TileShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.plain_weights import plain_product
 from kvern.kernels.quantize_rows import Coding, RowCodes
@@ -64,9 +65,19 @@ class CodesStream(NamedTuple):
     kind: str = "stream"
 
 
+class CodesTiles(NamedTuple):
+    """How a product of many rows of codes is cut on Hopper: as `TileShape`."""
+
+    outputs: int
+    splits: int
+    group: int
+    kind: str = "tiles"
+
+
 RowShape = MatvecShape | ResidentShape
 """Of a kernel that does what is around the product of one row."""
-Shape = RowShape | MatmulShape | StreamPackedShape | CodesShape | CodesStream | PlainRuns | str
+OfCodes = CodesShape | CodesStream | CodesTiles
+Shape = RowShape | MatmulShape | StreamPackedShape | OfCodes | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
 Cut = TypeVar("Cut", MatvecShape, ResidentShape, MatmulShape, RowShape, Shape)
 
@@ -149,7 +160,12 @@ CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
     64: (CodesStream(64, 64, 128, 6, 2), CodesStream(64, 128, 128, 4, 1), CodesStream(64, 64, 128, 4, 4)),
     128: (CodesStream(128, 128, 128, 6, 1), CodesStream(128, 128, 128, 6, 4)),
 }
-"""What is timed instead on Hopper GPUs."""
+CODES_TILES: Mapping[int, tuple[CodesTiles, ...]] = {
+    128: (CodesTiles(256, 1, 1), CodesTiles(128, 2, 1), CodesTiles(128, 4, 1)),
+    256: (CodesTiles(256, 1, 2), CodesTiles(256, 4, 2), CodesTiles(128, 1, 2), CodesTiles(128, 2, 2)),
+    1024: (CodesTiles(256, 1, 8),),
+}
+"""What is timed instead on Hopper GPUs, both, of matrices that their kernels know."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
 FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
 """The one way to multiply if a row's result must not depend on the number of rows."""
@@ -169,11 +185,14 @@ def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
-def codes_candidates(most: int, streams: bool = False) -> tuple[CodesShape | CodesStream, ...]:
-    """What is timed for up to so many rows, but for one, where codes are multiplied by codes; `streams` on Hopper."""
-    if streams and most in CODES_STREAMS:
-        return CODES_STREAMS[most]
-    return CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
+def codes_candidates(most: int, streams: bool = False, wide: int = 0) -> tuple[OfCodes, ...]:
+    """What is timed for up to so many rows, but for one, where codes are multiplied by codes.
+
+    On Hopper, `streams`: if matrices are streamed; `wide`: if there are tiles, of so many outputs at most.
+    """
+    streamed = CODES_STREAMS.get(most, ()) if streams else ()
+    own = (*streamed, *(shape for shape in CODES_TILES.get(most, ()) if shape.outputs <= wide))
+    return own or CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
 
 
 def knows(shape: Shape, code: str, group: int, inputs: int, device: torch.device) -> bool:
@@ -196,7 +215,7 @@ def fitted(shape: Cut, code: str) -> Cut:
 
 
 def codes_product(
-    shape: CodesShape | CodesStream,
+    shape: OfCodes,
     x: Tensor,
     x_scale: Tensor,
     weight: "Packed",
@@ -206,6 +225,8 @@ def codes_product(
     """By codes that `QuantizedMethod.activation_codes` makes: `[T, outputs]` of the dtype."""
     if isinstance(shape, CodesStream):
         return stream_codes(x, x_scale, weight, bias, StreamShape(*shape[:-1]), counters(x.device), dtype)
+    if isinstance(shape, CodesTiles):
+        return product_codes(x, x_scale, weight, bias, TileShape(*shape[:-1]), counters(x.device), dtype)
     return scaled_product(x, x_scale, weight, bias, MatmulShape(*shape[:-1]), dtype)
 
 
@@ -271,7 +292,7 @@ class PackedProducts:
         if most == 1:
             return shapes
         streams = (shape for shape in STREAMS.get(most, ()) if self._streams(shape))
-        codes = codes_candidates(most, self._streams_codes()) if self._multiplies_codes() else ()
+        codes = codes_candidates(most, *self._hopper_codes()) if self._multiplies_codes() else ()
         return (*shapes, *streams, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
 
     def _streams(self, shape: StreamPackedShape) -> bool:
@@ -288,15 +309,19 @@ class PackedProducts:
             return False
         return multiplies_codes(weight.code, [weight.group], shape.inputs, shape.device)
 
-    def _streams_codes(self) -> bool:
-        weight, shape = self.weight, self._method.shape
-        return self._hopper and streams_codes(weight.code, weight.group, shape.outputs, shape.inputs)
+    def _hopper_codes(self) -> tuple[bool, int]:
+        """Of `codes_candidates`."""
+        weight, (outputs, inputs, dtype, _) = self.weight, self._method.shape
+        if not self._hopper:
+            return False, 0
+        wide = outputs_of_tiles(weight, outputs, inputs, dtype)
+        return streams_codes(weight.code, weight.group, outputs, inputs), wide
 
     def choose(self, rows: int, candidate: Hashable) -> None:
         """As `LinearMethod.choose`."""
         way = next(shape for shape in self._shapes(rows) if _plain(shape) == candidate)
         self._ways[self._most.index(rows)] = way
-        if rows == self._most[-1] and not isinstance(way, CodesStream):  # which takes no more rows
+        if rows == self._most[-1] and not _bounded(way):
             self._ways[-1] = way
 
     def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -330,11 +355,16 @@ class PackedProducts:
         if isinstance(shape, str):
             own = self._method.own_products()[shape]
             return own if isinstance(own, CodesProduct) else None
-        if not isinstance(shape, CodesShape | CodesStream):
+        if not isinstance(shape, OfCodes):
             return None
         coding, weight, dtype = self._method.activation_codes(), self.weight, self._method.shape.dtype
         assert coding is not None
         return CodesProduct(coding, lambda x, bias: codes_product(shape, *x, weight, bias, dtype))
+
+
+def _bounded(shape: Shape) -> bool:
+    """It takes no more rows than it was offered for: of a tile's, or as there are counters."""
+    return isinstance(shape, CodesStream) or (isinstance(shape, CodesTiles) and shape.splits > 1)
 
 
 def _plain(shape: Shape) -> Hashable:
