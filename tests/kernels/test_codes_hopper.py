@@ -23,7 +23,7 @@ from tests.kernels.test_stream_codes import (
     product_of_codes,
 )
 
-SHAPES = sorted({TileShape(*shape[:2], 2) for shapes in CODES_TILES.values() for shape in shapes})
+SHAPES = sorted({TileShape(*shape[:3], 2) for shapes in CODES_TILES.values() for shape in shapes})
 FORMS = [
     *(("e4m3", form) for form in (WHOLE, BLOCKS, GROUPS, Scales(256, 128, 256))),
     *(("int8", form) for form in (WHOLE, GROUPS, Scales(0, 256, 128))),
@@ -117,7 +117,7 @@ def test_too_many_tiles_for_the_counters() -> None:
     made = product_of_codes("e4m3", 200, 1000, 256, WHOLE)
     arrived = torch.zeros(31, dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match="too many"):
-        product_codes(made.x, made.scale, made.weight, None, TileShape(256, 4, 2), arrived, torch.bfloat16)
+        product_codes(made.x, made.scale, made.weight, None, TileShape(256, 128, 4, 2), arrived, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from kvern.kernels.scaled_product import STEP
 
 PART = gl.constexpr(128)
 """Outputs of sums that stand in registers beside those they are added to."""
-INPUTS = 256
-"""Of a step, whose products the matrix units add up; 128 where scales are of fewer."""
 RING = 192 << 10
 """Bytes of tiles that are on their way, or are multiplied."""
 
@@ -254,6 +252,8 @@ def product_codes(
 ) -> torch.Tensor:
     """`(x * x_scale) @ weight.T + bias`: [T, outputs] of a dtype of 16 bits, by a matrix that the kernel knows.
 
+    Steps are of 128 inputs where scales are of fewer than the shape's.
+
     x         [T, inputs] contiguous, of the dtype of the weight's codes
     x_scale   [T, inputs / n] float32, contiguous: of runs of n inputs, which are all or a multiple of 128
     arrived   if the shape has splits: int32 zeros, four for a tile at most, which are zero again afterwards
@@ -263,7 +263,7 @@ def product_codes(
     (rows, inputs), outputs, scale = x.shape, weight.codes.shape[0], weight.scale
     assert scale is not None and weight.zero is None
     groups = inputs if x_scale.shape[1] == 1 else triton.cdiv(inputs, x_scale.shape[1]), weight.group
-    step = INPUTS if all(group == inputs or group % INPUTS == 0 for group in groups) else STEP
+    step = shape.inputs if all(group == inputs or group % shape.inputs == 0 for group in groups) else STEP
     x_steps, steps = (0 if group == inputs else group // step for group in groups)
     blocks, columns = triton.cdiv(rows, ROWS), triton.cdiv(outputs, shape.outputs)
     group = triton.cdiv(blocks, triton.cdiv(blocks, shape.group))  # so that few are empty

@@ -48,8 +48,8 @@ class QuantizedMethod(LinearMethod):
     def activation_codes(self) -> "Coding | None":
         """What makes `x [T, inputs]` codes, of the weights' dtype, and float32 scales of rows or of runs of inputs.
 
-        Then codes are multiplied by codes (`kernels/scaled_product.py`, `stream_hopper.py`) where that is faster. None:
-        x stays plain.
+        Then codes are multiplied by codes (`kernels/scaled_product.py`, and `stream_hopper.py` and `codes_hopper.py`
+        on Hopper) where that is faster. None: x stays plain.
         """
         return None
 

@@ -69,6 +69,7 @@ class CodesTiles(NamedTuple):
     """How a product of many rows of codes is cut on Hopper: as `TileShape`."""
 
     outputs: int
+    inputs: int
     splits: int
     group: int
     kind: str = "tiles"
@@ -161,9 +162,14 @@ CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
     128: (CodesStream(128, 128, 128, 6, 1), CodesStream(128, 128, 128, 6, 4)),
 }
 CODES_TILES: Mapping[int, tuple[CodesTiles, ...]] = {
-    128: (CodesTiles(256, 1, 1), CodesTiles(128, 2, 1), CodesTiles(128, 4, 1)),
-    256: (CodesTiles(256, 1, 2), CodesTiles(256, 4, 2), CodesTiles(128, 1, 2), CodesTiles(128, 2, 2)),
-    1024: (CodesTiles(256, 1, 8),),
+    128: (CodesTiles(256, 128, 1, 1), CodesTiles(128, 256, 2, 1), CodesTiles(128, 256, 4, 1)),
+    256: (
+        CodesTiles(256, 128, 1, 2),
+        CodesTiles(256, 128, 4, 2),
+        CodesTiles(128, 256, 1, 2),
+        CodesTiles(128, 256, 2, 2),
+    ),
+    1024: (CodesTiles(256, 128, 1, 8),),
 }
 """What is timed instead on Hopper GPUs, both, of matrices that their kernels know."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
@@ -190,8 +196,8 @@ def codes_candidates(most: int, streams: bool = False, wide: int = 0) -> tuple[O
 
     On Hopper, `streams`: if matrices are streamed; `wide`: if there are tiles, of so many outputs at most.
     """
-    streamed = CODES_STREAMS.get(most, ()) if streams else ()
-    own = (*streamed, *(shape for shape in CODES_TILES.get(most, ()) if shape.outputs <= wide))
+    streamed: tuple[OfCodes, ...] = CODES_STREAMS.get(most, ()) if streams else ()
+    own = streamed + tuple(shape for shape in CODES_TILES.get(most, ()) if shape.outputs <= wide)
     return own or CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
 
 
