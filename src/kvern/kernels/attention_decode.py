@@ -19,8 +19,9 @@ from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_p
 class DecodeShape(NamedTuple):
     """How a decode launch is cut: keys of one tile, and at most how many programs share one request and KV head.
 
-    Requests are split so that there are about `programs` of them in all, as many as run at once. Each takes at least
-    `span` keys: below, joining the parts costs more than it gains.
+    Requests are split so that there are about `programs` of them in all, as many as run at once: a thread has at most
+    so many `registers`, if it is said. Each takes at least `span` keys: below, joining the parts costs more than it
+    gains.
     """
 
     tile: int
@@ -29,6 +30,11 @@ class DecodeShape(NamedTuple):
     span: int
     warps: int
     stages: int
+    registers: int | None = None
+
+
+THREE_PROGRAMS = 168
+"""Registers of a thread of which a processor has enough for three programs of four warps."""
 
 
 @triton.jit
@@ -169,10 +175,12 @@ def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, e
         return DecodeShape(32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
     if head_dim > 128:
         return DecodeShape(32 if element_size == 2 else 64, splits, programs, 256, 4, 3)
+    if element_size == 1 and whole <= 8 * processors:
+        return DecodeShape(128, splits, programs * (1 if whole <= 2 * processors else 2), 128, 4, 3, THREE_PROGRAMS)
     if whole <= 2 * processors:
-        return DecodeShape(64 if element_size == 2 else 128, splits, programs, 128, 4, 3)
+        return DecodeShape(64, splits, programs, 128, 4, 3)
     if whole <= 8 * processors:
-        return DecodeShape(128, splits, 2 * programs, 128, 4, 2 if element_size == 2 else 3)
+        return DecodeShape(128, splits, 2 * programs, 128, 4, 2)
     return DecodeShape(32, 1, 1, 256, 1, 3 if element_size == 2 else 5)
 
 
@@ -260,5 +268,6 @@ def decode_attention(
         overlap,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        maxnreg=shape.registers,
         launch_pdl=overlap,
     )
