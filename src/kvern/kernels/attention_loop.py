@@ -96,10 +96,7 @@ def attend(
         higher = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(maximum - higher)
-        if SPREAD:
-            total = total * shrink[:, None] + weights
-        else:
-            total = total * shrink + tl.sum(weights, axis=1)
+        total = total * shrink[:, None] + weights if SPREAD else total * shrink + tl.sum(weights, axis=1)
         if PAIRS == 2:
             first_value, second_value = factor_pairs(value, KIND)
             weights = weights.to(tl.float16)
