@@ -113,7 +113,7 @@ def test_kernels_read_codes(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *LARGEST_CODE], ids=str)
-@pytest.mark.parametrize(("requests", "longest"), [(1, 20000), (3, 9000), (40, 900), (150, 400)])
+@pytest.mark.parametrize(("requests", "longest"), [(1, 20480), (3, 9216), (40, 1024), (150, 512)])
 def test_decodes_of_every_cut(dtype: torch.dtype, requests: int, longest: int) -> None:
     """Requests whose keys many programs share, some, and none; several times, because programs race."""
     device = torch.device("cuda")
