@@ -110,3 +110,29 @@ def test_kernels_read_codes(dtype: torch.dtype, head_dim: int) -> None:
         phase(queries)(0, query, cache, out, scales)
         expected = reference_attention(queries, query, cache.float() * scales[:, None, None, :, None], layer)
         assert ((out.float() - expected).abs().max() / expected.abs().max()).item() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *LARGEST_CODE], ids=str)
+@pytest.mark.parametrize(("requests", "longest"), [(1, 20480), (3, 9216), (40, 1024), (150, 512)])
+def test_decodes_of_every_cut(dtype: torch.dtype, requests: int, longest: int) -> None:
+    """Requests whose keys many programs share, some, and none; several times, because programs race."""
+    device = torch.device("cuda")
+    layer = AttentionSpec(heads=32, kv_heads=8, head_dim=128, scale=128**-0.5)
+    kernels = TritonKernels([layer], device, requests, dtype=dtype)
+    shapes = Shapes([layer], 16, torch.bfloat16, dtype, device, requests, longest)
+    lengths = torch.linspace(longest, longest / 3, requests).int().tolist()
+    queries, query, numbers = make_queries([(length - 1, 1) for length in lengths], shapes, layer)
+    scales = torch.linspace(0.5, 2, 16, device=device).view(2, 8) * 4 / LARGEST_CODE.get(dtype, 4)
+    cache, plain = numbers, numbers.float()
+    if dtype in LARGEST_CODE:
+        codes = [codes_of(*kind, dtype) for kind in zip(numbers.flatten(1, 2), scales, strict=True)]
+        cache = torch.stack(codes).view(numbers.shape)
+        plain = cache.float() * scales[:, None, None, :, None]
+    expected = reference_attention(queries, query, plain, layer)
+    decode, first = kernels.decode(queries), torch.empty_like(query)
+    for turn in range(8):
+        out = first if turn == 0 else torch.empty_like(query)
+        out.fill_(float("nan"))
+        decode(0, query, cache, out, scales if dtype in LARGEST_CODE else None)
+        assert torch.equal(out, first), "the order of arrival changes nothing"
+    assert ((first.float() - expected).abs().max() / expected.abs().max()).item() < 0.02

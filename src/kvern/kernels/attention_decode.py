@@ -9,18 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_loop import attend, first_blocks, join_parts, parts_at_a_time
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
-from kvern.kernels.eight_bit import for_kernels, in_pairs, in_values, query_factors, score_scale
+from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
 class DecodeShape(NamedTuple):
     """How a decode launch is cut: keys of one tile, and at most how many programs share one request and KV head.
 
-    Requests are split so that there are about `programs` of them in all, as many as run at once. Each takes at least
-    `span` keys: below, joining the parts costs more than it gains.
+    Requests are split so that there are about `programs` of them in all, as many as run at once: a thread has at most
+    so many `registers`, if it is said. Each takes at least `span` keys: below, joining the parts costs more than it
+    gains.
     """
 
     tile: int
@@ -29,6 +30,11 @@ class DecodeShape(NamedTuple):
     span: int
     warps: int
     stages: int
+    registers: int | None = None
+
+
+THREE_PROGRAMS = 168
+"""Registers of a thread of which a processor has enough for three programs of four warps."""
 
 
 @triton.jit
@@ -80,9 +86,11 @@ def _decode_attention_kernel(
     SOFTCAP: tl.constexpr,
     SHARED: tl.constexpr,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -104,13 +112,14 @@ def _decode_attention_kernel(
     if splits > 1:
         fair = tl.cdiv(_all_keys(starts, shared_keys, requests, WINDOW, SHARED) * kv_heads, programs)
         pieces = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
-    if OVERLAP:
-        wait_for_previous()
     span = tl.maximum(tl.cdiv(tl.cdiv(length - base, pieces), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)
+    begin = base + split * span
+    end = tl.minimum(begin + span, length)
+    block = first_blocks(table, begin, end, block_size, TILE)
+    if OVERLAP:
+        wait_for_previous()
     if split < used:
-        begin = base + split * span
-        end = tl.minimum(begin + span, length)
         row = tl.arange(0, GROUP)
         dim = tl.arange(0, DIM)
         head = kv_head * group + row
@@ -121,8 +130,8 @@ def _decode_attention_kernel(
         queries = query_factors(queries, scales, key_cache.dtype.element_ty)
         scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
         maximum, total, gathered = attend(
-            queries, begin, end, length - 1 + row * 0, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
-            head_dim, block_size, WINDOW, SOFTCAP, False, GROUP, DIM, TILE,
+            queries, block, begin, end, length - 1 + row * 0, key_cache, value_cache, table, kv_head, scale, softcap,
+            kv_heads, head_dim, block_size, WINDOW, SOFTCAP, False, GROUP, DIM, TILE,
         )  # fmt: skip
         index = request * kv_heads * group + head
         target = out + index[:, None] * head_dim + dim[None, :]
@@ -141,21 +150,16 @@ def _decode_attention_kernel(
             counter = arrived + request * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
                 tl.debug_barrier()
-                highest = tl.full([GROUP], float("-inf"), tl.float32)
-                weight_sum = tl.zeros([GROUP], tl.float32)
-                mixed = tl.zeros([GROUP, DIM], tl.float32)
-                for other in tl.range(tl.where(shared == 0, before, 0), before + used):
-                    other_sum = tl.load(
-                        partial_sum + index * parts + other, mask=row < group, other=0.0, cache_modifier=".cg"
-                    )
-                    values = tl.load(part + other * head_dim, mask=in_query, other=0.0, cache_modifier=".cg")
-                    higher = tl.maximum(highest, other_sum)
-                    shrink = tl.exp2(highest - higher)
-                    weight = tl.exp2(other_sum - higher)
-                    mixed = mixed * shrink[:, None] + values * weight[:, None]
-                    weight_sum = weight_sum * shrink + weight
-                    highest = higher
-                tl.store(target, (mixed / weight_sum[:, None]).to(out.dtype.element_ty), mask=in_query)
+                first = tl.where(shared == 0, before, 0)
+                member = tl.arange(0, HEADS)
+                place = (request * kv_heads + kv_head) * group + member
+                real = member < group
+                mixed = join_parts(
+                    partial, partial_sum, place * parts + first, real, before + used - first, 1, head_dim, HEADS, DIM,
+                    PARTS,
+                )  # fmt: skip
+                joined = out + place[:, None] * head_dim + dim[None, :]
+                tl.store(joined, mixed.to(out.dtype.element_ty), mask=real[:, None] & (dim < head_dim)[None, :])
                 tl.store(counter, 0)
 
 
@@ -171,10 +175,12 @@ def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, e
         return DecodeShape(32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
     if head_dim > 128:
         return DecodeShape(32 if element_size == 2 else 64, splits, programs, 256, 4, 3)
+    if element_size == 1 and whole <= 8 * processors:
+        return DecodeShape(128, splits, programs * (1 if whole <= 2 * processors else 2), 128, 4, 3, THREE_PROGRAMS)
     if whole <= 2 * processors:
-        return DecodeShape(64 if element_size == 2 else 128, splits, programs, 128, 4, 3)
+        return DecodeShape(64, splits, programs, 128, 4, 3)
     if whole <= 8 * processors:
-        return DecodeShape(128, splits, 2 * programs, 128, 4, 2 if element_size == 2 else 3)
+        return DecodeShape(128, splits, 2 * programs, 128, 4, 2)
     return DecodeShape(32, 1, 1, 256, 1, 3 if element_size == 2 else 5)
 
 
@@ -224,10 +230,11 @@ def decode_attention(
         given = query, cache, block_table, slots, shared, partial, partial_sum
         attend_to_prefix(*given, scale=scale, softcap=softcap, scales=scales)
     cache = for_kernels(cache)
+    rows, dim = next_power_of_2(group), max(16, next_power_of_2(head_dim))
     _decode_attention_kernel[(kv_heads, shape.splits, requests)](
         query,
         cache[0],
-        in_pairs(cache[1]),
+        cache[1],
         block_table,
         slots,
         starts,
@@ -252,12 +259,15 @@ def decode_attention(
         window or 0,
         softcap is not None,
         shared is not None,
-        max(16, next_power_of_2(group)),
-        max(16, next_power_of_2(head_dim)),
+        max(16, rows),
+        rows,
+        dim,
         shape.tile,
         shape.span,
+        parts_at_a_time(rows, dim, shape.warps),
         overlap,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        maxnreg=shape.registers,
         launch_pdl=overlap,
     )

@@ -1,4 +1,5 @@
-"""The loop over the paged keys that a program attends to, for kernels that read memory more than they compute.
+"""The loop over the paged keys that a program attends to, for kernels that read memory more than they compute; and how
+what several programs found for the same queries is joined.
 
 Layout of keys and of values: [blocks, block_size, kv_heads, head_dim]. All scores are kept as powers of two.
 """
@@ -7,12 +8,20 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.attention_prefill import capped
-from kvern.kernels.eight_bit import factor_pairs, factors
+from kvern.kernels.eight_bit import factor_pairs
+
+
+@triton.jit
+def first_blocks(table, begin, end, block_size: tl.constexpr, KEYS: tl.constexpr):
+    """The blocks of the first tile of keys: [KEYS]."""
+    at = begin + tl.arange(0, KEYS)
+    return tl.load(table + at // block_size, mask=at < end, other=0)
 
 
 @triton.jit
 def attend(
     queries,
+    block,
     begin,
     end,
     position,
@@ -34,40 +43,47 @@ def attend(
 ):
     """What queries [ROWS, DIM], as `query_factors`, find among the keys from `begin` to before `end`.
 
+    block     [KEYS]: of the first tile's keys, see `first_blocks`
+    begin     a multiple of `block_size`, if `KEYS` is
     position  [ROWS]: of each query; unless `CAUSAL`, all keys are at or before it
 
-    Values of 8 bits come in pairs, see `factor_pairs`.
+    Numbers of 8 bits are read as pairs of neighbours, see `factor_pairs`.
 
     Returns the highest score and the sum of the weights of each row, and the values, weighted but not divided by it.
     """
-    dim = tl.arange(0, DIM)
+    KIND: tl.constexpr = key_cache.dtype.element_ty
+    PAIRS: tl.constexpr = 2 if KIND.primitive_bitwidth == 8 else 1
+    if PAIRS == 2:
+        key_cache = key_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        value_cache = value_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        queries, second_queries = tl.split(queries.reshape(ROWS, DIM // 2, 2))
     column = tl.arange(0, KEYS)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    PAIRS: tl.constexpr = 2 if value_cache.dtype.element_ty == tl.int16 else 1
+    # Where a row's keys are spread over warps, these add up their weights after the loop.
+    SPREAD: tl.constexpr = (ROWS == 16) and (KEYS >= 64)
+    total = tl.zeros([ROWS, KEYS] if SPREAD else [ROWS], tl.float32)
     entry = tl.arange(0, DIM // PAIRS)
     gathered = tl.zeros([ROWS, DIM // PAIRS], tl.float32)
     second = gathered
-    block = tl.load(table + (begin + column) // block_size, mask=begin + column < end, other=0)
+    offset = column % block_size
     for start in tl.range(begin, end, KEYS):
         at = start + column
         known = at < end
-        row = (block.to(tl.int64) * block_size + at % block_size) * kv_heads + kv_head
-        place = row * head_dim
-        key = tl.load(
-            key_cache + place[None, :] + dim[:, None], mask=known[None, :] & (dim < head_dim)[:, None], other=0.0
-        )
-        if PAIRS == 2:
-            place = row * (head_dim // 2)
-        value = tl.load(
-            value_cache + place[:, None] + entry[None, :],
-            mask=known[:, None] & (entry < head_dim // PAIRS)[None, :],
-            other=0.0,
-        )
+        if KEYS % block_size != 0:
+            offset = at % block_size
+        place = block.to(tl.int64) * (block_size * kv_heads * head_dim // PAIRS)
+        place += (offset * kv_heads + kv_head) * (head_dim // PAIRS)
+        place = place[:, None] + entry[None, :]
+        inside = known[:, None] & (entry < head_dim // PAIRS)[None, :]
+        key = tl.load(key_cache + place, mask=inside, other=0.0)
+        value = tl.load(value_cache + place, mask=inside, other=0.0)
         # Triton fetches several tiles ahead only if their addresses wait for no other load: the next blocks come here.
         block = tl.load(table + (at + KEYS) // block_size, mask=at + KEYS < end, other=0)
-        key = factors(key)
-        scores = tl.dot(queries, key, input_precision="ieee") * scale
+        if PAIRS == 2:
+            first_key, second_key = factor_pairs(tl.trans(key), KIND)
+            scores = tl.dot(second_queries, second_key, tl.dot(queries, first_key)) * scale
+        else:
+            scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         if SOFTCAP:
             scores = capped(scores, softcap)
         visible = known[None, :]
@@ -80,9 +96,9 @@ def attend(
         higher = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(maximum - higher)
-        total = total * shrink + tl.sum(weights, axis=1)
+        total = total * shrink[:, None] + weights if SPREAD else total * shrink + tl.sum(weights, axis=1)
         if PAIRS == 2:
-            first_value, second_value = factor_pairs(value, key_cache.dtype.element_ty)
+            first_value, second_value = factor_pairs(value, KIND)
             weights = weights.to(tl.float16)
             gathered = gathered * shrink[:, None] + tl.dot(weights, first_value)
             second = second * shrink[:, None] + tl.dot(weights, second_value)
@@ -91,4 +107,53 @@ def attend(
         maximum = higher
     if PAIRS == 2:
         gathered = tl.join(gathered, second).reshape(ROWS, DIM)
+    if SPREAD:
+        total = tl.sum(total, axis=1)
     return maximum, total, gathered
+
+
+@triton.jit
+def join_parts(
+    partial,
+    partial_sum,
+    place,
+    real,
+    used,
+    stride,
+    head_dim: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The mean of `used` parts [ROWS, DIM], weighted by powers of two of their sums; always in the same order.
+
+    place  [ROWS]: of the first part of each row; the next one is `stride` further on
+
+    `PARTS` are fetched at a time, so that they wait for memory together.
+    """
+    part = tl.arange(0, PARTS)
+    dim = tl.arange(0, DIM)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM], tl.float32)
+    for first in tl.range(0, used, PARTS):
+        at = place[None, :] + ((first + part) * stride)[:, None]
+        known = (first + part < used)[:, None] & real[None, :]
+        inside = known[:, :, None] & (dim < head_dim)[None, None, :]
+        sums = tl.load(partial_sum + at, mask=known, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            partial + at[:, :, None] * head_dim + dim[None, None, :], mask=inside, other=0.0, cache_modifier=".cg"
+        )
+        higher = tl.maximum(highest, tl.max(sums, axis=0))
+        higher = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(highest - higher)
+        weight = tl.exp2(sums - higher[None, :])
+        mixed = mixed * shrink[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        highest = higher
+    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+def parts_at_a_time(rows: int, dim: int, warps: int) -> int:
+    """`PARTS` of `join_parts`, for rows and entries as powers of 2: some 32 numbers of each thread."""
+    return max(1, min(16, 1024 * warps // (rows * dim)))

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_loop import attend, first_blocks
 from kvern.kernels.attention_prefill import LOG2_E
-from kvern.kernels.eight_bit import for_kernels, in_pairs, in_values, query_factors, score_scale
+from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
@@ -102,9 +102,10 @@ def _prefix_attention_kernel(
         queries = query_factors(queries, scales, key_cache.dtype.element_ty)
         scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
         # All queries come after the last of these keys.
+        block = first_blocks(table, part * span, end, block_size, KEYS)
         maximum, total, gathered = attend(
-            queries, part * span, end, row, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads, head_dim,
-            block_size, 0, SOFTCAP, False, MEMBERS * GROUP, DIM, KEYS,
+            queries, block, part * span, end, row, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
+            head_dim, block_size, 0, SOFTCAP, False, MEMBERS * GROUP, DIM, KEYS,
         )  # fmt: skip
         divisor = tl.where(total == 0.0, 1.0, total)
         index = (member * kv_heads * group + head) * parts + part
@@ -142,7 +143,7 @@ def attend_to_prefix(
     _prefix_attention_kernel[(kv_heads, tiles, splits)](
         query,
         cache[0],
-        in_pairs(cache[1]),
+        cache[1],
         block_table,
         slots,
         shared.members,

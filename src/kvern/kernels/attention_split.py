@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_loop import attend
+from kvern.kernels.attention_loop import attend, first_blocks, join_parts, parts_at_a_time
 from kvern.kernels.attention_prefill import LOG2_E
-from kvern.kernels.eight_bit import for_kernels, in_pairs, in_values, query_factors, score_scale
+from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2
 
 
@@ -28,38 +28,6 @@ class SplitShape(NamedTuple):
     span: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _join_parts(
-    partial,
-    partial_sum,
-    place,
-    real,
-    used,
-    stride,
-    head_dim: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """The mean of parts [ROWS, DIM], weighted by powers of two of their sums, in their order."""
-    dim = tl.arange(0, DIM)
-    inside = real[:, None] & (dim < head_dim)[None, :]
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DIM], tl.float32)
-    for part in tl.range(used):
-        at = place + part * stride
-        sums = tl.load(partial_sum + at, mask=real, other=0.0, cache_modifier=".cg")
-        values = tl.load(partial + at[:, None] * head_dim + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(highest, sums)
-        higher = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(highest - higher)
-        weight = tl.exp2(sums - higher)
-        mixed = mixed * shrink[:, None] + values * weight[:, None]
-        total = total * shrink + weight
-        highest = higher
-    return mixed / total[:, None]
 
 
 @Launcher
@@ -99,6 +67,7 @@ def _split_attention_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -132,9 +101,10 @@ def _split_attention_kernel(
     position = start + query_row
     from_key = begin + split * span
     to_key = tl.minimum(from_key + span, end)
+    block = first_blocks(table, from_key, to_key, block_size, KEYS)
     maximum, total, gathered = attend(
-        queries, from_key, to_key, position, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads, head_dim,
-        block_size, WINDOW, SOFTCAP, True, ROWS, DIM, KEYS,
+        queries, block, from_key, to_key, position, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
+        head_dim, block_size, WINDOW, SOFTCAP, True, ROWS, DIM, KEYS,
     )  # fmt: skip
     target = out + (((token + query_row) * kv_heads * group + head) * head_dim)[:, None] + dim[None, :]
     divisor = tl.where(total == 0.0, 1.0, total)
@@ -151,7 +121,7 @@ def _split_attention_kernel(
         counter = arrived + tile * kv_heads + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             tl.debug_barrier()
-            mixed = _join_parts(partial, partial_sum, place, real, used, kv_heads * ROWS, head_dim, ROWS, DIM)
+            mixed = join_parts(partial, partial_sum, place, real, used, kv_heads * ROWS, head_dim, ROWS, DIM, PARTS)
             tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
             tl.store(counter, 0)
 
@@ -214,11 +184,11 @@ def split_attention(
             tiles, shape.splits, kv_heads, shape.rows, head_dim, dtype=torch.float32, device=query.device
         )
         partial_sum = torch.empty(tiles, shape.splits, kv_heads, shape.rows, dtype=torch.float32, device=query.device)
-    cache = for_kernels(cache)
+    cache, dim = for_kernels(cache), max(16, next_power_of_2(head_dim))
     _split_attention_kernel[(kv_heads, shape.splits, tiles)](
         query,
         cache[0],
-        in_pairs(cache[1]),
+        cache[1],
         block_table,
         slots,
         starts,
@@ -245,8 +215,9 @@ def split_attention(
         softcap is not None,
         next_power_of_2(group),
         shape.rows,
-        max(16, next_power_of_2(head_dim)),
+        dim,
         shape.keys,
+        parts_at_a_time(shape.rows, dim, shape.warps),
         num_warps=shape.warps,
         num_stages=shape.stages,
     )

@@ -54,7 +54,8 @@ def factor_pairs(stored, kind: tl.constexpr):
     """Of pairs of neighbours in a cache of `kind`, read as int16, the first ones and the second ones as factors.
 
     Products need the values of one entry of two keys beside each other: matrices of 16 bits are turned so when they
-    are read, those of 8 bits would be taken apart byte by byte.
+    are read, those of 8 bits would be taken apart byte by byte. Keys read in the same way lie in the same registers'
+    places as values, so that addresses are computed once for both.
     """
     if kind == tl.float8e4nv:
         first, second = tl.inline_asm_elementwise(
@@ -125,8 +126,3 @@ def for_kernels(cache: torch.Tensor) -> torch.Tensor:
     """The cache as kernels read it: bytes, where the card does not know e4m3."""
     known = cache.dtype != torch.float8_e4m3fn or capability(cache.device) >= 89
     return cache if known else cache.view(torch.uint8)
-
-
-def in_pairs(values: torch.Tensor) -> torch.Tensor:
-    """Values [..., head_dim] for `factor_pairs`, if they have 8 bits: int16 [..., head_dim / 2]."""
-    return values.view(torch.int16) if values.itemsize == 1 else values
