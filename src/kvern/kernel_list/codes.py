@@ -11,13 +11,13 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.quantized import (
     PackedKind,
     bytes_of,
+    codes_stream,
     forms_of,
     multiplies_by_codes,
     plain_of,
     random_packed,
     timed_kinds,
 )
-from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.quantized.products import (
     CODES_CANDIDATES,
     CODES_STREAMS,
@@ -54,27 +54,26 @@ def _codes(
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in dict.fromkeys(kind._replace(part="") for kind in forms_of(inputs)):
         if multiplies_by_codes(kind, inputs):
-            streams = _streams(kind, inputs)
+            streams = codes_stream(kind, inputs)
             for most, shapes in CODES_CANDIDATES.items():
                 for shape in () if streams and most in CODES_STREAMS else shapes:
                     yield kind, shape.rows + 2, kind.outputs, shape
 
 
-def _streams(kind: PackedKind, inputs: Inputs) -> bool:
-    known = inputs.hopper and multiplies_by_codes(kind, inputs)
-    return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
-
-
 def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind in dict.fromkeys(kind._replace(part="") for kind in forms_of(inputs)):
-        if _streams(kind, inputs):
+    kinds: dict[PackedKind, PackedKind] = {}
+    for kind in forms_of(inputs):  # how long whole rows are changes nothing
+        alike = kind._replace(inputs=0, group=0) if kind.group == kind.inputs else kind
+        kinds.setdefault(alike._replace(part=""), kind._replace(part=""))
+    for kind in kinds.values():
+        if codes_stream(kind, inputs):
             for shape in itertools.chain(*CODES_STREAMS.values()):
                 yield kind, shape.rows - 1, kind.outputs, shape
 
 
 def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind, rows in itertools.product(timed_kinds(inputs), CODES_STREAMS):
-        if _streams(kind, inputs):
+        if codes_stream(kind, inputs):
             yield kind, rows, kind.outputs, CODES_STREAMS[rows][0]
 
 

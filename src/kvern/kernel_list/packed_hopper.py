@@ -6,11 +6,17 @@ from typing import Any
 import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.quantized import PackedKind, bytes_of, forms_of, plain_of, random_packed, timed_kinds
+from kvern.kernel_list.quantized import (
+    PackedKind,
+    bytes_of,
+    forms_of,
+    plain_of,
+    random_packed,
+    stream_shapes,
+    timed_kinds,
+)
 from kvern.kernels.arrange import arrange
-from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
-from kvern.layers.quantized.products import STREAMS
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -36,16 +42,9 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
 
 def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
     """With the first `most` shapes of each number of rows; None: all."""
-    if not inputs.hopper or inputs.dtype.itemsize != 2:
-        return
-    from kvern.kernels.stream_packed_hopper import streams
-
-    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds if kind.code in INTERLEAVED):
-        packed = random_packed(inputs.without_device(), kind, 1)
-        for rows, shapes in STREAMS.items():
-            for shape in shapes[:most]:
-                if streams(packed, kind.inputs, shape, inputs.dtype):
-                    yield kind, rows, shape
+    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds):
+        for rows, shapes in stream_shapes(kind, inputs).items():
+            yield from ((kind, rows, shape) for shape in shapes[:most])
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
