@@ -34,7 +34,7 @@ print(found)
 
 
 NAMES = """
-import importlib, pkgutil
+import importlib, inspect, pkgutil
 from triton.runtime.jit import JITCallable
 import kvern.kernels
 
@@ -52,6 +52,7 @@ after = {name: function.cache_key for name, function in functions.items()}
 for name, function in functions.items():
     forget()
     assert function.cache_key == after[name], name
+    assert (function.raw_src, function.starting_line_number) == inspect.getsourcelines(function.fn), name
 print(len(functions) > 100)
 """
 

@@ -11,13 +11,13 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.quantized import (
     PackedKind,
     bytes_of,
-    codes_stream,
     forms_of,
     multiplies_by_codes,
     plain_of,
     random_packed,
     timed_kinds,
 )
+from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.quantized.products import (
     CODES_CANDIDATES,
     CODES_STREAMS,
@@ -58,6 +58,12 @@ def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
             for most, shapes in CODES_CANDIDATES.items():
                 for shape in () if streams and most in CODES_STREAMS else shapes:
                     yield kind, shape.rows + 2, kind.outputs, shape
+
+
+def codes_stream(kind: PackedKind, inputs: Inputs) -> bool:
+    """Whether the kernel for codes by codes on Hopper GPUs may multiply by a matrix."""
+    known = inputs.hopper and multiplies_by_codes(kind, inputs)
+    return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
 
 
 def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

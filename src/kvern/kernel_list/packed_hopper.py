@@ -1,6 +1,6 @@
 """Products of few rows with weights of four bits by the kernel for Hopper GPUs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from kvern.kernel_list.quantized import (
     forms_of,
     plain_of,
     random_packed,
-    stream_shapes,
     timed_kinds,
 )
 from kvern.kernels.arrange import arrange
+from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
+from kvern.layers.quantized.products import STREAMS
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -38,6 +39,19 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
     sizes = f"{rows} x {kind.outputs} x {kind.inputs} {kind.code}"
     moved = bytes_of(packed) + rows * (kind.inputs + kind.outputs) * x.element_size()
     return Call(sizes, launch, reference, moved, 2 * rows * kind.outputs * kind.inputs)
+
+
+def stream_shapes(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[StreamPackedShape, ...]]:
+    """How the kernel for weights of four bits on Hopper GPUs may multiply by a matrix, by the most rows."""
+    if not inputs.hopper or inputs.dtype.itemsize != 2 or kind.code not in INTERLEAVED:
+        return {}
+    from kvern.kernels.stream_packed_hopper import streams
+
+    packed = random_packed(inputs.without_device(), kind, 1)
+    return {
+        rows: tuple(shape for shape in shapes if streams(packed, kind.inputs, shape, inputs.dtype))
+        for rows, shapes in STREAMS.items()
+    }
 
 
 def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:

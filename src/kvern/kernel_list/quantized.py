@@ -14,12 +14,11 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.linear import NOTHING, Around, MatmulShape, StreamPackedShape
+from kvern.kernels.linear import NOTHING, Around, MatmulShape
 from kvern.kernels.packed import E2M1, NF4, Packed
 from kvern.kernels.packed_product import packed_product
 from kvern.kernels.plain_weights import plain_weights
 from kvern.kernels.scaled_product import multiplies_codes
-from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Weighted
@@ -32,7 +31,6 @@ from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import (
     PLAIN_RUNS,
-    STREAMS,
     RowShape,
     Shape,
     beside,
@@ -350,30 +348,14 @@ def _plain_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def offered(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[Shape, ...]]:
     """Of what the tuner may choose for a matrix what is for weights of any code, by the most rows."""
+    from kvern.kernel_list.codes import codes_stream  # which import this module
+    from kvern.kernel_list.packed_hopper import stream_shapes
+
     streams, codes = stream_shapes(kind, inputs), codes_stream(kind, inputs)
     return {
         rows: shapes if rows == 1 else beside(shapes, bool(streams.get(rows)), codes)
         for rows, shapes in candidates_of(inputs.dtype).items()
     }
-
-
-def stream_shapes(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[StreamPackedShape, ...]]:
-    """How the kernel for weights of four bits on Hopper GPUs may multiply by a matrix, by the most rows."""
-    if not inputs.hopper or inputs.dtype.itemsize != 2 or kind.code not in INTERLEAVED:
-        return {}
-    from kvern.kernels.stream_packed_hopper import streams
-
-    packed = random_packed(inputs.without_device(), kind, 1)
-    return {
-        rows: tuple(shape for shape in shapes if streams(packed, kind.inputs, shape, inputs.dtype))
-        for rows, shapes in STREAMS.items()
-    }
-
-
-def codes_stream(kind: PackedKind, inputs: Inputs) -> bool:
-    """Whether the kernel for codes by codes on Hopper GPUs may multiply by a matrix."""
-    known = inputs.hopper and multiplies_by_codes(kind, inputs)
-    return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
 
 
 def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:

@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime.jit import DependenciesFinder, JITFunction
+from triton.runtime.jit import JITFunction
+
+import kvern.kernels.compiler  # noqa: F401 (before kernels are defined)
 
 __all__ = [
     "INTERPRETED",
@@ -36,21 +38,6 @@ SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 
 """KiB that one program may use, by compute capability: of cards that are compiled for without one to ask."""
 ASYNCHRONOUS = (90, 100, 103)
 """Whose products read tiles while the program goes on, so that a stage more is kept in shared memory."""
-
-_update_hash = DependenciesFinder._update_hash
-
-
-def _hash_called_first(finder: Any, called: Any) -> None:
-    """Have Triton (3.6) know the constants that a function reads before it lists them among its caller's.
-
-    The list is part of a kernel's name in Triton's cache. Without this the name depends on what was hashed before, by
-    which thread: the next process, or a thread of this one, looks for another and compiles the kernel once more.
-    """
-    called.cache_key  # noqa: B018 (makes it)
-    _update_hash(finder, called)
-
-
-DependenciesFinder._update_hash = _hash_called_first
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """As Triton reads it, when kernels are defined: there is no assembly then."""
