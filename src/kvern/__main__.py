@@ -2,6 +2,6 @@
 
 import sys
 
-from kvern.cli.main import main
+from kvern.cli.entry import main
 
 sys.exit(main())

@@ -5,9 +5,9 @@ import torch
 
 from kvern.kernels.linear import ProductShape, StreamShape
 from kvern.layers.build import Build
-from kvern.layers.hopper_linear import OWN, HopperMethod
+from kvern.layers.hopper_linear import BESIDE, OWN, HopperMethod
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.tuned_linear import CANDIDATES, TunedLinear, TunedMethod
+from kvern.layers.tuned_linear import TunedLinear, TunedMethod
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def test_own_kernels_are_offered_beside_the_others() -> None:
     offered = made.candidates()
     assert list(offered) == [1, *OWN]
     assert all(None in ways for ways in offered.values())
-    assert set(offered[32]) >= {tuple(shape) for shape in (*OWN[32], *CANDIDATES[32]) if shape}
+    assert set(offered[32]) == {None, *(tuple(shape) for shape in (*OWN[32], *BESIDE[32]) if shape)}
 
 
 @pytest.mark.parametrize(

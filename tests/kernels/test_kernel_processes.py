@@ -33,11 +33,46 @@ print(found)
 """
 
 
-def test_launches_find_what_processes_compiled(tmp_path: Path) -> None:
+NAMES = """
+import importlib, inspect, pkgutil
+from triton.runtime.jit import JITCallable
+import kvern.kernels
+
+found = pkgutil.iter_modules(kvern.kernels.__path__)
+modules = [importlib.import_module(f"kvern.kernels.{module.name}") for module in found]
+values = [getattr(value, "_kernel", value) for module in modules for value in vars(module).values()]
+functions = {value._fn_name: value for value in values if isinstance(value, JITCallable)}
+
+def forget():
+    for function in functions.values():
+        function.hash, function.used_global_vals = None, {}
+
+forget()
+after = {name: function.cache_key for name, function in functions.items()}
+for name, function in functions.items():
+    forget()
+    assert function.cache_key == after[name], name
+    assert (function.raw_src, function.starting_line_number) == inspect.getsourcelines(function.fn), name
+print(len(functions) > 100)
+"""
+
+
+def without_interpreter(script: str, cache: Path) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_kernels_name_does_not_depend_on_what_was_launched_before(tmp_path: Path) -> None:
+    """Or each process and each start compiles once more what others compiled in another order."""
+    done = without_interpreter(NAMES, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True"
+
+
+def test_launches_find_what_processes_compiled(tmp_path: Path) -> None:
+    done = without_interpreter(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[True, True]"
     marks = list(tmp_path.glob("kvern-*"))

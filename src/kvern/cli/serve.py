@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +29,9 @@ class ServeCommand:
         """Serve until a signal ends it and return the exit code. Raises KvernError if the engine cannot start."""
         import dataclasses
 
-        from kvern.engine.child import EngineProcess
+        from kvern.cli.entry import engine_process
 
-        for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers: nothing runs yet
-            signal.signal(number, lambda *_: sys.exit(0))
-        process = EngineProcess()  # it imports PyTorch while this one imports the server
+        process = engine_process()  # it imports PyTorch while this one imports the server
         import uvloop
 
         from kvern.server.run import serve

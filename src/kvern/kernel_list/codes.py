@@ -54,27 +54,32 @@ def _codes(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, outputs
 def _codes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind in dict.fromkeys(kind._replace(part="") for kind in forms_of(inputs)):
         if multiplies_by_codes(kind, inputs):
-            streams = _streams(kind, inputs)
+            streams = codes_stream(kind, inputs)
             for most, shapes in CODES_CANDIDATES.items():
                 for shape in () if streams and most in CODES_STREAMS else shapes:
                     yield kind, shape.rows + 2, kind.outputs, shape
 
 
-def _streams(kind: PackedKind, inputs: Inputs) -> bool:
+def codes_stream(kind: PackedKind, inputs: Inputs) -> bool:
+    """Whether the kernel for codes by codes on Hopper GPUs may multiply by a matrix."""
     known = inputs.hopper and multiplies_by_codes(kind, inputs)
     return known and streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
 
 
 def _streams_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind in dict.fromkeys(kind._replace(part="") for kind in forms_of(inputs)):
-        if _streams(kind, inputs):
+    kinds: dict[PackedKind, PackedKind] = {}
+    for kind in forms_of(inputs):  # how long whole rows are changes nothing
+        alike = kind._replace(inputs=0, group=0) if kind.group == kind.inputs else kind
+        kinds.setdefault(alike._replace(part=""), kind._replace(part=""))
+    for kind in kinds.values():
+        if codes_stream(kind, inputs):
             for shape in itertools.chain(*CODES_STREAMS.values()):
                 yield kind, shape.rows - 1, kind.outputs, shape
 
 
 def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for kind, rows in itertools.product(timed_kinds(inputs), CODES_STREAMS):
-        if _streams(kind, inputs):
+        if codes_stream(kind, inputs):
             yield kind, rows, kind.outputs, CODES_STREAMS[rows][0]
 
 

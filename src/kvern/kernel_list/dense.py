@@ -18,6 +18,7 @@ from kvern.kernels.norm import add_rms_norm, rms_norm
 from kvern.kernels.rotary import rotate_and_store
 from kvern.layers.few_rows import matvec_shape
 from kvern.layers.fused_adapters import SHAPES, adapted_shape, joins
+from kvern.layers.linear_method import LinearShape
 from kvern.layers.tuned_linear import Shape, candidates_of
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -260,14 +261,23 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     layers = [(layer.inputs, sum(layer.outputs), layer.biased) for layer in linear_shapes(spec, inputs.dtype)]
     layers.append((spec.hidden_size, spec.vocab_size, spec.lm_head_bias))
     launched = set()
-    for (width, outputs, biased), (rows, cuts) in itertools.product(layers, candidates_of(inputs.dtype).items()):
-        for cut in cuts:
-            if not isinstance(cut, MatvecShape | MatmulShape):
-                continue
+    for width, outputs, biased in layers:
+        for rows, cut in _cuts(inputs, outputs, width):
             form = cut, rows, width % 16, width % cut.inputs == 0, outputs % 16 == 0, biased
             if form not in launched:
                 launched.add(form)
                 yield rows, cut, FEW_OUTPUTS + outputs % 16, width, biased
+
+
+def _cuts(inputs: Inputs, outputs: int, width: int) -> Iterator[tuple[int, MatvecShape | MatmulShape]]:
+    """What the tuner may choose for a matrix, and for how many rows."""
+    offered: Mapping[int, tuple[Shape, ...]] = {}
+    if inputs.hopper:
+        from kvern.layers.hopper_linear import hopper_candidates
+
+        offered = hopper_candidates(LinearShape(outputs, width, inputs.dtype, inputs.device))
+    for rows, cuts in (offered or candidates_of(inputs.dtype)).items():
+        yield from ((rows, cut) for cut in cuts if isinstance(cut, MatvecShape | MatmulShape))
 
 
 def _adapt(

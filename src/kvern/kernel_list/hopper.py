@@ -51,13 +51,14 @@ def _fits(spec: ModelSpec, inputs: Inputs) -> bool:
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if _fits(spec, inputs):
-        from kvern.layers.hopper_linear import OWN, can_gate
+        from kvern.layers.hopper_linear import GATED_ALONE, OWN, can_gate
 
-        activations = (None, *dict.fromkeys(mlp.activation for mlp in gated_mlps(spec)))
+        quantized = any(kind.part == "gate_proj" for kind in inputs.packed)
+        gated = () if quantized else tuple(dict.fromkeys(mlp.activation for mlp in gated_mlps(spec)))
         for rows, shapes in OWN.items():
             if rows <= 256:  # with more, shapes compile nothing else
                 for shape in shapes:
-                    known = activations if can_gate(shape) else (None,)
+                    known = (*(() if rows in GATED_ALONE else (None,)), *(gated if can_gate(shape) else ()))
                     yield from ((rows, 512, spec.hidden_size, shape, activation) for activation in known)
 
 

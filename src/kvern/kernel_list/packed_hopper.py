@@ -1,12 +1,19 @@
 """Products of few rows with weights of four bits by the kernel for Hopper GPUs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.quantized import PackedKind, bytes_of, forms_of, plain_of, random_packed, timed_kinds
+from kvern.kernel_list.quantized import (
+    PackedKind,
+    bytes_of,
+    forms_of,
+    plain_of,
+    random_packed,
+    timed_kinds,
+)
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
@@ -34,18 +41,24 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
     return Call(sizes, launch, reference, moved, 2 * rows * kind.outputs * kind.inputs)
 
 
-def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
-    """With the first `most` shapes of each number of rows; None: all."""
-    if not inputs.hopper or inputs.dtype.itemsize != 2:
-        return
+def stream_shapes(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[StreamPackedShape, ...]]:
+    """How the kernel for weights of four bits on Hopper GPUs may multiply by a matrix, by the most rows."""
+    if not inputs.hopper or inputs.dtype.itemsize != 2 or kind.code not in INTERLEAVED:
+        return {}
     from kvern.kernels.stream_packed_hopper import streams
 
-    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds if kind.code in INTERLEAVED):
-        packed = random_packed(inputs.without_device(), kind, 1)
-        for rows, shapes in STREAMS.items():
-            for shape in shapes[:most]:
-                if streams(packed, kind.inputs, shape, inputs.dtype):
-                    yield kind, rows, shape
+    packed = random_packed(inputs.without_device(), kind, 1)
+    return {
+        rows: tuple(shape for shape in shapes if streams(packed, kind.inputs, shape, inputs.dtype))
+        for rows, shapes in STREAMS.items()
+    }
+
+
+def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
+    """With the first `most` shapes of each number of rows; None: all."""
+    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds):
+        for rows, shapes in stream_shapes(kind, inputs).items():
+            yield from ((kind, rows, shape) for shape in shapes[:most])
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, gated_mlps
+from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
@@ -20,6 +20,7 @@ from kvern.kernels.packed_product import packed_product
 from kvern.kernels.plain_weights import plain_weights
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.build import Build
+from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearShape
@@ -29,11 +30,15 @@ from kvern.layers.quantized.gguf_parts import put_together, taken_apart
 from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import (
+    PLAIN_RUNS,
     RowShape,
+    Shape,
+    beside,
     candidates_of,
     fitted,
     knows,
     multiply_row,
+    one_way,
     row_shape,
 )
 from kvern.layers.row_experts import RowStackedExperts
@@ -80,12 +85,12 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 
 
 def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) -> tuple[PackedKind, ...]:
-    """The matrices that a model stores quantized, each kind once."""
+    """The matrices that a model multiplies by and stores quantized, each kind once."""
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
     outline = Decoder(dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=methods))
     kinds: dict[PackedKind, None] = {}
     for module in outline.modules():
-        if isinstance(module, Weighted):
+        if isinstance(module, Weighted) and not isinstance(module, Embedding):
             for method in module.method.methods():
                 if isinstance(method, QuantizedMethod) and method.shape.dtype == dtype:
                     kinds[_kind(method, next(iter(module.outputs)), module.bias is not None)] = None
@@ -326,16 +331,40 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
-    for kind, (rows, shapes) in itertools.product(forms_of(inputs), candidates_of(inputs.dtype).items()):
-        for shape in shapes:
+    for kind in forms_of(inputs):
+        shapes = itertools.chain.from_iterable(
+            ((rows, shape) for shape in shapes) for rows, shapes in offered(kind, inputs).items()
+        )
+        for rows, shape in (*shapes, (ROWS, one_way(inputs.dtype))):
             if isinstance(shape, MatmulShape):
                 launched[kind._replace(part=""), min(rows, 256), kind.outputs, fitted(shape, kind.code)] = None
     yield from launched
 
 
+def _plain_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    made_plain = (kind for kind in forms_of(inputs) if PLAIN_RUNS in itertools.chain(*offered(kind, inputs).values()))
+    yield from _plain_forms(list(made_plain))
+
+
+def offered(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[Shape, ...]]:
+    """Of what the tuner may choose for a matrix what is for weights of any code, by the most rows."""
+    from kvern.kernel_list.codes import codes_stream  # which import this module
+    from kvern.kernel_list.packed_hopper import stream_shapes
+
+    streams, codes = stream_shapes(kind, inputs), codes_stream(kind, inputs)
+    return {
+        rows: shapes if rows == 1 else beside(shapes, bool(streams.get(rows)), codes)
+        for rows, shapes in candidates_of(inputs.dtype).items()
+    }
+
+
 def multiplies_by_codes(kind: PackedKind, inputs: Inputs) -> bool:
-    """Whether codes of activations may be multiplied by such codes."""
-    return not kind.zero and multiplies_codes(kind.code, [kind.group], kind.inputs, inputs.device)
+    """Whether activations become codes that may be multiplied by such codes."""
+    return (
+        bool(kind.activations)
+        and not kind.zero
+        and multiplies_codes(kind.code, [kind.group], kind.inputs, inputs.device)
+    )
 
 
 def timed_kinds(inputs: Inputs) -> list[PackedKind]:
@@ -363,7 +392,7 @@ KERNELS = (
         "quantized, made plain",
         "quantized",
         _plain,
-        lambda spec, inputs: _plain_forms(forms_of(inputs)),
+        _plain_launched,
         lambda spec, inputs: _plain_forms(timed_kinds(inputs)),
     ),
 )

@@ -17,6 +17,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
+import kvern.kernels.compiler  # noqa: F401 (before kernels are defined)
+
 __all__ = [
     "INTERPRETED",
     "Launcher",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.hopper import hopper_multiplies
-from kvern.kernels.linear import ProductShape, StreamShape
+from kvern.kernels.linear import MatmulShape, ProductShape, StreamShape
 from kvern.kernels.product_hopper import product
 from kvern.kernels.stream_hopper import stream_product
 from kvern.layers.linear_method import LinearShape, Product
@@ -26,9 +26,17 @@ OWN: Mapping[int, tuple[Shape, ...]] = {
     1024: (ProductShape(8),),
     8192: (ProductShape(8),),
 }
-"""What is timed beside `CANDIDATES` for up to this many rows, the last for more too."""
+"""Kernels that are timed for up to this many rows, the last for more too."""
 
-GATED_ALONE = (128, 256, 1024)
+BESIDE: Mapping[int, tuple[Shape, ...]] = {
+    1: CANDIDATES[1][:3],
+    16: (MatmulShape(16, 64, 128, 4, 5),),
+    32: (MatmulShape(32, 64, 128, 4, 5), MatmulShape(32, 128, 64, 8, 5)),
+    64: (MatmulShape(64, 128, 64, 4, 5),),
+}
+"""What is timed beside them and cuBLAS: of `CANDIDATES` what some matrix was multiplied fastest by, by 1 % and more."""
+
+GATED_ALONE = (128, 256, 1024, 8192)
 """Rows for which only the activation makes these kernels faster than cuBLAS."""
 
 MOST_OUTPUTS = 1 << 16
@@ -39,8 +47,8 @@ def hopper_candidates(shape: LinearShape) -> Mapping[int, tuple[Shape, ...]]:
     """What is timed for a matrix, by the most rows; nothing for one that these kernels do not know."""
     if not hopper_multiplies(shape.dtype, shape.inputs, shape.outputs):
         return {}
-    return {1: CANDIDATES[1]} | {
-        most: (*CANDIDATES.get(most, (None,)), *own)
+    return {1: BESIDE[1]} | {
+        most: (None, *BESIDE.get(most, ()), *own)
         for most, own in OWN.items()
         if most <= 256 or shape.outputs <= MOST_OUTPUTS
     }

@@ -8,8 +8,9 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Weighted
-from kvern.layers.linear_method import LinearMethod
+from kvern.layers.linear_method import CodesProduct, LinearMethod, Product
 
 logger = logging.getLogger("kvern")
 
@@ -26,7 +27,7 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
 
     `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
     values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning;
-    if none of a choice does, the first one's error is raised.
+    if none of a choice does, the first one's error is raised. What has no alternative is not timed.
     """
     timed: dict[str, object] = {}
     broken: dict[str, Exception] = {}
@@ -35,15 +36,16 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
         shape = method.shape
         offers = [(method.candidates(), bias) for method, bias in islice(alike, TIMED_LAYERS)]
         for rows, candidates in offers[0][0].items():
-            choice = _plain(known.get(f"{key}, {rows} rows", ()))
+            alone = len(candidates) == 1
+            choice = next(iter(candidates)) if alone else _plain(known.get(f"{key}, {rows} rows", ()))
             if choice not in candidates:
                 x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device)
                 timed_layers = offers[: max(1, TIMED_ROWS // rows)]
-                calls: dict[Hashable, list[Callable[[], object]]] = {
-                    candidate: [partial(offer[rows][candidate], x, bias) for offer, bias in timed_layers]
+                products = {
+                    candidate: [(offer[rows][candidate], bias) for offer, bias in timed_layers]
                     for candidate in candidates
                 }
-                choice, errors = _fastest(calls, time)
+                choice, errors = _fastest(products, x, time)
                 broken = {f"{method.name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
                 timed[f"{key}, {rows} rows"] = choice
             for method, _ in alike:
@@ -55,19 +57,29 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
 
 
 def _fastest(
-    calls: Mapping[Hashable, list[Callable[[], object]]], time: Time
+    candidates: Mapping[Hashable, list[tuple[Product, Tensor | None]]], x: Tensor, time: Time
 ) -> tuple[Hashable, dict[Hashable, Exception]]:
-    """The candidate whose calls take least, and why others do not run: what fits depends on device, shape and dtype."""
+    """The candidate whose products, with their biases, take least, and why others do not run.
+
+    What fits depends on device, shape and dtype.
+    """
     durations: dict[Hashable, float] = {}
     errors: dict[Hashable, Exception] = {}
-    for candidate, products in calls.items():
+    for candidate, products in candidates.items():
         try:
-            durations[candidate] = time(products)
+            durations[candidate] = time([_call(product, x, bias) for product, bias in products])
         except Exception as error:  # of a compiler, its launcher or the device: there is no common type
             errors[candidate] = error
     if not durations:
         raise next(iter(errors.values()))
     return min(durations, key=lambda candidate: durations[candidate]), errors
+
+
+def _call(product: Product, x: Tensor, bias: Tensor | None) -> Callable[[], object]:
+    """Of rows that are codes already, if it multiplies such: norms and activations make most of them."""
+    if isinstance(product, CodesProduct):
+        return partial(product.multiply_codes, product.coding(x), bias)
+    return partial(product, x, bias)
 
 
 def _plain(stored: object) -> Hashable:
@@ -78,10 +90,10 @@ def _plain(stored: object) -> Hashable:
 
 
 def _alike(model: nn.Module) -> dict[str, list[tuple[LinearMethod, Tensor | None]]]:
-    """Weights that are stored alike and have one shape, each with its bias."""
+    """Weights that are multiplied by, are stored alike and have one shape, each with its bias."""
     kinds: dict[str, list[tuple[LinearMethod, Tensor | None]]] = {}
     for layer in model.modules():
-        if not isinstance(layer, Weighted):
+        if not isinstance(layer, Weighted) or isinstance(layer, Embedding):
             continue
         for method in layer.method.methods():
             shape = method.shape

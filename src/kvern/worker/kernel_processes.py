@@ -34,6 +34,8 @@ logger = logging.getLogger("kvern")
 MOST_PROCESSES = 16
 PATIENCE_SECONDS = 120.0
 """After that the rest is left to the launches."""
+LONGEST = ("hopper", "attention", "sampling")
+"""Groups of kernels that compile for seconds each, all others in less than one."""
 PR_SET_PDEATHSIG = 1
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Of a function in a description, another in each process."""
@@ -76,7 +78,8 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
     if multiprocessing.current_process().daemon:  # it may have no processes
         return
     host = inputs.without_device()
-    longest_first = reversed(forms)  # attention, which stands at the list's end
+    order = {group: place for place, group in enumerate(LONGEST)}
+    longest_first = sorted(forms, key=lambda form: order.get(form[0].group, len(LONGEST)))
     launches = [partial(_launch, kernel, spec, host, given) for kernel, given in longest_first]
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)

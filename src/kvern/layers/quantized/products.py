@@ -7,7 +7,7 @@ codes, by kernels or by the format's own products; the tuner times them.
 
 import functools
 from bisect import bisect_left
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -38,8 +38,8 @@ class PlainRuns(NamedTuple):
     numbers: int
 
 
-PLAIN_RUNS = (PlainRuns(1 << 26), PlainRuns(1 << 25))
-"""Enough to fill a card; and so few that what was written is read from its cache."""
+PLAIN_RUNS = PlainRuns(1 << 26)
+"""Enough to fill a card. Half of that, which a card's cache would hold, is as fast at best."""
 
 
 class CodesShape(NamedTuple):
@@ -109,19 +109,19 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
         MatmulShape(32, 64, 128, 4, 4, splits=2),
         MatmulShape(32, 128, 128, 8, 3, splits=2),
         MatmulShape(32, 64, 256, 4, 3, splits=2),
-        PLAIN_RUNS[0],
+        PLAIN_RUNS,
     ),
     64: (
         MatmulShape(64, 64, 128, 4, 4),
         MatmulShape(64, 64, 128, 4, 4, splits=2),
         MatmulShape(64, 128, 128, 8, 3, splits=2),
         MatmulShape(64, 128, 64, 8, 4),
-        PLAIN_RUNS[0],
+        PLAIN_RUNS,
     ),
-    128: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), PLAIN_RUNS[0]),
-    256: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), *PLAIN_RUNS),
-    1024: (*PLAIN_RUNS, MatmulShape(128, 128, 64, 8, 3)),
-    8192: (*PLAIN_RUNS, MatmulShape(128, 128, 64, 8, 3)),
+    128: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), PLAIN_RUNS),
+    256: (MatmulShape(64, 128, 128, 8, 3), MatmulShape(128, 128, 64, 8, 3), PLAIN_RUNS),
+    1024: (PLAIN_RUNS,),
+    8192: (PLAIN_RUNS,),
 }
 """What is timed for up to this many rows, the last for more too."""
 
@@ -137,7 +137,7 @@ FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
     16: (MatmulShape(16, 32, 64, 4, 3), MatmulShape(16, 32, 64, 4, 3, splits=2)),
     64: (MatmulShape(16, 32, 64, 4, 3),),
-    1024: PLAIN_RUNS[:1],
+    1024: (PLAIN_RUNS,),
 }
 """Numbers of four bytes are multiplied on the ordinary cores, which takes small tiles."""
 
@@ -174,7 +174,6 @@ CODES_TILES: Mapping[int, tuple[CodesTiles, ...]] = {
 """What is timed instead on Hopper GPUs, both, of matrices that their kernels know."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
 FLOAT32_DETERMINISTIC = MatmulShape(16, 32, 64, 4, 3)
-"""The one way to multiply if a row's result must not depend on the number of rows."""
 
 ONE_ROW = MatvecShape(8, 2048, 4)
 """What multiplies one row, with what is around it, where a kernel was chosen that does nothing around it."""
@@ -191,6 +190,11 @@ def candidates_of(dtype: torch.dtype) -> Mapping[int, tuple[Shape, ...]]:
     return CANDIDATES if dtype.itemsize < 4 else FLOAT32_CANDIDATES
 
 
+def one_way(dtype: torch.dtype) -> MatmulShape:
+    """How activations of this dtype are multiplied if a row's result must not depend on the number of rows."""
+    return DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC
+
+
 def codes_candidates(most: int, streams: bool = False, wide: int = 0) -> tuple[OfCodes, ...]:
     """What is timed for up to so many rows, but for one, where codes are multiplied by codes.
 
@@ -202,8 +206,16 @@ def codes_candidates(most: int, streams: bool = False, wide: int = 0) -> tuple[O
 
 
 def knows(shape: Shape, code: str, group: int, inputs: int, device: torch.device) -> bool:
-    """Whether a shape's kernel multiplies such a matrix."""
-    return not isinstance(shape, ResidentShape) or keeps_row(code, group, inputs, device)
+    """Whether a shape's kernel multiplies such a matrix, and may be fastest: one that keeps the row is not of e4m3."""
+    return not isinstance(shape, ResidentShape) or (code != "e4m3" and keeps_row(code, group, inputs, device))
+
+
+def beside(shapes: Iterable[Shape], streams: bool, codes: bool) -> tuple[Shape, ...]:
+    """Of `CANDIDATES` for more than one row those that may be fastest on a Hopper GPU: not beside kernels fed by TMA.
+
+    `streams`: there are such for weights of four bits; `codes`: for codes by codes, and cuBLAS for more rows.
+    """
+    return () if codes else tuple(shape for shape in shapes if not (streams and isinstance(shape, MatmulShape)))
 
 
 def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowShape, around: Around = NOTHING) -> Tensor:
@@ -256,8 +268,7 @@ class PackedProducts:
             if most <= MANY_ROWS or most * method.shape.outputs <= MOST_TIMED_NUMBERS
         }
         self._most = sorted(self._candidates)
-        one_way = fitted(DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC, code)
-        self._ways: list[Shape] = [self._candidates[most][0] for most in self._most] or [one_way]
+        self._ways: list[Shape] = [self._candidates[most][0] for most in self._most] or [fitted(one_way(dtype), code)]
         self._ways.append(self._ways[-1])
 
     @functools.cached_property
@@ -289,7 +300,10 @@ class PackedProducts:
     def candidates(self) -> Mapping[int, Mapping[Hashable, Product]]:
         """As `LinearMethod.candidates`."""
         return {
-            most: {_plain(shape): partial(self._multiply_by, shape) for shape in self._shapes(most)}
+            most: {
+                _plain(shape): self._of_codes(shape) or partial(self._multiply_by, shape)
+                for shape in self._shapes(most)
+            }
             for most in self._candidates
         }
 
@@ -297,9 +311,12 @@ class PackedProducts:
         shapes = self._candidates[most]
         if most == 1:
             return shapes
-        streams = (shape for shape in STREAMS.get(most, ()) if self._streams(shape))
-        codes = codes_candidates(most, *self._hopper_codes()) if self._multiplies_codes() else ()
-        return (*shapes, *streams, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
+        streams = tuple(shape for shape in STREAMS.get(most, ()) if self._streams(shape))
+        coded = self._multiplies_codes()
+        streamed, wide = self._hopper_codes() if coded else (False, 0)
+        codes = codes_candidates(most, streamed, wide) if coded else ()
+        own = self._method.own_products() if most > MOST_OWN_FEW else ()
+        return (*beside(shapes, bool(streams), streamed), *streams, *codes, *own)
 
     def _streams(self, shape: StreamPackedShape) -> bool:
         size, weight = self._method.shape, self.weight

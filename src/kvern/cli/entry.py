@@ -1,0 +1,38 @@
+"""Where the command begins: the process of an engine that will serve starts before the command line is understood.
+
+It imports PyTorch, which takes longer than all that a server does before it has an engine.
+"""
+
+import signal
+import sys
+
+from kvern.engine.child import EngineProcess
+
+_begun: list[EngineProcess] = []
+
+
+def main() -> int:
+    """Run the command of `sys.argv` and return its exit code."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["serve"] and not any(argument.startswith(("-h", "--help")) for argument in arguments):
+        _begin()
+    from kvern.cli.main import main as run
+
+    try:
+        return run(arguments)
+    finally:
+        for process in _begun:  # the command was not understood
+            process.kill()
+
+
+def engine_process() -> EngineProcess:
+    """The process that was begun, or one that begins now."""
+    if not _begun:
+        _begin()
+    return _begun.pop()
+
+
+def _begin() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the server has handlers: nothing runs yet
+        signal.signal(number, lambda *_: sys.exit(0))
+    _begun.append(EngineProcess())

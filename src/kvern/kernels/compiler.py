@@ -1,0 +1,52 @@
+"""What kvern changes in Triton (3.6) when kernels are defined, so that a start finds and defines them sooner.
+
+Imported before kernels are. Other versions that work otherwise are left as they are.
+"""
+
+import inspect
+import linecache
+from types import FunctionType
+from typing import Any
+
+from triton.runtime import jit
+
+_update_hash = jit.DependenciesFinder._update_hash
+
+
+def _hash_called_first(finder: Any, called: Any) -> None:
+    """Have the constants that a function reads be known before they are listed among its caller's.
+
+    The list is part of a kernel's name in Triton's cache. Without this the name depends on what was hashed before, by
+    which thread: the next process, or a thread of this one, looks for another and compiles the kernel once more.
+    """
+    called.cache_key  # noqa: B018 (makes it)
+    _update_hash(finder, called)
+
+
+class _Inspect:
+    """`inspect` as Triton uses it, which tokenizes a function to find its end: 1 to 2 ms for each of 150."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+    def getsourcelines(self, function: FunctionType) -> tuple[list[str], int]:
+        """The lines of a function of a module, and the number of the first."""
+        code = function.__code__
+        lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+        return lines[: _length(lines)] or inspect.getsourcelines(function)[0], code.co_firstlineno
+
+
+def _length(lines: list[str]) -> int:
+    """How many lines of these a function takes that begins with the first; 0: it does not begin at the margin."""
+    end = next((index for index, line in enumerate(lines) if not line.startswith(("@", " ", ")"))), len(lines)) + 1
+    if lines[0].startswith(" ") or not "".join(lines[end - 1 : end]).startswith("def "):
+        return 0
+    while end < len(lines) and (not lines[end].strip() or lines[end].startswith((" ", ")"))):
+        end += 1
+    while not lines[end - 1].strip():
+        end -= 1
+    return end
+
+
+jit.DependenciesFinder._update_hash = _hash_called_first
+jit.inspect = _Inspect()
