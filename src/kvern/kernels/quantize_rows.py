@@ -7,7 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import (
+    Launcher,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    next_power_of_2,
+    overlaps,
+    wait_for_previous,
+)
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"e4m3": 448.0, "int8": 127.0}
@@ -34,9 +42,10 @@ class Coding:
     static: torch.Tensor | None = None
     limit: float | None = None
     columns: bool = False
+    late: bool = False
 
     def __call__(self, x: torch.Tensor) -> RowCodes:
-        return quantize_rows(x.contiguous(), self.code, self.group, self.static, self.limit, self.columns)
+        return quantize_rows(x.contiguous(), self.code, self.group, self.static, self.limit, self.columns, self.late)
 
     def block(self, width: int) -> int:
         """Of a program that makes and rounds a row of so many numbers; 0: it cannot, or not in groups of that size."""
@@ -110,10 +119,14 @@ def _quantize_rows_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """WHOLE: a block holds a row; else it is read twice, the second time from a cache."""
-    if OVERLAP:
+    if OVERLAP and LATE:
+        gdc_wait()
+        gdc_launch_dependents()
+    elif OVERLAP:
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -177,12 +190,14 @@ def quantize_rows(
     static: torch.Tensor | None = None,
     limit: float | None = None,
     columns: bool = False,
+    late: bool = False,
 ) -> RowCodes:
     """`x [T, I]` as codes of "e4m3" or "int8": those of rows, or of groups of inputs.
 
     A scale is that of its largest number, of `limit` at most, or `static [1]` float32. `columns`: scales of
-    the same group lie behind one another, as cuBLAS reads them. Moves x once, a row of more than `BLOCK` numbers twice,
-    and the codes once.
+    the same group lie behind one another, as cuBLAS reads them. `late`, not of groups: the next kernel starts only when
+    those before this one have ended, and may read what they wrote before it waits. Moves x once, a row of more than
+    `BLOCK` numbers twice, and the codes once.
     """
     tokens, width = x.shape
     coding = Coding(code, group, static, limit, columns)
@@ -199,7 +214,7 @@ def quantize_rows(
         return made
     block = min(BLOCK, next_power_of_2(width))
     _quantize_rows_kernel[(tokens,)](
-        x, *variables, width, *constants, block, block >= width, overlap,
+        x, *variables, width, *constants, block, block >= width, late, overlap,
         num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
     )  # fmt: skip
     return made

@@ -1,15 +1,17 @@
-"""Choosing how each linear layer multiplies, by timing what its method offers over the model's own weights."""
+"""Choosing how linear layers and experts multiply, by timing what its method offers over the model's own weights."""
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kvern.layers.experts import Experts
 from kvern.layers.linear import Weighted
-from kvern.layers.linear_method import LinearMethod
+from kvern.layers.linear_method import LinearMethod, Product
 
 logger = logging.getLogger("kvern")
 
@@ -21,8 +23,17 @@ TIMED_ROWS = 1024
 """Of all timed layers together, but for one: arithmetic on many rows takes longer than a cache could save."""
 
 
+class _Timed(NamedTuple):
+    """One of those alike, with what `inputs` makes for so many rows of any of them."""
+
+    name: str
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    candidates: Callable[[], Mapping[int, Mapping[Hashable, Callable[..., object]]]]
+    choose: Callable[[int, Hashable], None]
+
+
 def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str, object]:
-    """Choose for every kind of linear layer of the model. Returns what was timed because it was not `known`.
+    """Choose for every kind of linear layer and of experts of the model. Returns what was timed because it was not `known`.
 
     `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
     values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning;
@@ -31,23 +42,21 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
     timed: dict[str, object] = {}
     broken: dict[str, Exception] = {}
     for key, alike in _alike(model).items():
-        method = alike[0][0]
-        shape = method.shape
-        offers = [(method.candidates(), bias) for method, bias in islice(alike, TIMED_LAYERS)]
-        for rows, candidates in offers[0][0].items():
+        offers = [layer.candidates() for layer in islice(alike, TIMED_LAYERS)]
+        for rows, candidates in offers[0].items():
             choice = _plain(known.get(f"{key}, {rows} rows", ()))
             if choice not in candidates:
-                x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device)
+                inputs = alike[0].inputs(rows)
                 timed_layers = offers[: max(1, TIMED_ROWS // rows)]
                 calls: dict[Hashable, list[Callable[[], object]]] = {
-                    candidate: [partial(offer[rows][candidate], x, bias) for offer, bias in timed_layers]
+                    candidate: [partial(offer[rows][candidate], *inputs) for offer in timed_layers]
                     for candidate in candidates
                 }
                 choice, errors = _fastest(calls, time)
-                broken = {f"{method.name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
+                broken = {f"{alike[0].name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
                 timed[f"{key}, {rows} rows"] = choice
-            for method, _ in alike:
-                method.choose(rows, choice)
+            for layer in alike:
+                layer.choose(rows, choice)
     for name, error in broken.items():
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("a way to multiply does not work here and is left out (%s): %s", name, reason)
@@ -77,14 +86,43 @@ def _plain(stored: object) -> Hashable:
     return stored if isinstance(stored, Hashable) else ()
 
 
-def _alike(model: nn.Module) -> dict[str, list[tuple[LinearMethod, Tensor | None]]]:
-    """Weights that are stored alike and have one shape, each with its bias."""
-    kinds: dict[str, list[tuple[LinearMethod, Tensor | None]]] = {}
+def _alike(model: nn.Module) -> dict[str, list[_Timed]]:
+    """Weights that are stored alike and have one shape."""
+    kinds: dict[str, list[_Timed]] = {}
     for layer in model.modules():
-        if not isinstance(layer, Weighted):
-            continue
-        for method in layer.method.methods():
-            shape = method.shape
-            key = f"{method.name}, {shape.outputs} x {shape.inputs}, {shape.dtype}"
-            kinds.setdefault(key, []).append((method, None if method is not layer.method else layer.bias))
+        if isinstance(layer, Weighted):
+            for method in layer.method.methods():
+                shape = method.shape
+                timed = _timed_method(method, None if method is not layer.method else layer.bias)
+                kinds.setdefault(f"{method.name}, {shape.outputs} x {shape.inputs}, {shape.dtype}", []).append(timed)
+        elif isinstance(layer, Experts):
+            spec, inputs = layer.spec, partial(_routed, layer)
+            key = f"experts, {layer.name}, {spec.top_k} of {spec.experts}, {spec.width} x {layer.hidden_size}"
+            timed = _Timed(f"experts, {layer.name}", inputs, layer.candidates, layer.choose)
+            kinds.setdefault(f"{key}, {layer.dtype}", []).append(timed)
     return kinds
+
+
+def _timed_method(method: LinearMethod, bias: Tensor | None) -> _Timed:
+    def inputs(rows: int) -> tuple[Tensor, ...]:
+        shape = method.shape
+        return (torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device),)
+
+    def multiply(product: Product, x: Tensor) -> Tensor:
+        return product(x, bias)
+
+    def candidates() -> Mapping[int, Mapping[Hashable, Callable[..., object]]]:
+        return {
+            rows: {candidate: partial(multiply, product) for candidate, product in products.items()}
+            for rows, products in method.candidates().items()
+        }
+
+    return _Timed(method.name, inputs, candidates, method.choose)
+
+
+def _routed(experts: Experts, tokens: int) -> tuple[Tensor, ...]:
+    """Tokens, each with experts of its own, as a router spreads them: rows, weights, `topk_ids`."""
+    spec, device = experts.spec, experts.expert_counts.device
+    x = torch.randn(tokens, experts.hidden_size, dtype=experts.dtype, device=device)
+    weights, topk_ids = torch.rand(tokens, spec.experts, device=device).topk(spec.top_k)
+    return x, weights, topk_ids.int()
