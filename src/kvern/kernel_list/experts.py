@@ -95,9 +95,7 @@ def forms(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
 
 def blocks(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
     """Numbers of tokens up to `most`, one for each size of blocks in which their pairs are sorted."""
-    grouped = (
-        tokens for tokens in range(1, most + 1) if not runs_direct(tokens, moe.top_k, moe.experts, expert_bytes)
-    )
+    grouped = (tokens for tokens in range(1, most + 1) if not runs_direct(tokens, moe.top_k, moe.experts, expert_bytes))
     return list({rows_of_block(tokens * moe.top_k, moe.experts): tokens for tokens in grouped}.values())
 
 

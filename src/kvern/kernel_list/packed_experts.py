@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +52,7 @@ def _experts(
     matrices = [random_packed(inputs, kind, kind.outputs) for kind in (gate_up, down)]
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
     chosen = chosen if moe.scoring == "sigmoid" else chosen.int()
-    codes = [
-        Coding(kind.code, 0 if kind.group == kind.inputs else kind.group, late=hopper) for kind in (gate_up, down)
-    ]
+    codes = [Coding(kind.code, 0 if kind.group == kind.inputs else kind.group, late=hopper) for kind in (gate_up, down)]
 
     def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:
         if by_codes:

@@ -2,8 +2,8 @@
 
 As the grouped products of `kernels/moe_packed.py`; x and what gate and up make are rounded to codes before
 (`kernels/quantize_rows.py`), with scales of rows or of runs of inputs, so that no code is made a number. Sums of a step
-are added to others in float32, or as integers; where scales are of less than rows, they are made plain before. Matrix units multiply 64 rows of a
-tile at least and 8 columns: of few rows of x, which are the columns then, by weights.
+are added to others in float32, or as integers; where scales are of less than rows, they are made plain before. Matrix
+units multiply 64 rows of a tile at least and 8 columns: of few rows of x, which are the columns then, by weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def _step(
     SUMS: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
     first = tl.trans(weights) if TURNED else values
     second = tl.trans(values) if TURNED else weights
-    if WHOLE and SUMS == tl.int32:
+    if WHOLE and tl.int32 == SUMS:
         total = tl.dot(first, second, total, out_dtype=SUMS)
     elif WHOLE:
         total += tl.dot(first, second)  # whose own sums have about 14 bits

@@ -14,6 +14,7 @@ from kvern.kernels.launch import (
     gdc_wait,
     next_power_of_2,
     overlaps,
+    processors,
     wait_for_previous,
 )
 
@@ -21,6 +22,8 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"e4m3": 448.0, "int8": 127.0}
 BLOCK = 1 << 15
 """Numbers of a row that a program has in registers; a longer row is read twice."""
+NARROW, NARROW_PROGRAMS = 1024, 32
+"""Numbers of a row of which a warp takes one after another, and such warps of a processor."""
 UNLIMITED = 3e38
 TILE = 2048
 """Inputs of groups, of one row, that a program rounds."""
@@ -103,7 +106,7 @@ def store_codes(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["row_stride", "group_stride"])
+@triton.jit(do_not_specialize=["row_stride", "group_stride", "rows"])
 def _quantize_rows_kernel(
     x: tl.tensor,
     codes: tl.tensor,
@@ -113,16 +116,21 @@ def _quantize_rows_kernel(
     group_stride,
     limit,
     width,
+    rows,
     LARGEST: tl.constexpr,
     INTEGER: tl.constexpr,
     STATIC: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    NARROW: tl.constexpr,
     LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """WHOLE: a block holds a row; else it is read twice, the second time from a cache."""
+    """WHOLE: a block holds a row; else it is read twice, the second time from a cache. NARROW: a program takes several.
+
+    What a processor's registers hold of narrow rows is less than has to be on its way from memory.
+    """
     if OVERLAP and LATE:
         gdc_wait()
         gdc_launch_dependents()
@@ -130,7 +138,15 @@ def _quantize_rows_kernel(
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    if WHOLE:
+    if NARROW:
+        for number in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=3):
+            row = number.to(tl.int64)
+            values = tl.load(x + row * width + column, mask=column < width, other=0.0)
+            store_codes(
+                values.to(tl.float32), row, column, width, codes, scales, static, row_stride, group_stride, limit,
+                LARGEST, INTEGER, STATIC, GROUP,
+            )  # fmt: skip
+    elif WHOLE:
         values = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         store_codes(
             values, row, column, width, codes, scales, static, row_stride, group_stride, limit,
@@ -213,8 +229,10 @@ def quantize_rows(
         )  # fmt: skip
         return made
     block = min(BLOCK, next_power_of_2(width))
-    _quantize_rows_kernel[(tokens,)](
-        x, *variables, width, *constants, block, block >= width, late, overlap,
+    narrow = block <= NARROW
+    programs = min(tokens, processors(x.device) * NARROW_PROGRAMS) if narrow else tokens
+    _quantize_rows_kernel[(programs,)](
+        x, *variables, width, tokens, *constants, block, block >= width, narrow, late, overlap,
         num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
     )  # fmt: skip
     return made

@@ -32,9 +32,7 @@ class FusedExperts(StackedExperts):
     def choose(self, tokens: int, candidate: Hashable) -> None:
         self._ways.choose(tokens, candidate)
 
-    def _multiply(
-        self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any
-    ) -> Tensor:
+    def _multiply(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any) -> Tensor:
         return fused_experts(
             x,
             self.gate_up_proj,

@@ -54,10 +54,10 @@ class FusedPackedExperts(RowStackedExperts):
             self._ways = Ways(self._multiply, hopper, several=True)
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
-        experts, packed = self.spec.experts, self._packed
-        if self._ways is not None and not one_by_one(topk_ids, experts, *packed):
+        experts, (gate_up, down) = self.spec.experts, self._packed
+        if self._ways is not None and not one_by_one(topk_ids, experts, gate_up, down):
             return self._ways(x, weights, topk_ids, add)
-        given = x, *packed, weights, topk_ids, self.spec.activation
+        given = x, gate_up, down, weights, topk_ids, self.spec.activation
         return packed_experts(*given, experts=experts, add=add, deterministic=self.deterministic)
 
     @property
@@ -71,10 +71,9 @@ class FusedPackedExperts(RowStackedExperts):
         if self._ways is not None:
             self._ways.choose(tokens, candidate)
 
-    def _multiply(
-        self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any
-    ) -> Tensor:
-        given = x, *self._packed, weights, topk_ids, self.spec.activation
+    def _multiply(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any) -> Tensor:
+        gate_up, down = self._packed
+        given = x, gate_up, down, weights, topk_ids, self.spec.activation
         return coded_experts(*given, experts=self.spec.experts, rounded=self._codings, add=add, **way)
 
 

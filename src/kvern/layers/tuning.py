@@ -1,7 +1,7 @@
 """Choosing how linear layers and experts multiply, by timing what its method offers over the model's own weights."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class _Timed(NamedTuple):
 
 
 def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str, object]:
-    """Choose for every kind of linear layer and of experts of the model. Returns what was timed because it was not `known`.
+    """Choose for every kind of linear layer, and of experts. Returns what was timed because it was not `known`.
 
     `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
     values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning;
