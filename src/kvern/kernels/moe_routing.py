@@ -256,7 +256,7 @@ def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) ->
         triton.next_power_of_2(chunks),
         chunk,
         overlap,
-        num_warps=4,
+        num_warps=8 if chunks == 1 and chunk > 1024 else 4,  # with few programs, each one counts
         launch_pdl=overlap,
     )
     return result
