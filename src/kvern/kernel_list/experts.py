@@ -99,13 +99,21 @@ def blocks(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
     return list({rows_of_block(tokens * moe.top_k, moe.experts): tokens for tokens in grouped}.values())
 
 
+def plain_experts(spec: ModelSpec, inputs: Inputs) -> list[MoeSpec]:
+    """The kinds of experts with kernels that the model does not store quantized, in any layer."""
+    packed = {(kind.outputs, kind.inputs) for kind in inputs.packed if kind.part == "experts.gate_up_proj"}
+    return [
+        moe
+        for moe in moes(spec)
+        if moe.activation in ACTIVATIONS and (moe.experts * 2 * moe.width, spec.hidden_size) not in packed
+    ]
+
+
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for moe, tokens in _launched(spec, inputs):
-        if moe.activation in ACTIVATIONS:
-            yield moe, tokens
-    for moe in moes(spec):
-        if moe.activation in ACTIVATIONS and inputs.dtype.itemsize == 2:
-            expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
+    for moe in plain_experts(spec, inputs):
+        expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
+        yield from ((moe, tokens) for tokens in forms(moe, inputs.batch_tokens, expert_bytes))
+        if inputs.dtype.itemsize == 2:
             for tokens, tiles in itertools.product(blocks(moe, inputs.batch_tokens, expert_bytes), OTHER_TILES):
                 yield moe, tokens, False, tiles
 

@@ -137,8 +137,14 @@ def _sorted(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe, *kinds in _kinds(spec, inputs):
+        if _by_codes(kinds, inputs):
+            expert_bytes = _expert_bytes(moe, *kinds)
+            for tokens in forms(moe, inputs.batch_tokens, expert_bytes):
+                if not runs_direct(tokens, moe.top_k, moe.experts, expert_bytes):
+                    yield moe, *kinds, tokens, True
     for sizes in _sorted(spec, inputs):
-        yield from ((*sizes, False, tiles) for tiles in (0, *OTHER_TILES))
+        yield from ((*sizes, False, tiles) for tiles in OTHER_TILES)
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
