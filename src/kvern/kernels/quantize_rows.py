@@ -139,11 +139,10 @@ def _quantize_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if NARROW:
-        for number in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=3):
-            row = number.to(tl.int64)
-            values = tl.load(x + row * width + column, mask=column < width, other=0.0)
+        for number in tl.range(row, rows, tl.num_programs(0), num_stages=3):
+            values = tl.load(x + number * width + column, mask=column < width, other=0.0)
             store_codes(
-                values.to(tl.float32), row, column, width, codes, scales, static, row_stride, group_stride, limit,
+                values.to(tl.float32), number, column, width, codes, scales, static, row_stride, group_stride, limit,
                 LARGEST, INTEGER, STATIC, GROUP,
             )  # fmt: skip
     elif WHOLE:
@@ -229,7 +228,7 @@ def quantize_rows(
         )  # fmt: skip
         return made
     block = min(BLOCK, next_power_of_2(width))
-    narrow = block <= NARROW
+    narrow = width <= block <= NARROW
     programs = min(tokens, processors(x.device) * NARROW_PROGRAMS) if narrow else tokens
     _quantize_rows_kernel[(programs,)](
         x, *variables, width, tokens, *constants, block, block >= width, narrow, late, overlap,
