@@ -1,9 +1,12 @@
 """The experts of a mixture as products of codes of eight bits with codes of eight bits, e4m3 or int8.
 
 As the grouped products of `kernels/moe_packed.py`; x and what gate and up make are rounded to codes before
-(`kernels/quantize_rows.py`), with scales of rows or of runs of inputs, so that no code is made a number. Sums of a step
-are added to others in float32, or as integers; where scales are of less than rows, they are made plain before. Matrix
-units multiply 64 rows of a tile at least and 8 columns: of few rows of x, which are the columns then, by weights.
+(`kernels/quantize_rows.py`), with scales of rows or of runs of inputs, so that no code is made a number. Where scales
+are of less than rows, the sums of a step are made plain before they are added up. Matrix units multiply 64 rows of a
+tile at least and 8 columns: of few rows of x, which are the columns then, by weights.
+
+The matrix units add products of e4m3 in about 14 bits. Sums of a step are added to others in float32, but in blocks of
+128 rows, whose sums leave no registers for those of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,10 +77,10 @@ def _step(
     SUMS: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
     first = tl.trans(weights) if TURNED else values
     second = tl.trans(values) if TURNED else weights
-    if WHOLE and tl.int32 == SUMS:
+    if WHOLE and (codes.dtype.element_ty == tl.int8 or values.shape[0] >= 128):
         total = tl.dot(first, second, total, out_dtype=SUMS)
     elif WHOLE:
-        total += tl.dot(first, second)  # whose own sums have about 14 bits
+        total += tl.dot(first, second)
     else:
         part = tl.dot(first, second, out_dtype=SUMS).to(tl.float32)
         by = tl.load(scale + (row // PER) * tl.cdiv(inputs, SCALES_GROUP) + start // SCALES_GROUP)
