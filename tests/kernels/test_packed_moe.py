@@ -77,7 +77,7 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch("e4m3 row", 512),
     lambda: launch("e4m3 blocks", 4096, group=128),
     lambda: launch("int8 row", 4096, group=0),
-    lambda: launch("e4m3 row", 4096, group=0, hopper=True),
+    *(lambda tokens=tokens: launch("e4m3 row", tokens, group=0, hopper=True) for tokens in (32, 512, 4096)),
     *(
         lambda kind=kind, group=group: launch(kind, 32, group=group)
         for kind, group in (("e4m3 row", 0), ("int8 row", 0))

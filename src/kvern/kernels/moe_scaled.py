@@ -206,7 +206,7 @@ def coded_experts(
     if hopper:
         from kvern.kernels.stream_experts_hopper import stream_experts
 
-        early = [isinstance(coding, Coding) and coding.late for coding in rounded]
+        early = [isinstance(coding, Coding) and coding.late and not coding.group for coding in rounded]
         codes, scales = _with_scales(rounded[0](x.contiguous()), gate_up)
         stream_experts(codes, gate_up.codes, gated, blocks, rows, top_k, activation, scales=scales, early=early[0])
         codes, scales = _with_scales(rounded[1](gated), down)
