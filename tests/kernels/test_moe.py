@@ -1,17 +1,22 @@
 """Routing, alignment and experts beside float64."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from kvern.kernels import moe, moe_direct
 from kvern.kernels.moe import ACTIVATIONS, fused_experts
 from kvern.kernels.moe_routing import align, most_blocks, route
+from kvern.layers import fused_moe
 from kvern.layers.build import Build
 from kvern.layers.fused_moe import FusedExperts
 from kvern.layers.moe import MoE, make_moe
+from kvern.layers.tuned_experts import MOST_TOKENS
+from kvern.layers.tuning import tune
 from kvern.model_spec import MoeSpec
 from tests.kernels.test_norm import relative_error
 
@@ -291,6 +296,34 @@ def test_shapes_of_launches() -> None:
         32,
         16,
     ]
+
+
+def test_ways_are_timed_over_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are alike get the way that is fastest for so many tokens; what is known is not timed again."""
+    spec, times = MoeSpec(6, 2, 24), {8: (0, 1), 512: (3, 2)}
+    build = Build(torch.bfloat16, torch.device("cpu"), 1, frozenset({"moe"}))
+    layers = [FusedExperts(64, spec, build) for _ in range(2)]
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(fused_moe, "fused_experts", lambda x, *_, **given: asked.append(given))
+
+    def clock(calls: list[Any]) -> float:
+        way, x, weights, topk_ids = calls[0].args
+        assert x.shape[1] == 64 and weights.shape == topk_ids.shape == (x.shape[0], 2)
+        assert (topk_ids[:, 0] != topk_ids[:, 1]).all() and topk_ids.max() < 6
+        for call in calls:
+            call()
+        return float(times.get(x.shape[0], (1, 1))[way])
+
+    timed = tune(nn.ModuleList(layers), clock, {})
+    assert set(timed) == {
+        f"experts, unquantized, 2 of 6, 24 x 64, torch.bfloat16, {tokens} rows" for tokens in MOST_TOKENS
+    }
+    assert [way["tiles"] for way in asked[:4]] == [0, 0, 1, 1]
+    assert tune(nn.ModuleList(layers), clock, timed) == {}
+    asked.clear()
+    for tokens in (3, 400, 10000):
+        layers[1](torch.empty(tokens, 64), None, None)
+    assert [way["tiles"] for way in asked] == [0, 1, 0] and not any(way["hopper"] for way in asked)
 
 
 SPECS = {

@@ -77,7 +77,7 @@ LAUNCHES: list[Callable[[], object]] = [
     lambda: launch("e4m3 row", 512),
     lambda: launch("e4m3 blocks", 4096, group=128),
     lambda: launch("int8 row", 4096, group=0),
-    lambda: launch("e4m3 row", 4096, group=0, hopper=True),
+    *(lambda tokens=tokens: launch("e4m3 row", tokens, group=0, hopper=True) for tokens in (32, 512, 4096)),
     *(
         lambda kind=kind, group=group: launch(kind, 32, group=group)
         for kind, group in (("e4m3 row", 0), ("int8 row", 0))
@@ -166,7 +166,7 @@ FORMATS: dict[str, LinearFormat] = {
 
 
 def round_by_pytorch(
-    x: torch.Tensor, code: Code, group: int, static: torch.Tensor | None, limit: float | None, columns: bool
+    x: torch.Tensor, code: Code, group: int, static: torch.Tensor | None, limit: float | None, columns: bool, late: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scale = quantized_rows(x.unflatten(-1, (-1, group or x.shape[1])), code, limit)
     return codes.flatten(1), scale[..., 0]
@@ -198,7 +198,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
         experts.finish()
     generator = torch.Generator().manual_seed(3)
     codes_by_codes = FORMATS[name].activations is not None
-    assert (fused.experts._coded is not None) == codes_by_codes
+    assert bool(fused.experts.candidates()) == codes_by_codes
     for tokens, rows in ((1, 16), (4, 16), (4, 128)):
         for module in (moe_packed, moe_scaled):
             monkeypatch.setattr(module, "rows_of_block", lambda *_, rows=rows: rows)
@@ -208,5 +208,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
             if codes_by_codes and tokens == 1:  # it is multiplied as it is
                 patched.setattr(ScaledMethod, "rounded", lambda self, x: x)
             expected = plain(x)
-        assert relative_error(fused(x), expected.double()) < (2e-2 if codes_by_codes and tokens > 1 else 1e-5)
-    assert fused.experts.expert_counts.sum() == 2 * (1 + 4 + 4)
+        for way in list(fused.experts.candidates().get(8, {0: None})):
+            fused.experts.choose(8, way)
+            assert relative_error(fused(x), expected.double()) < (2e-2 if codes_by_codes and tokens > 1 else 1e-5)
+    assert fused.experts.expert_counts.sum() == 2 * (1 + 4 + 4) * (2 if codes_by_codes else 1)

@@ -1,5 +1,8 @@
 """The products for Hopper beside float64. Gluon has no interpreter: they run on such a GPU alone."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,47 +80,75 @@ def test_product(rows: int, outputs: int, inputs: int, activation: str | None) -
         assert relative_error(out, _expected(x, weight, added, activation)) < 5e-3
 
 
-@pytest.mark.parametrize(("experts", "top_k", "hidden", "width"), [(8, 2, 64, 48), (5, 1, 208, 328), (3, 3, 512, 768)])
-def test_experts(experts: int, top_k: int, hidden: int, width: int) -> None:
-    """Some experts get no token, and one gets most."""
-    from kvern.kernels.moe import fused_experts
+BLOCKS = pytest.mark.parametrize(("each", "rows"), [(1, 16), (10, 32), (20, 64), (40, 128)])
+"""Tokens for each expert, and the rows of blocks that they get."""
 
-    tokens = 33 * experts // top_k + 41
+
+def _routing(experts: int, top_k: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts: one is everybody's, and one gets no token if it can be helped."""
+    scores = torch.rand(tokens, experts, device="cuda")
+    scores[:, 0] += 1.0
+    if experts > top_k:
+        scores[:, -1] = -1.0
+    weights, chosen = scores.topk(top_k)
+    return weights, chosen.int()
+
+
+def _repeated(launch: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """Results of launches behind one another, on memory that held no numbers, and of some in a graph."""
+    found = []
+    for _ in range(3):
+        poison = torch.full((1 << 22,), float("nan"), device="cuda")
+        del poison
+        found.append(launch())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found += [launch() for _ in range(3)]
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    return found
+
+
+@BLOCKS
+@pytest.mark.parametrize(("experts", "top_k", "hidden", "width"), [(8, 2, 64, 48), (5, 1, 208, 328), (3, 3, 512, 768)])
+def test_experts(
+    monkeypatch: pytest.MonkeyPatch, experts: int, top_k: int, hidden: int, width: int, each: int, rows: int
+) -> None:
+    from kvern.kernels import moe_direct
+    from kvern.kernels.moe import fused_experts, rows_of_block
+
+    monkeypatch.setattr(moe_direct, "SHARED_BYTES", -1)
+    tokens = each * experts // top_k + 3
+    assert rows_of_block(tokens * top_k, experts) == rows
     x, gate_up, _ = _inputs(tokens, experts * 2 * width, hidden, torch.bfloat16)
     _, down, _ = _inputs(1, experts * hidden, width, torch.bfloat16)
     gate_up, down = gate_up.view(experts, 2 * width, hidden), down.view(experts, hidden, width)
-    scores = torch.rand(tokens, experts, device="cuda")
-    scores[:, 0] += 1.0
-    if experts > top_k:
-        scores[:, -1] = -1.0
-    weights, chosen = scores.topk(top_k)
+    weights, chosen = _routing(experts, top_k, tokens)
     expected = experts_reference(x, gate_up, down, weights, chosen, "silu")
-    for _ in range(3):
-        out = fused_experts(x, gate_up, down, weights, chosen, "silu", hopper=True)
+    for out in _repeated(lambda: fused_experts(x, gate_up, down, weights, chosen, "silu", hopper=True)):
         assert relative_error(out, expected) < 1e-2
 
 
+@BLOCKS
 @pytest.mark.parametrize(
     ("experts", "top_k", "hidden", "width", "per"), [(8, 2, 64, 48, 1), (5, 1, 208, 336, 1), (3, 3, 512, 768, 512)]
 )
-@pytest.mark.parametrize("few", [False, True])
-def test_experts_of_codes(experts: int, top_k: int, hidden: int, width: int, per: int, few: bool) -> None:
-    """Of e4m3, with scales of whole rows; few tokens are multiplied by the kernels for all cards."""
-    from kvern.kernels.moe_scaled import coded_experts
+@pytest.mark.parametrize("late", [False, True])
+def test_experts_of_codes(
+    experts: int, top_k: int, hidden: int, width: int, per: int, each: int, rows: int, late: bool
+) -> None:
+    """Of e4m3, with scales of whole rows; where codes are made `late`, weights are fetched before they are there."""
+    from kvern.kernels.moe_scaled import coded_experts, rows_of_block
     from kvern.kernels.packed import Packed
-    from kvern.kernels.quantize_rows import quantize_rows
+    from kvern.kernels.quantize_rows import Coding
 
-    tokens = 3 if few else 33 * experts // top_k + 41
+    tokens, rounded = each * experts // top_k + 3, Coding("e4m3", late=late)
+    assert rows_of_block(tokens * top_k, experts) == rows
     x, gate_up, _ = _inputs(tokens, experts * 2 * width, hidden, torch.bfloat16)
     _, down, _ = _inputs(1, experts * hidden, width, torch.bfloat16)
-    scores = torch.rand(tokens, experts, device="cuda")
-    scores[:, 0] += 1.0
-    if experts > top_k:
-        scores[:, -1] = -1.0
-    weights, chosen = scores.topk(top_k)
-
-    def rounded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantize_rows(values.contiguous(), "e4m3")
+    weights, chosen = _routing(experts, top_k, tokens)
 
     def numbers(values: torch.Tensor) -> torch.Tensor:
         codes, scale = rounded(values)
@@ -138,10 +169,7 @@ def test_experts_of_codes(experts: int, top_k: int, hidden: int, width: int, per
             gate, up = (values[token] @ one_plain.view(experts, 2 * width, hidden)[expert].T).chunk(2, -1)
             part = numbers((F.silu(gate) * up).bfloat16()) @ other_plain.view(experts, hidden, width)[expert].T
             expected.index_add_(0, token, part * weights[token, place].double()[:, None])
-    for _ in range(3):
-        poison = torch.full((1 << 22,), float("nan"), device="cuda")
-        del poison
-        out = coded_experts(
-            x, one, other, weights, chosen.int(), "silu", experts=experts, rounded=(rounded, rounded), hopper=True
-        )
-        assert relative_error(out, expected) < 1e-2
+    for hopper in (True, False) if width == 768 and not late else (True,):
+        launch = partial(coded_experts, x, one, other, weights, chosen, "silu", experts=experts, hopper=hopper)
+        for out in _repeated(partial(launch, rounded=(rounded, rounded))):
+            assert relative_error(out, expected) < 1e-2

@@ -1,5 +1,6 @@
 """Routing, and the experts that were chosen."""
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,12 +10,14 @@ import triton
 
 from kvern.kernel_list.dense import ACTIVATION
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels.moe import ACTIVATIONS, fused_experts, rows_of_block
+from kvern.kernels.moe import ACTIVATIONS, TILES, fused_experts, rows_of_block
 from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_routing import CHUNK, route
 from kvern.model_spec import ModelSpec, MoeSpec
 
 Sizes = Iterator[tuple[Any, ...]]
+OTHER_TILES = range(1, len(TILES[16]))
+"""Beside the first, where tokens are sorted."""
 
 
 def moes(spec: ModelSpec) -> list[MoeSpec]:
@@ -35,7 +38,7 @@ def _route(spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int) -> Call:
 
 
 def make_experts(
-    spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, deterministic: bool = False, hopper: bool = False
+    spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, hopper: bool = False, tiles: int = 0
 ) -> Call:
     """What each token makes of its experts."""
     hidden, width = spec.hidden_size, moe.width
@@ -65,8 +68,8 @@ def make_experts(
         chosen,
         moe.activation,
         add=add,
-        deterministic=deterministic,
         hopper=hopper,
+        tiles=tiles,
     )
     moved, operations = touched * 3 * width * hidden * x.element_size(), 2 * tokens * moe.top_k * 3 * width * hidden
     return Call(f"{tokens} tokens", launch, reference, moved, operations)
@@ -90,8 +93,29 @@ def forms(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
     return list(found.values())
 
 
+def blocks(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
+    """Numbers of tokens up to `most`, one for each size of blocks in which their pairs are sorted."""
+    grouped = (tokens for tokens in range(1, most + 1) if not runs_direct(tokens, moe.top_k, moe.experts, expert_bytes))
+    return list({rows_of_block(tokens * moe.top_k, moe.experts): tokens for tokens in grouped}.values())
+
+
+def plain_experts(spec: ModelSpec, inputs: Inputs) -> list[MoeSpec]:
+    """The kinds of experts with kernels that the model does not store quantized, in any layer."""
+    packed = {(kind.outputs, kind.inputs) for kind in inputs.packed if kind.part == "experts.gate_up_proj"}
+    return [
+        moe
+        for moe in moes(spec)
+        if moe.activation in ACTIVATIONS and (moe.experts * 2 * moe.width, spec.hidden_size) not in packed
+    ]
+
+
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from (sizes for sizes in _launched(spec, inputs) if sizes[0].activation in ACTIVATIONS)
+    for moe in plain_experts(spec, inputs):
+        expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
+        yield from ((moe, tokens) for tokens in forms(moe, inputs.batch_tokens, expert_bytes))
+        if inputs.dtype.itemsize == 2:
+            for tokens, tiles in itertools.product(blocks(moe, inputs.batch_tokens, expert_bytes), OTHER_TILES):
+                yield moe, tokens, False, tiles
 
 
 def _experts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -8,9 +8,9 @@ import torch
 
 from kvern.kernel_list.dense import ACTIVATION, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.experts import make_experts, moes
+from kvern.kernel_list.experts import blocks, make_experts, plain_experts
 from kvern.kernels.linear import ProductShape, StreamShape
-from kvern.kernels.moe import ACTIVATIONS, hopper_experts
+from kvern.kernels.moe import hopper_experts
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -73,17 +73,15 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for moe in moes(spec):
-        if (
-            inputs.hopper
-            and moe.activation in ACTIVATIONS
-            and hopper_experts(inputs.dtype, spec.hidden_size, moe.width)
-        ):
-            yield moe, 33 * moe.experts // moe.top_k + 1, False, True
+    for moe in plain_experts(spec, inputs):
+        if inputs.hopper and hopper_experts(inputs.dtype, spec.hidden_size, moe.width):
+            expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
+            yield from ((moe, tokens, True) for tokens in blocks(moe, inputs.batch_tokens, expert_bytes))
 
 
 def _experts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((moe, 8192, False, True) for moe, *_ in _experts_launched(spec, inputs))
+    for moe in dict.fromkeys(moe for moe, *_ in _experts_launched(spec, inputs)):
+        yield from ((moe, tokens, True) for tokens in (32, 256, 8192))
 
 
 KERNELS = (

@@ -1,22 +1,22 @@
 """The experts of a mixture, of the codes that a model stores."""
 
 import itertools
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kvern.kernel_list.dense import ACTIVATION
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.experts import forms, moes
+from kvern.kernel_list.experts import OTHER_TILES, blocks, forms, moes
 from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
 from kvern.kernels.codes import CODES, readable
-from kvern.kernels.moe import ACTIVATIONS, rows_of_block
+from kvern.kernels.moe import ACTIVATIONS
+from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.packed import Packed
-from kvern.kernels.quantize_rows import quantize_rows
+from kvern.kernels.quantize_rows import Coding
 from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.model_spec import ModelSpec, MoeSpec
 
@@ -45,16 +45,14 @@ def _experts(
     tokens: int,
     by_codes: bool = False,
     hopper: bool = False,
+    tiles: int = 0,
 ) -> Call:
     hidden, width = spec.hidden_size, moe.width
     x, add = inputs.numbers(tokens, hidden), inputs.numbers(tokens, hidden) if moe.shared_width else None
     matrices = [random_packed(inputs, kind, kind.outputs) for kind in (gate_up, down)]
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
     chosen = chosen if moe.scoring == "sigmoid" else chosen.int()
-    codes = [
-        partial(quantize_rows, code=kind.code, group=0 if kind.group == kind.inputs else kind.group)
-        for kind in (gate_up, down)
-    ]
+    codes = [Coding(kind.code, 0 if kind.group == kind.inputs else kind.group, late=hopper) for kind in (gate_up, down)]
 
     def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:
         if by_codes:
@@ -81,7 +79,7 @@ def _experts(
         if by_codes:
             return coded_experts(
                 x, one, other, weights, chosen, moe.activation, experts=moe.experts, rounded=codes, add=add,
-                hopper=hopper,
+                hopper=hopper, tiles=tiles,
             )  # fmt: skip
         return packed_experts(x, one, other, weights, chosen, moe.activation, experts=moe.experts, add=add)
 
@@ -105,12 +103,18 @@ def _kinds(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[MoeSpec, PackedKin
             yield from ((moe, gate_up, down) for gate_up, down in itertools.product(*found))
 
 
+def _expert_bytes(moe: MoeSpec, *kinds: PackedKind) -> int:
+    """Of an expert's codes."""
+    return int(sum(kind.outputs * kind.inputs * _byte_share(kind) for kind in kinds) / moe.experts)
+
+
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for moe, gate_up, down in _kinds(spec, inputs):
-        code_bytes = sum(kind.outputs * kind.inputs * _byte_share(kind) for kind in (gate_up, down))
-        yield from (
-            (moe, gate_up, down, tokens) for tokens in forms(moe, inputs.batch_tokens, int(code_bytes / moe.experts))
-        )
+    """Where codes are multiplied by codes only tokens that are not sorted."""
+    for moe, *kinds in _kinds(spec, inputs):
+        expert_bytes, coded = _expert_bytes(moe, *kinds), _by_codes(kinds, inputs)
+        for tokens in forms(moe, inputs.batch_tokens, expert_bytes):
+            if not coded or runs_direct(tokens, moe.top_k, moe.experts, expert_bytes):
+                yield moe, *kinds, tokens
 
 
 def _byte_share(kind: PackedKind) -> float:
@@ -119,13 +123,28 @@ def _byte_share(kind: PackedKind) -> float:
     return 1 / CODES[kind.code].planes if block is None else block.size / block.numbers
 
 
+def _by_codes(kinds: Sequence[PackedKind], inputs: Inputs) -> bool:
+    """Whether activations are rounded to codes, and multiplied as such."""
+    return all(kind.activations and multiplies_by_codes(kind, inputs) for kind in kinds)
+
+
+def _sorted(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    """One number of tokens for each size of blocks, where codes are multiplied by codes."""
+    for moe, *kinds in _kinds(spec, inputs):
+        if _by_codes(kinds, inputs):
+            for tokens in blocks(moe, inputs.batch_tokens, _expert_bytes(moe, *kinds)):
+                yield moe, *kinds, tokens, True
+
+
 def _coded_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for moe, gate_up, down in _kinds(spec, inputs):
-        if all(multiplies_by_codes(kind, inputs) for kind in (gate_up, down)):
-            found = {
-                rows_of_block(tokens * moe.top_k, moe.experts): tokens for tokens in range(inputs.batch_tokens, 0, -1)
-            }
-            yield from ((moe, gate_up, down, tokens, True) for tokens in found.values())
+    for moe, *kinds in _kinds(spec, inputs):
+        if _by_codes(kinds, inputs):
+            expert_bytes = _expert_bytes(moe, *kinds)
+            for tokens in forms(moe, inputs.batch_tokens, expert_bytes):
+                if not runs_direct(tokens, moe.top_k, moe.experts, expert_bytes):
+                    yield moe, *kinds, tokens, True
+    for sizes in _sorted(spec, inputs):
+        yield from ((*sizes, False, tiles) for tiles in OTHER_TILES)
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -139,14 +158,16 @@ def _coded_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for moe, *kinds in _kinds(spec, inputs):
+    for moe, gate_up, down, *sizes in _sorted(spec, inputs):
+        kinds = gate_up, down
         known = all(hopper_codes(kind.code, inputs.dtype, spec.hidden_size, moe.width) for kind in kinds)
         if inputs.hopper and known and all(kind.group == kind.inputs for kind in kinds):
-            yield moe, *kinds, 33 * moe.experts // moe.top_k + 1, True, True
+            yield moe, *kinds, *sizes, True
 
 
 def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((*sizes[:3], 8192, True, True) for sizes in itertools.islice(_hopper_launched(spec, inputs), 1))
+    for sizes in itertools.islice(_hopper_launched(spec, inputs), 1):
+        yield from ((*sizes[:3], tokens, True, True) for tokens in (32, 256, 8192))
 
 
 KERNELS = (

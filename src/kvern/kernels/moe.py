@@ -41,19 +41,26 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Tiles(NamedTuple):
+    """Of the product with gate and up, and of that with down; both of one `group`."""
+
+    gate_up: Tile
+    down: Tile
+
+
 TILES = {
-    16: Tile(64, 128, 1, 4, 4),
-    32: Tile(64, 128, 1, 4, 4),
-    64: Tile(128, 64, 4, 4, 4),
-    128: Tile(256, 64, 8, 8, 4),
+    16: (Tiles(*[Tile(64, 128, 1, 4, 4)] * 2), Tiles(*[Tile(128, 64, 1, 4, 5)] * 2)),
+    32: (Tiles(*[Tile(64, 128, 1, 4, 4)] * 2), Tiles(*[Tile(128, 64, 1, 4, 5)] * 2)),
+    64: (Tiles(*[Tile(128, 64, 4, 4, 4)] * 2), Tiles(*[Tile(128, 64, 1, 4, 4)] * 2)),
+    128: (Tiles(*[Tile(256, 64, 8, 8, 4)] * 2), Tiles(*[Tile(128, 64, 8, 4, 4)] * 2)),
 }
-"""By the rows of a block."""
-FLOAT32_TILE = Tile(32, 32, 1, 4, 2)
+"""By the rows of a block: the ways that are timed, the first of them until then."""
+FLOAT32_TILES = Tiles(*[Tile(32, 32, 1, 4, 2)] * 2)
 """Float32 runs on the ordinary cores, in blocks of 16 rows."""
 
 
 def hopper_experts(dtype: torch.dtype, hidden: int, width: int) -> bool:
-    """Whether the kernel for Hopper GPUs knows such experts: TMA takes rows of a multiple of 16 bytes, copies of 32."""
+    """Whether the kernels for Hopper GPUs know such experts: TMA takes rows of a multiple of 16 bytes, copies of 32."""
     return dtype.itemsize == 2 and hidden % 16 == 0 and width % 8 == 0
 
 
@@ -201,6 +208,7 @@ def fused_experts(
     add: torch.Tensor | None = None,
     deterministic: bool = False,
     hopper: bool = False,
+    tiles: int = 0,
 ) -> torch.Tensor:
     """Sum x through the experts chosen, times their weights.
 
@@ -211,7 +219,8 @@ def fused_experts(
     topk_ids       [T, top_k] int32 or int64
     add            [T, hidden] that is added to the sum, or None; rows may have gaps
     deterministic  a token's result depends on no other token, and on no number of tokens
-    hopper         the kernel for Hopper GPUs takes many rows
+    hopper         the kernels for Hopper GPUs take what is grouped
+    tiles          which of `TILES` do else
     returns        [T, hidden] in the dtype of x; sums in float32
 
     Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits, if it gets no more rows
@@ -226,19 +235,26 @@ def fused_experts(
         direct_gate_up(x, gate_up, topk_ids, gated, activation)
         return direct_down(gated, down, weights, topk_ids, add)
     rows = DETERMINISTIC_ROWS if deterministic else rows_of_block(tokens * top_k, experts)
-    tile = TILES[rows]
+    cut = TILES[rows][tiles]
     if x.element_size() == 4:
-        rows, tile = 16, FLOAT32_TILE
-    if hopper and not deterministic and rows == HOPPER_ROWS:
+        rows, cut = 16, FLOAT32_TILES
+    if hopper and rows == HOPPER_ROWS:
         from kvern.kernels.product_hopper import experts_products
 
         blocks = align(topk_ids, experts, rows, HOPPER_GROUP)
         parts = experts_products(x, gate_up, down, blocks, topk_ids.numel(), top_k, activation, HOPPER_GROUP)
         return sum_parts(parts, top_k, add, blocks.places, weights)
-    blocks = align(topk_ids, experts, rows, tile.group)
+    blocks = align(topk_ids, experts, rows, 1 if hopper else cut.gate_up.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, tile)
-    parts = _grouped_down(gated, down, weights, blocks, rows, tile)
+    if hopper:
+        from kvern.kernels.stream_experts_hopper import stream_experts
+
+        parts = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
+        stream_experts(x.contiguous(), gate_up.view(-1, x.shape[1]), gated, blocks, rows, top_k, activation)
+        stream_experts(gated, down.view(-1, width), parts, blocks, rows, weights=weights, early=True)
+    else:
+        _grouped_gate_up(x, gate_up, blocks, gated, top_k, activation, rows, cut.gate_up)
+        parts = _grouped_down(gated, down, weights, blocks, rows, cut.down)
     return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
 
 

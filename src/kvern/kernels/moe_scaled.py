@@ -4,10 +4,13 @@ As the grouped products of `kernels/moe_packed.py`; x and what gate and up make 
 (`kernels/quantize_rows.py`), with scales of rows or of runs of inputs, so that no code is made a number. Where scales
 are of less than rows, the sums of a step are made plain before they are added up. Matrix units multiply 64 rows of a
 tile at least and 8 columns: of few rows of x, which are the columns then, by weights.
+
+The matrix units add products of e4m3 in about 14 bits. Sums of a step are added to others in float32, but in blocks of
+128 rows, whose sums leave no registers for those of a step.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -15,10 +18,14 @@ import triton.language as tl
 
 from kvern.kernels.activation import activate
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, stages, wait_for_previous
-from kvern.kernels.moe import HOPPER_GROUP, HOPPER_ROWS, Tile, rows_of_block, sum_parts
+from kvern.kernels.moe import HOPPER_GROUP, HOPPER_ROWS, Tile, Tiles, rows_of_block, sum_parts
 from kvern.kernels.moe_direct import inputs_of_step
 from kvern.kernels.moe_routing import Alignment, align
 from kvern.kernels.packed import Packed
+from kvern.kernels.quantize_rows import Coding
+
+if TYPE_CHECKING:
+    from kvern.kernels.product_hopper import RowScales
 
 Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`x [T, inputs] ->` codes [T, inputs], and float32 scales [T, n] of runs of inputs / n."""
@@ -26,12 +33,15 @@ Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ROWS = 128
 """Of the largest blocks."""
 TILES = {
-    16: Tile(128, 128, 1, 4, 3),
-    32: Tile(128, 128, 1, 4, 4),
-    64: Tile(128, 128, 4, 4, 4),
-    ROWS: Tile(256, 128, 8, 8, 4),
+    16: (Tiles(Tile(128, 128, 1, 4, 3), Tile(128, 128, 1, 4, 4)), Tiles(*[Tile(128, 128, 1, 4, 6)] * 2)),
+    32: (Tiles(*[Tile(128, 128, 1, 4, 4)] * 2), Tiles(*[Tile(128, 128, 1, 4, 3)] * 2)),
+    64: (Tiles(*[Tile(128, 128, 4, 4, 4)] * 2), Tiles(*[Tile(128, 128, 1, 4, 4)] * 2)),
+    ROWS: (Tiles(*[Tile(256, 128, 8, 8, 4)] * 2), Tiles(*[Tile(128, 128, 8, 4, 4)] * 2)),
 }
-"""By the rows of a block. A step is of no more inputs than a scale stands for."""
+"""By the rows of a block: the ways that are timed, the first of them until then.
+
+A step is of no more inputs than a scale stands for.
+"""
 TALL = 64
 """Blocks of fewer rows are columns of the matrix units' tiles."""
 
@@ -67,8 +77,10 @@ def _step(
     SUMS: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
     first = tl.trans(weights) if TURNED else values
     second = tl.trans(values) if TURNED else weights
-    if WHOLE:
+    if WHOLE and (codes.dtype.element_ty == tl.int8 or values.shape[0] >= 128):
         total = tl.dot(first, second, total, out_dtype=SUMS)
+    elif WHOLE:
+        total += tl.dot(first, second)
     else:
         part = tl.dot(first, second, out_dtype=SUMS).to(tl.float32)
         by = tl.load(scale + (row // PER) * tl.cdiv(inputs, SCALES_GROUP) + start // SCALES_GROUP)
@@ -173,10 +185,12 @@ def coded_experts(
     rounded: Sequence[Rounded],
     add: torch.Tensor | None = None,
     hopper: bool = False,
+    tiles: int = 0,
 ) -> torch.Tensor:
     """As `packed_experts`, of weights without zeros or factors; `rounded` makes codes of x, and of what down gets.
 
-    hopper   the kernel for Hopper GPUs takes many rows; all scales are of whole rows
+    hopper   the kernels for Hopper GPUs multiply; all scales are of whole rows
+    tiles    which of `TILES` do else
 
     Moves the codes of each expert that is chosen once, if it gets no more rows than a block has.
     """
@@ -185,17 +199,36 @@ def coded_experts(
     rows = rows_of_block(tokens * top_k, experts)
     if hopper and rows == ROWS:
         return _coded_on_hopper(x, gate_up, down, weights, topk_ids, activation, experts, rounded, add)
-    blocks = align(topk_ids, experts, rows, TILES[rows].group)
+    cut = TILES[rows][tiles]
+    blocks = align(topk_ids, experts, rows, 1 if hopper else cut.gate_up.group)
     gated = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, rows, top_k, activation)
     parts = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply(*rounded[1](gated), down, weights, blocks, parts, rows, top_k, None)
+    if hopper:
+        from kvern.kernels.stream_experts_hopper import stream_experts
+
+        early = [isinstance(coding, Coding) and coding.late and not coding.group for coding in rounded]
+        codes, scales = _with_scales(rounded[0](x.contiguous()), gate_up)
+        stream_experts(codes, gate_up.codes, gated, blocks, rows, top_k, activation, scales=scales, early=early[0])
+        codes, scales = _with_scales(rounded[1](gated), down)
+        stream_experts(codes, down.codes, parts, blocks, rows, weights=weights, scales=scales, early=early[1])
+    else:
+        _multiply(*rounded[0](x.contiguous()), gate_up, weights, blocks, gated, rows, cut.gate_up, top_k, activation)
+        _multiply(*rounded[1](gated), down, weights, blocks, parts, rows, cut.down, top_k, None)
     return parts if top_k == 1 and add is None else sum_parts(parts, top_k, add)
 
 
 def hopper_codes(code: str, dtype: torch.dtype, hidden: int, width: int) -> bool:
     """As `hopper_experts`, of codes with scales of whole rows."""
     return code == "e4m3" and dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
+
+
+def _with_scales(rounded: tuple[torch.Tensor, torch.Tensor], matrix: Packed) -> "tuple[torch.Tensor, RowScales]":
+    """Codes of x, and their scales beside the matrix's."""
+    from kvern.kernels.product_hopper import RowScales
+
+    assert matrix.scale is not None
+    codes, scales = rounded
+    return codes, RowScales(scales, matrix.scale, matrix.outputs_per_scale)
 
 
 def _coded_on_hopper(
@@ -209,18 +242,15 @@ def _coded_on_hopper(
     rounded: Sequence[Rounded],
     add: torch.Tensor | None,
 ) -> torch.Tensor:
-    from kvern.kernels.product_hopper import RowScales, experts_product
+    from kvern.kernels.product_hopper import experts_product
 
-    assert gate_up.scale is not None and down.scale is not None
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     blocks = align(topk_ids, experts, HOPPER_ROWS, HOPPER_GROUP)
-    codes, by = rounded[0](x.contiguous())
+    codes, scales = _with_scales(rounded[0](x.contiguous()), gate_up)
     gated = torch.empty(blocks.pairs.shape[0], gate_up.codes.shape[0] // experts // 2, dtype=x.dtype, device=x.device)
-    scales = RowScales(by, gate_up.scale, gate_up.outputs_per_scale)
     experts_product(codes, gate_up.codes, gated, blocks, pairs, HOPPER_GROUP, activation, top_k, scales)
-    codes, by = rounded[1](gated)
+    codes, scales = _with_scales(rounded[1](gated), down)
     parts = torch.empty(blocks.pairs.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    scales = RowScales(by, down.scale, down.outputs_per_scale)
     experts_product(codes, down.codes, parts, blocks, pairs, HOPPER_GROUP, scales=scales)
     return sum_parts(parts, top_k, add, blocks.places, weights)
 
@@ -233,6 +263,7 @@ def _multiply(
     blocks: Alignment,
     out: torch.Tensor,
     rows: int,
+    tile: Tile,
     top_k: int,
     activation: str | None,
 ) -> None:
@@ -242,7 +273,7 @@ def _multiply(
     gated = activation is not None
     form = Scales.of(x_scale, matrix, inputs)
     overlap = overlaps(x.device)
-    tile, halves = TILES[rows], 2 if gated else 1
+    halves = 2 if gated else 1
     # Sums of a step beside those of all take twice the registers.
     wide = min(tile.outputs, 256 if form.whole else 128) // halves
     wide = min(wide, max(16, next_power_of_2(outputs)))

@@ -307,7 +307,7 @@ def experts_products(
 
 
 class RowScales(NamedTuple):
-    """Of e4m3 codes: `x [T, 1]` and `weight [experts * outputs / per, 1]`, float32."""
+    """Of codes: `x [T, 1]` and `weight [experts * outputs / per, 1]`, float32."""
 
     x: torch.Tensor
     weight: torch.Tensor

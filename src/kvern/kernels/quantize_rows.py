@@ -7,12 +7,23 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import (
+    Launcher,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    next_power_of_2,
+    overlaps,
+    processors,
+    wait_for_previous,
+)
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"e4m3": 448.0, "int8": 127.0}
 BLOCK = 1 << 15
 """Numbers of a row that a program has in registers; a longer row is read twice."""
+NARROW, NARROW_PROGRAMS = 1024, 32
+"""Numbers of a row of which a warp takes one after another, and such warps of a processor."""
 UNLIMITED = 3e38
 TILE = 2048
 """Inputs of groups, of one row, that a program rounds."""
@@ -34,9 +45,10 @@ class Coding:
     static: torch.Tensor | None = None
     limit: float | None = None
     columns: bool = False
+    late: bool = False
 
     def __call__(self, x: torch.Tensor) -> RowCodes:
-        return quantize_rows(x.contiguous(), self.code, self.group, self.static, self.limit, self.columns)
+        return quantize_rows(x.contiguous(), self.code, self.group, self.static, self.limit, self.columns, self.late)
 
     def block(self, width: int) -> int:
         """Of a program that makes and rounds a row of so many numbers; 0: it cannot, or not in groups of that size."""
@@ -94,7 +106,7 @@ def store_codes(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["row_stride", "group_stride"])
+@triton.jit(do_not_specialize=["row_stride", "group_stride", "rows"])
 def _quantize_rows_kernel(
     x: tl.tensor,
     codes: tl.tensor,
@@ -104,20 +116,36 @@ def _quantize_rows_kernel(
     group_stride,
     limit,
     width,
+    rows,
     LARGEST: tl.constexpr,
     INTEGER: tl.constexpr,
     STATIC: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    NARROW: tl.constexpr,
+    LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """WHOLE: a block holds a row; else it is read twice, the second time from a cache."""
-    if OVERLAP:
+    """WHOLE: a block holds a row; else it is read twice, the second time from a cache. NARROW: a program takes several.
+
+    What a processor's registers hold of narrow rows is less than has to be on its way from memory.
+    """
+    if OVERLAP and LATE:
+        gdc_wait()
+        gdc_launch_dependents()
+    elif OVERLAP:
         wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    if WHOLE:
+    if NARROW:
+        for number in tl.range(row, rows, tl.num_programs(0), num_stages=3):
+            values = tl.load(x + number * width + column, mask=column < width, other=0.0)
+            store_codes(
+                values.to(tl.float32), number, column, width, codes, scales, static, row_stride, group_stride, limit,
+                LARGEST, INTEGER, STATIC, GROUP,
+            )  # fmt: skip
+    elif WHOLE:
         values = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         store_codes(
             values, row, column, width, codes, scales, static, row_stride, group_stride, limit,
@@ -177,12 +205,14 @@ def quantize_rows(
     static: torch.Tensor | None = None,
     limit: float | None = None,
     columns: bool = False,
+    late: bool = False,
 ) -> RowCodes:
     """`x [T, I]` as codes of "e4m3" or "int8": those of rows, or of groups of inputs.
 
     A scale is that of its largest number, of `limit` at most, or `static [1]` float32. `columns`: scales of
-    the same group lie behind one another, as cuBLAS reads them. Moves x once, a row of more than `BLOCK` numbers twice,
-    and the codes once.
+    the same group lie behind one another, as cuBLAS reads them. `late`, not of groups: the next kernel starts only when
+    those before this one have ended, and may read what they wrote before it waits. Moves x once, a row of more than
+    `BLOCK` numbers twice, and the codes once.
     """
     tokens, width = x.shape
     coding = Coding(code, group, static, limit, columns)
@@ -198,8 +228,10 @@ def quantize_rows(
         )  # fmt: skip
         return made
     block = min(BLOCK, next_power_of_2(width))
-    _quantize_rows_kernel[(tokens,)](
-        x, *variables, width, *constants, block, block >= width, overlap,
+    narrow = width <= block <= NARROW
+    programs = min(tokens, processors(x.device) * NARROW_PROGRAMS) if narrow else tokens
+    _quantize_rows_kernel[(programs,)](
+        x, *variables, width, tokens, *constants, block, block >= width, narrow, late, overlap,
         num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
     )  # fmt: skip
     return made

@@ -2,7 +2,7 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class Experts(Loadable):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: "Build") -> None:
         super().__init__(build.path)
-        self.spec, self.hidden_size = spec, hidden_size
+        self.spec, self.hidden_size, self.dtype = spec, hidden_size, build.dtype
         self.activation = ACTIVATIONS[spec.activation]
         counts = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
         self.register_buffer("expert_counts", counts, persistent=False)
@@ -58,6 +58,18 @@ class Experts(Loadable):
         """
         out = (self._chosen if self.waits else self._all)(x, weights.to(x.dtype), topk_ids)
         return out if add is None else out + add
+
+    @property
+    def name(self) -> str:
+        """Of what `candidates` multiply, in the keys of measurements."""
+        return "unquantized"
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Callable[..., Tensor]]]:
+        """What is to be timed: by the most tokens that they are for, ways to do what `forward` does."""
+        return {}
+
+    def choose(self, tokens: int, candidate: Hashable) -> None:
+        """Use one of the `candidates` for up to so many tokens."""
 
     def _chosen(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Each expert with its own rows, whose number the host waits for."""

@@ -1,5 +1,8 @@
 """Routers and experts made of Triton kernels; nothing waits for the device, so that a step can be a CUDA graph."""
 
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +10,7 @@ from kvern.kernels.moe import fused_experts, hopper_experts, route
 from kvern.layers.build import Build
 from kvern.layers.experts import StackedExperts
 from kvern.layers.router import SigmoidRouter, SoftmaxRouter
+from kvern.layers.tuned_experts import Ways
 from kvern.model_spec import MoeSpec
 
 
@@ -16,9 +20,19 @@ class FusedExperts(StackedExperts):
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
         self.deterministic = build.deterministic
-        self.hopper = "hopper_linear" in build.kernels and hopper_experts(build.dtype, hidden_size, spec.width)
+        hopper = "hopper_linear" in build.kernels and hopper_experts(build.dtype, hidden_size, spec.width)
+        self._ways = Ways(self._multiply, hopper and not build.deterministic, build.dtype.itemsize == 2)
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
+        return self._ways(x, weights, topk_ids, add)
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Callable[..., Tensor]]]:
+        return {} if self.deterministic else self._ways.candidates()
+
+    def choose(self, tokens: int, candidate: Hashable) -> None:
+        self._ways.choose(tokens, candidate)
+
+    def _multiply(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any) -> Tensor:
         return fused_experts(
             x,
             self.gate_up_proj,
@@ -28,7 +42,7 @@ class FusedExperts(StackedExperts):
             self.spec.activation,
             add=add,
             deterministic=self.deterministic,
-            hopper=self.hopper,
+            **way,
         )
 
 

@@ -1,6 +1,8 @@
 """Experts of a quantized mixture made of Triton kernels, which make numbers of codes inside their products."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from kvern.layers.linear_method import LinearMethod
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import multiplies
 from kvern.layers.row_experts import RowStackedExperts
+from kvern.layers.tuned_experts import Ways
 from kvern.model_spec import MoeSpec
 
 if TYPE_CHECKING:
@@ -41,19 +44,37 @@ class FusedPackedExperts(RowStackedExperts):
         super().finish()
         methods = self.gate_up_proj, self.down_proj
         self._packed = tuple(readable(method.packed()) for method in methods)
-        ways = [way for method in methods if (way := _coded(method)) is not None]
-        self._coded = ways if len(ways) == 2 and not self.deterministic else None
-        if self._hopper:
+        codings = [coding for method in methods if (coding := _coded(method)) is not None]
+        self._ways: Ways | None = None
+        if len(codings) == 2 and not self.deterministic:
             shape = self.gate_up_proj.shape.dtype, self.hidden_size, self.spec.width
-            known = self._coded is not None and all(hopper_codes(packed.code, *shape) for packed in self._packed)
-            self._hopper = known and all(map(_whole_rows, methods, ways))
+            known = all(hopper_codes(packed.code, *shape) for packed in self._packed)
+            hopper = self._hopper and known and all(map(_whole_rows, methods, codings))
+            self._codings = [replace(coding, late=hopper) for coding in codings]
+            self._ways = Ways(self._multiply, hopper, several=True)
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         experts, (gate_up, down) = self.spec.experts, self._packed
+        if self._ways is not None and not one_by_one(topk_ids, experts, gate_up, down):
+            return self._ways(x, weights, topk_ids, add)
         given = x, gate_up, down, weights, topk_ids, self.spec.activation
-        if self._coded is not None and not one_by_one(topk_ids, experts, gate_up, down):
-            return coded_experts(*given, experts=experts, rounded=self._coded, add=add, hopper=self._hopper)
         return packed_experts(*given, experts=experts, add=add, deterministic=self.deterministic)
+
+    @property
+    def name(self) -> str:
+        return " and ".join(dict.fromkeys(method.name for method in self.methods()))
+
+    def candidates(self) -> Mapping[int, Mapping[Hashable, Callable[..., Tensor]]]:
+        return {} if self._ways is None else self._ways.candidates()
+
+    def choose(self, tokens: int, candidate: Hashable) -> None:
+        if self._ways is not None:
+            self._ways.choose(tokens, candidate)
+
+    def _multiply(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any) -> Tensor:
+        gate_up, down = self._packed
+        given = x, gate_up, down, weights, topk_ids, self.spec.activation
+        return coded_experts(*given, experts=self.spec.experts, rounded=self._codings, add=add, **way)
 
 
 def _coded(method: QuantizedMethod) -> "Coding | None":

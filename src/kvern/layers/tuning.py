@@ -1,14 +1,16 @@
-"""Choosing how each linear layer multiplies, by timing what its method offers over the model's own weights."""
+"""Choosing how linear layers and experts multiply, by timing what its method offers over the model's own weights."""
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvern.layers.embedding import Embedding
+from kvern.layers.experts import Experts
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_method import CodesProduct, LinearMethod, Product
 
@@ -21,9 +23,21 @@ TIMED_LAYERS = 8
 TIMED_ROWS = 1024
 """Of all timed layers together, but for one: arithmetic on many rows takes longer than a cache could save."""
 
+Prepare = Callable[..., Callable[[], object]]
+"""Makes what is timed of the inputs."""
+
+
+class _Timed(NamedTuple):
+    """One of those alike, with what `inputs` makes for so many rows of any of them."""
+
+    name: str
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    candidates: Callable[[], Mapping[int, Mapping[Hashable, Prepare]]]
+    choose: Callable[[int, Hashable], None]
+
 
 def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str, object]:
-    """Choose for every kind of linear layer of the model. Returns what was timed because it was not `known`.
+    """Choose for every kind of linear layer, and of experts. Returns what was timed because it was not `known`.
 
     `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
     values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning;
@@ -32,24 +46,19 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
     timed: dict[str, object] = {}
     broken: dict[str, Exception] = {}
     for key, alike in _alike(model).items():
-        method = alike[0][0]
-        shape = method.shape
-        offers = [(method.candidates(), bias) for method, bias in islice(alike, TIMED_LAYERS)]
-        for rows, candidates in offers[0][0].items():
+        offers = [layer.candidates() for layer in islice(alike, TIMED_LAYERS)]
+        for rows, candidates in offers[0].items():
             alone = len(candidates) == 1
             choice = next(iter(candidates)) if alone else _plain(known.get(f"{key}, {rows} rows", ()))
             if choice not in candidates:
-                x = torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device)
+                inputs = alike[0].inputs(rows)
                 timed_layers = offers[: max(1, TIMED_ROWS // rows)]
-                products = {
-                    candidate: [(offer[rows][candidate], bias) for offer, bias in timed_layers]
-                    for candidate in candidates
-                }
-                choice, errors = _fastest(products, x, time)
-                broken = {f"{method.name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
+                ways = {candidate: [offer[rows][candidate] for offer in timed_layers] for candidate in candidates}
+                choice, errors = _fastest(ways, inputs, time)
+                broken = {f"{alike[0].name}, {rows} rows: {name}": error for name, error in errors.items()} | broken
                 timed[f"{key}, {rows} rows"] = choice
-            for method, _ in alike:
-                method.choose(rows, choice)
+            for layer in alike:
+                layer.choose(rows, choice)
     for name, error in broken.items():
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("a way to multiply does not work here and is left out (%s): %s", name, reason)
@@ -57,29 +66,19 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
 
 
 def _fastest(
-    candidates: Mapping[Hashable, list[tuple[Product, Tensor | None]]], x: Tensor, time: Time
+    candidates: Mapping[Hashable, list[Prepare]], inputs: tuple[Tensor, ...], time: Time
 ) -> tuple[Hashable, dict[Hashable, Exception]]:
-    """The candidate whose products, with their biases, take least, and why others do not run.
-
-    What fits depends on device, shape and dtype.
-    """
+    """The candidate whose calls take least, and why others do not run: what fits depends on device, shape and dtype."""
     durations: dict[Hashable, float] = {}
     errors: dict[Hashable, Exception] = {}
-    for candidate, products in candidates.items():
+    for candidate, ways in candidates.items():
         try:
-            durations[candidate] = time([_call(product, x, bias) for product, bias in products])
+            durations[candidate] = time([prepare(*inputs) for prepare in ways])
         except Exception as error:  # of a compiler, its launcher or the device: there is no common type
             errors[candidate] = error
     if not durations:
         raise next(iter(errors.values()))
     return min(durations, key=lambda candidate: durations[candidate]), errors
-
-
-def _call(product: Product, x: Tensor, bias: Tensor | None) -> Callable[[], object]:
-    """Of rows that are codes already, if it multiplies such: norms and activations make most of them."""
-    if isinstance(product, CodesProduct):
-        return partial(product.multiply_codes, product.coding(x), bias)
-    return partial(product, x, bias)
 
 
 def _plain(stored: object) -> Hashable:
@@ -89,14 +88,56 @@ def _plain(stored: object) -> Hashable:
     return stored if isinstance(stored, Hashable) else ()
 
 
-def _alike(model: nn.Module) -> dict[str, list[tuple[LinearMethod, Tensor | None]]]:
-    """Weights that are multiplied by, are stored alike and have one shape, each with its bias."""
-    kinds: dict[str, list[tuple[LinearMethod, Tensor | None]]] = {}
+def _alike(model: nn.Module) -> dict[str, list[_Timed]]:
+    """Weights that are multiplied by, are stored alike and have one shape."""
+    kinds: dict[str, list[_Timed]] = {}
     for layer in model.modules():
-        if not isinstance(layer, Weighted) or isinstance(layer, Embedding):
-            continue
-        for method in layer.method.methods():
-            shape = method.shape
-            key = f"{method.name}, {shape.outputs} x {shape.inputs}, {shape.dtype}"
-            kinds.setdefault(key, []).append((method, None if method is not layer.method else layer.bias))
+        if isinstance(layer, Weighted) and not isinstance(layer, Embedding):
+            for method in layer.method.methods():
+                shape = method.shape
+                timed = _timed_method(method, None if method is not layer.method else layer.bias)
+                kinds.setdefault(f"{method.name}, {shape.outputs} x {shape.inputs}, {shape.dtype}", []).append(timed)
+        elif isinstance(layer, Experts):
+            spec = layer.spec
+            key = f"experts, {layer.name}, {spec.top_k} of {spec.experts}, {spec.width} x {layer.hidden_size}"
+            kinds.setdefault(f"{key}, {layer.dtype}", []).append(_timed_experts(layer))
     return kinds
+
+
+def _timed_method(method: LinearMethod, bias: Tensor | None) -> _Timed:
+    def inputs(rows: int) -> tuple[Tensor, ...]:
+        shape = method.shape
+        return (torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device),)
+
+    def candidates() -> Mapping[int, Mapping[Hashable, Prepare]]:
+        return {
+            rows: {candidate: partial(_multiplied, product, bias) for candidate, product in products.items()}
+            for rows, products in method.candidates().items()
+        }
+
+    return _Timed(method.name, inputs, candidates, method.choose)
+
+
+def _multiplied(product: Product, bias: Tensor | None, x: Tensor) -> Callable[[], object]:
+    """Of rows that are codes already, if it multiplies such: norms and activations make most of them."""
+    if isinstance(product, CodesProduct):
+        return partial(product.multiply_codes, product.coding(x), bias)
+    return partial(product, x, bias)
+
+
+def _timed_experts(experts: Experts) -> _Timed:
+    def candidates() -> Mapping[int, Mapping[Hashable, Prepare]]:
+        return {
+            tokens: {candidate: partial(partial, way) for candidate, way in ways.items()}
+            for tokens, ways in experts.candidates().items()
+        }
+
+    return _Timed(f"experts, {experts.name}", partial(_routed, experts), candidates, experts.choose)
+
+
+def _routed(experts: Experts, tokens: int) -> tuple[Tensor, ...]:
+    """Tokens, each with experts of its own, as a router spreads them: rows, weights, `topk_ids`."""
+    spec, device = experts.spec, experts.expert_counts.device
+    x = torch.randn(tokens, experts.hidden_size, dtype=experts.dtype, device=device)
+    weights, topk_ids = torch.rand(tokens, spec.experts, device=device).topk(spec.top_k)
+    return x, weights, topk_ids.int()
