@@ -3,6 +3,8 @@
 Codes and scales together are as large as the blocks. Scales are bytes of the block, its d first. Codes are the bytes
 with four or eight bits of each number; then words of 32 bits with the other bits: of each 16 columns, one word of a bit
 for both planes, the low plane first, or two words of two bits, one for each plane.
+
+Those of q4_k are in the order of the numbers, two in a byte, as kernels have integers of four bits.
 """
 
 import torch
@@ -24,7 +26,7 @@ CODES: dict[str, tuple[Run, ...]] = {
     "q8_0": ((2, 34),),
     "q2_k": (),
     "q3_k": (),
-    "q4_k": ((16, 144),),
+    "q4_k": (),
     "q5_k": ((48, 176),),
     "q6_k": ((0, 128),),
     "iq4_nl": ((2, 18),),
@@ -45,6 +47,8 @@ SCALES: dict[str, tuple[Run, ...]] = {
 """Of others, the first two bytes."""
 PAIRS: dict[str, Run] = {"q2_k": (16, 80), "q3_k": (32, 96), "q6_k": (128, 192)}
 """Where two bits of each number are: of 32 bytes those of 128 numbers, the lowest of the first 32."""
+HALVES: dict[str, Run] = {"q4_k": (16, 144)}
+"""Where four bits of each number are: of 32 bytes those of 64 numbers, the lowest of the first 32."""
 SINGLES: dict[str, Run] = {"q3_k": (0, 32), "q5_k": (16, 48)}
 """Where one bit of each number is: of 32 bytes those of 256 numbers."""
 PLANE_RUN = {"q5_k": 32, "q6_k": 64, "q2_k": 16, "q3_k": 16}
@@ -66,6 +70,11 @@ def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
         for first, last in runs:
             blocks[..., first:last] = source[..., at : at + last - first]
             at += last - first
+    if name in HALVES:
+        first, last = HALVES[name]
+        both = codes[..., : last - first]
+        numbers = torch.stack((both & 15, both >> 4), -1).flatten(-2)
+        blocks[..., first:last] = _bits_in_bytes(numbers, 4)
     at = sum(last - first for first, last in CODES[name])
     for width, places in ((2, PAIRS), (1, SINGLES)):
         if name in places:
@@ -78,6 +87,10 @@ def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
 
 def _codes(name: str, blocks: Tensor) -> Tensor:
     parts = [blocks[..., first:last] for first, last in CODES[name]]
+    if name in HALVES:
+        first, last = HALVES[name]
+        numbers = bits_of(blocks[..., first:last].flatten(0, 1), 32, 4).view(*blocks.shape[:2], 256)
+        parts.append(numbers[..., ::2] | numbers[..., 1::2] << 4)
     for width, places in ((2, PAIRS), (1, SINGLES)):
         if name in places:
             first, last = places[name]
