@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kvern.kernels.arrange import arrange
+from kvern.kernels.arrange import arrange, scaled_lanes
+from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape
 from kvern.kernels.packed_product import packed_product, packed_row
@@ -120,6 +121,14 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4))),
 }
 """What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
+
+BLOCK_STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
+    8: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 2, 4)),
+    16: tuple(StreamPackedShape(16, 64, 4, splits) for splits in (1, 2, 4)),
+    32: (StreamPackedShape(32, 128, 3), StreamPackedShape(32, 64, 4), StreamPackedShape(32, 64, 4, 4)),
+    **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 3), StreamPackedShape(64, 64, 3, 4))),
+}
+"""The same, of blocks of GGUF that `kernels/stream_blocks_hopper.py` knows."""
 
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
@@ -270,7 +279,8 @@ class PackedProducts:
         shapes = self._candidates[most]
         if most == 1:
             return shapes
-        streams = (shape for shape in STREAMS.get(most, ()) if self._streams(shape))
+        offered = BLOCK_STREAMS if self.weight.code in BLOCKS else STREAMS
+        streams = (shape for shape in offered.get(most, ()) if self._streams(shape))
         codes = codes_candidates(most, self._streams_codes()) if self._multiplies_codes() else ()
         return (*shapes, *streams, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
 
@@ -278,6 +288,10 @@ class PackedProducts:
         size, weight = self._method.shape, self.weight
         if not self._hopper or size.dtype.itemsize != 2 or weight.code not in INTERLEAVED:
             return False
+        if weight.code in BLOCKS:
+            from kvern.kernels.stream_blocks_hopper import streams_blocks
+
+            return streams_blocks(weight.code, shape)
         from kvern.kernels.stream_packed_hopper import streams
 
         return streams(weight, size.inputs, shape, size.dtype)
@@ -312,6 +326,10 @@ class PackedProducts:
         if isinstance(shape, MatvecShape | ResidentShape):
             x = x if weight.order is None else arrange(x, weight.order, "")
             return multiply_row(x, weight, bias, shape)
+        if isinstance(shape, StreamPackedShape) and weight.code in BLOCKS:
+            from kvern.kernels.stream_blocks_hopper import stream_blocks_product
+
+            return stream_blocks_product(scaled_lanes(x), weight, bias, shape, counters(x.device), x.dtype)
         if isinstance(shape, StreamPackedShape):
             from kvern.kernels.stream_packed_hopper import stream_packed_product
 

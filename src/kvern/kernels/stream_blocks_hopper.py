@@ -1,0 +1,341 @@
+"""Products of few rows with GGUF's matrices of four bits in blocks of 256 on Hopper GPUs (compute capability 9.0).
+
+    x [T, inputs] @ weight.T -> [T, outputs]
+
+As `kernels/stream_packed_hopper.py`, but scales of 32 inputs are integers of six bits, and what the matrix units
+multiply are float16 that hold code * scale exactly: nothing of a weight is rounded. The products of a block of 256
+inputs are multiplied by the block's d in float32. Minima, integers too, are multiplied by the sums of 32 inputs each,
+kept as two float16, and those products by the block's dmin. So x is float16, too: each row multiplied by a power of two
+(`kernels/arrange.py`).
+
+A step is a block, and a lane's codes of half a step are those of a run of 32 inputs: the run of its number modulo 4, or
+the fourth behind. It reads the block's scales as the format has them (`kernels/block_codes.py`), a step ahead.
+"""
+
+import functools
+
+import torch
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kvern.kernels.arrange import ScaledLanes
+from kvern.kernels.hopper import tiles_of
+from kvern.kernels.launch import SHARED_MEMORY, cdiv
+from kvern.kernels.linear import StreamPackedShape
+from kvern.kernels.packed import Packed
+from kvern.kernels.stream_hopper import write_sums
+from kvern.kernels.stream_packed_hopper import (
+    BARRIER_BYTES,
+    FETCHING_REGISTERS,
+    PROCESSOR_REGISTERS,
+    STEP,
+    WORDS,
+    words_layout,
+)
+
+BLOCK = 256
+"""Inputs of a step."""
+SUMS = gl.constexpr(BLOCK // 16)
+REGISTERS = {8: 112, 16: 120, 32: 144, 64: 184}
+"""Of a thread that multiplies, by the rows of a tile."""
+
+# Of a scale, $4: the pairs that pairs of 1024 + code and of 1024 + 16 * code are multiplied by, and what is added then.
+_PAIRS = gl.constexpr(
+    "{ .reg .b32 pair, by; mov.b32 by, 0x64006400; mad.lo.u32 pair, $4, 0x10001, by; sub.f16x2 $0, pair, by;"
+    "mov.b32 by, 0xe400e400; mul.f16x2 $1, $0, by; mov.b32 by, 0x2c002c00; mul.f16x2 $2, $0, by;"
+    "mov.b32 by, 0xd400d400; mul.f16x2 $3, $0, by; }"
+)
+# Of two integers, $2 and $3, below 1024: float16.
+_INTEGERS = gl.constexpr(
+    "{ .reg .b32 pair, by; mov.b32 by, 0x64006400; mad.lo.u32 pair, $3, 0x10000, $2; or.b32 pair, pair, by;"
+    "sub.f16x2 pair, pair, by; mov.b32 {$0, $1}, pair; }"
+)
+
+
+@gluon.constexpr_function
+def _assembly():
+    """Of a word of eight codes, $8, pairs of codes four apart, and of the pairs of _PAIRS, $9 to $12: the numbers."""
+    lines = ["{ .reg .b32 word, pair; mov.b32 word, $8;"]
+    for place in range(4):
+        if place == 2:
+            lines.append("shr.b32 word, word, 8;")
+        mask, by, added = (0x00F000F0, "$11", "$12") if place % 2 else (0x000F000F, "$9", "$10")
+        lines.append(f"lop3.b32 pair, word, {mask:#x}, 0x64006400, 0xea; fma.rn.f16x2 pair, pair, {by}, {added};")
+        lines.append(f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, pair;")
+    return " ".join([*lines, "}"])
+
+
+NUMBER_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r,r,r")
+
+
+@gluon.constexpr_function
+def _scale_layout(outputs: int):
+    """[outputs, 4]: a lane has the four words of the two rows of which it has codes."""
+    warps = [[16, 0], [32, 0], [64, 0], [128, 0]][: (outputs // 16).bit_length() - 1]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], warps, [], [outputs, 4]
+    )
+
+
+@gluon.jit
+def _numbers(words, scale, layout: gl.constexpr):
+    """What the units read, [OUTPUTS, 128], of words [OUTPUTS, 4, 4] and the scales [OUTPUTS, 4, 1] of their runs."""
+    OUTPUTS: gl.constexpr = words.shape[0]
+    pairs: gl.constexpr = _PAIRS
+    assembly: gl.constexpr = _assembly()
+    low, low_added, high, high_added = gl.inline_asm_elementwise(
+        pairs, "=&r,=&r,=&r,=&r,r", [scale], (gl.int32,) * 4, is_pure=True, pack=1
+    )
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        assembly, NUMBER_REGISTERS, [words, low, low_added, high, high_added], (gl.float16,) * 8, is_pure=True, pack=1
+    )
+    first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
+    every = gl.reshape(gl.join(first, second), [OUTPUTS, 4, 4, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
+    tile = gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), [OUTPUTS, 128])
+    return gl.convert_layout(tile, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _minima(first, second, layout: gl.constexpr):
+    """What the units read, [OUTPUTS, SUMS], of the minima [OUTPUTS, 4] of the runs j and of those four behind."""
+    OUTPUTS: gl.constexpr = first.shape[0]
+    integers: gl.constexpr = _INTEGERS
+    a, b = gl.inline_asm_elementwise(integers, "=h,=h,r,r", [first, second], (gl.float16,) * 2, is_pure=True, pack=1)
+    both = gl.reshape(gl.join(a, b), [OUTPUTS, 8])
+    tile = gl.reshape(gl.permute(gl.join(both, both), (0, 2, 1)), [OUTPUTS, 16])
+    return gl.convert_layout(tile, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _four_words(words):
+    """Those of each row: [OUTPUTS, 4] -> four times [OUTPUTS]."""
+    even, odd = gl.split(gl.reshape(words, [words.shape[0], 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _of_run(word, layout: gl.constexpr):
+    """Of a word of a row [OUTPUTS], its byte j, and what is above: [OUTPUTS, 4]."""
+    spread = gl.expand_dims(gl.convert_layout(word, gl.SliceLayout(1, layout)), 1)
+    return spread >> (8 * gl.arange(0, 4, gl.SliceLayout(0, layout)))[None, :]
+
+
+@gluon.jit
+def _multiply(
+    out,
+    bias,
+    x_by,
+    scale,
+    partial,
+    arrived,
+    codes,
+    values,
+    sums,
+    ready,
+    empty,
+    first,
+    steps,
+    rows,
+    outputs,
+    blocks,
+    SPLITS: gl.constexpr,
+):
+    STAGES: gl.constexpr = sums.shape[0]
+    OUTPUTS: gl.constexpr = codes.shape[1]
+    ROWS: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [OUTPUTS // 16, 1], [16, ROWS, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    held: gl.constexpr = words_layout(OUTPUTS)
+    scaled: gl.constexpr = _scale_layout(OUTPUTS)
+    line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, scaled))
+    line = gl.minimum(line, outputs - 1).to(gl.int64)
+    place = scale + line[:, None] * (blocks * 4) + gl.arange(0, 4, gl.SliceLayout(0, scaled))[None, :]
+    coming = gl.load(place + gl.minimum(first, blocks - 1) * 4)
+    total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+    product = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+    nothing = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+    for step in range(steps):
+        stage = step % STAGES
+        halves, low, middle, high = _four_words(coming)
+        coming = gl.load(place + gl.minimum(first + step + 1, blocks - 1) * 4)
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        words = gl.reshape(codes.index(2 * stage).load(held), [OUTPUTS, 4, WORDS // 4])
+        runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
+        low, middle, high = _of_run(low, runs), _of_run(middle, runs), _of_run(high, runs)
+        numbers = _numbers(words, gl.expand_dims(low & 63, 2), layout)
+        product = warpgroup_mma(numbers, values.index(2 * stage).permute((1, 0)), product, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        words = gl.reshape(codes.index(2 * stage + 1).load(held), [OUTPUTS, 4, WORDS // 4])
+        numbers = _numbers(words, gl.expand_dims((high & 15) | ((low >> 2) & 48), 2), layout)
+        minima = _minima(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
+        product = warpgroup_mma(numbers, values.index(2 * stage + 1).permute((1, 0)), product, is_async=True)
+        least = warpgroup_mma(minima, sums.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        product, least = warpgroup_mma_wait(0, deps=[product, least])
+        mbarrier.arrive(empty.index(stage), count=1)
+        halves = gl.convert_layout(halves, by_row)
+        wide = (halves & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+        deep = ((halves >> 16) & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+        total += product * wide[:, None]
+        total -= least * deep[:, None]
+    gdc_wait()
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    total *= gl.load(x_by + row, mask=row < rows, other=0.0)[None, :]
+    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, 0)
+
+
+@gluon.jit
+def _fetch_codes(code_tiles, codes, bar, stage, block, wanted):
+    WORDS_: gl.constexpr = codes.shape[2]
+    line = gl.program_id(0) * codes.shape[1]
+    for half in gl.static_range(2):
+        place = (2 * block + half) * WORDS_
+        tma.async_copy_global_to_shared(code_tiles, [line, place], bar, codes.index(2 * stage + half), pred=wanted)
+
+
+@gluon.jit
+def _fetch_values(x_tiles, sum_tiles, values, sums, bar, stage, block, wanted):
+    HALF: gl.constexpr = values.shape[2]
+    for half in gl.static_range(2):
+        place = (2 * block + half) * HALF
+        tma.async_copy_global_to_shared(x_tiles, [0, place], bar, values.index(2 * stage + half), pred=wanted)
+    tma.async_copy_global_to_shared(sum_tiles, [0, block * sums.shape[2]], bar, sums.index(stage), pred=wanted)
+
+
+@gluon.jit
+def _fetch(code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, steps):
+    """Fill the ring, whose stages have two halves."""
+    gdc_launch_dependents()
+    STAGES: gl.constexpr = sums.shape[0]
+    BYTES: gl.constexpr = (
+        8 * codes.shape[1] * codes.shape[2] + 4 * values.shape[1] * values.shape[2] + 2 * sums.shape[1] * sums.shape[2]
+    )
+    for early in gl.static_range(STAGES):
+        bar = ready.index(early)
+        mbarrier.expect(bar, BYTES, pred=early < steps)
+        _fetch_codes(code_tiles, codes, bar, early, first + early, early < steps)
+    gdc_wait()
+    for early in gl.static_range(STAGES):
+        _fetch_values(x_tiles, sum_tiles, values, sums, ready.index(early), early, first + early, early < steps)
+    for step in range(STAGES, steps):
+        stage = step % STAGES
+        bar = ready.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, BYTES)
+        _fetch_codes(code_tiles, codes, bar, stage, first + step, True)
+        _fetch_values(x_tiles, sum_tiles, values, sums, bar, stage, first + step, True)
+
+
+@gluon.jit(do_not_specialize=["rows", "outputs", "blocks"])
+def _stream_blocks_kernel(
+    x_tiles,
+    sum_tiles,
+    code_tiles,
+    x_by,
+    scale,
+    bias,
+    out,
+    partial,
+    arrived,
+    rows,
+    outputs,
+    blocks,
+    ROWS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+):
+    codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTPUTS, WORDS], code_tiles.layout)
+    values = gl.allocate_shared_memory(gl.float16, [2 * STAGES, ROWS, 8 * WORDS], x_tiles.layout)
+    sums = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, SUMS], sum_tiles.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    span = (blocks + SPLITS - 1) // SPLITS
+    first = gl.program_id(1) * span
+    own = gl.minimum(blocks - first, span)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    out, bias, x_by, scale, partial, arrived, codes, values, sums, ready, empty, first, own, rows,
+                    outputs, blocks, SPLITS,
+                ),
+            ),
+            (_fetch, (code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, own)),
+        ],
+        [1],
+        [FETCHING_REGISTERS],
+    )  # fmt: skip
+
+
+@functools.cache
+def registers_of(shape: StreamPackedShape) -> int:
+    """Of a thread while none has given any away: four warps fetch, or wait, and four for each 64 outputs multiply."""
+    groups = shape.outputs // 64
+    needed = cdiv(groups * REGISTERS[shape.rows] + FETCHING_REGISTERS.value, groups + 1)
+    return min(8 * cdiv(needed, 8), PROCESSOR_REGISTERS // (128 * (groups + 1)) // 8 * 8)
+
+
+def streams_blocks(code: str, shape: StreamPackedShape) -> bool:
+    """Whether the kernel, so cut, multiplies by a matrix of a code."""
+    ring = shape.stages * (shape.outputs * BLOCK // 2 + shape.rows * (BLOCK + SUMS.value) * 2)
+    result = shape.outputs * shape.rows * 2  # changes its layout in shared memory
+    return code == "q4_k" and ring + result + BARRIER_BYTES <= SHARED_MEMORY[90] << 10
+
+
+def stream_blocks_product(
+    x: ScaledLanes,
+    weight: Packed,
+    bias: torch.Tensor | None,
+    shape: StreamPackedShape,
+    arrived: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, sums in float32: [T, inputs] -> [T, outputs] of 16 bits.
+
+    x         of `scaled_lanes`
+    weight    of a code that `streams_blocks` knows
+    arrived   if the shape has splits: an int32 zero for every tile, which is zero again afterwards
+
+    A row's result depends on the shape of the tiles alone. Moves the codes and scales once for `shape.rows` rows.
+    """
+    rows, inputs = x.values.shape
+    outputs = weight.codes.shape[0]
+    assert weight.scale is not None
+    tiles, codes = cdiv(outputs, shape.outputs), weight.codes.view(torch.int32).view(outputs, inputs // 8)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
+    partial = out
+    if shape.splits > 1:
+        partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=out.device)
+    code_tiles = tiles_of(codes, shape.outputs, STEP // 8)
+    for first in range(0, rows, shape.rows):  # one after the other: counters and sums of parts are the next one's too
+        run = slice(first, first + shape.rows)
+        _stream_blocks_kernel[(tiles, shape.splits)](
+            tiles_of(x.values[run], shape.rows, STEP),
+            tiles_of(x.sums[run], shape.rows, SUMS.value),
+            code_tiles,
+            x.by[run],
+            weight.scale.view(torch.int32),
+            bias,
+            out[run],
+            partial,
+            arrived,
+            min(rows - first, shape.rows),
+            outputs,
+            inputs // BLOCK,
+            shape.rows,
+            shape.outputs,
+            shape.stages,
+            shape.splits,
+            num_warps=shape.outputs // 16,
+            maxnreg=registers_of(shape),
+            launch_pdl=True,
+        )
+    return out

@@ -1,0 +1,83 @@
+"""Products of few rows with blocks of GGUF for Hopper GPUs. Gluon has no interpreter: they run there alone."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from kvern.kernels.arrange import scaled_lanes
+from kvern.kernels.linear import StreamPackedShape
+from kvern.layers.quantized.products import BLOCK_STREAMS
+from tests.kernels.packed_weights import make_packed, to_device
+from tests.kernels.test_stream_packed_hopper import GPU
+
+SHAPES = tuple(dict.fromkeys(shape for shapes in BLOCK_STREAMS.values() for shape in shapes))
+
+
+def _launch(shape: StreamPackedShape, code: str) -> None:
+    from kvern.kernels.stream_blocks_hopper import stream_blocks_product, streams_blocks
+
+    packed = make_packed(f"gguf {code}", 256, 4096).packed
+    assert streams_blocks(packed.code, shape)
+    lanes = scaled_lanes(torch.empty(shape.rows, 4096, dtype=torch.bfloat16))
+    stream_blocks_product(lanes, packed, None, shape, torch.zeros(64).int(), torch.bfloat16)
+
+
+LAUNCHES: list[Callable[[], object]] = [partial(_launch, shape, "q4_k") for shape in SHAPES]
+
+
+def test_rows_in_lanes_beside_the_sums_of_runs(device: torch.device) -> None:
+    """Numbers come back but for what is small beside a row's largest; two halves make a sum of 32."""
+    x = torch.randn(4, 768, device=device)
+    x[1] *= 2.0**40
+    x[2] = 0
+    x[3, 5] = 2.0**12
+    x = x.bfloat16()
+    values, sums, by = scaled_lanes(x)
+    assert not (by.log2() % 1).any() and float(values.abs().max()) < 1024
+    lanes = torch.empty(128, dtype=torch.int64)
+    for b, h, j, i in itertools.product(range(8), range(2), range(4), range(2)):
+        q, p = divmod(2 * b + h, 4)
+        lanes[16 * b + 8 * h + 2 * j + i] = 32 * j + 8 * q + p + 4 * i
+    plain = (values.double() * by[:, None].double()).view(4, 6, 128)
+    expected = x.double().view(4, 6, 128)[..., lanes.to(device)]
+    assert float(((plain - expected).abs().amax((1, 2)) / x.double().abs().amax(1).clamp(1e-30)).max()) < 2.0**-34
+    high, low = sums.double().view(4, 3, 2, 8).unbind(2)
+    runs = (high + low).view(4, 3, 4, 2).transpose(2, 3).reshape(4, 24) * by[:, None].double()
+    error = (runs - x.double().view(4, 24, 32).sum(-1)).abs()
+    assert float((error / (32 * x.double().abs().amax(1, keepdim=True)).clamp(1e-30)).max()) < 2.0**-20
+
+
+@GPU
+@pytest.mark.parametrize(
+    ("shape", "outputs", "inputs"),
+    [
+        *((shape, 2064, 4096) for shape in SHAPES),
+        *((shape, 136, 14336) for shape in SHAPES),
+        *((shape, 1000, 768) for shape in SHAPES),
+        *((shape, 64, 256) for shape in SHAPES[:3]),
+    ],
+)
+def test_product(device: torch.device, shape: StreamPackedShape, outputs: int, inputs: int) -> None:
+    """Twice over the same counters, in memory that was no number, and a tile after the other; each row as by itself."""
+    from kvern.kernels.stream_blocks_hopper import stream_blocks_product
+
+    made = make_packed("gguf q4_k", outputs, inputs)
+    packed, plain = to_device(made.packed, device), made.plain.to(device)
+    arrived = torch.zeros(1 << 10, dtype=torch.int32, device=device)
+    dtype = torch.float16 if inputs == 768 else torch.bfloat16
+    x = torch.randn(2 * shape.rows + 5, inputs, device=device).to(dtype)
+    x[3, 7] *= 100
+    bias = torch.randn(outputs, device=device).to(dtype)
+    for rows, added in ((shape.rows - 3, None), (len(x), bias)):
+        torch.full((1 << 22,), float("nan"), device=device)
+        out = stream_blocks_product(scaled_lanes(x[:rows]), packed, added, shape, arrived, dtype)
+        expected = x[:rows].double() @ plain.T + (0 if added is None else added.double())
+        largest = expected.abs().amax(1, keepdim=True)
+        assert float(((out.double() - expected).abs() / largest).max()) < (1e-3 if dtype == torch.float16 else 5e-3)
+    for row in (0, shape.rows, len(x) - 1):
+        alone = stream_blocks_product(scaled_lanes(x[row : row + 1]), packed, bias, shape, arrived, dtype)
+        assert torch.equal(alone[0], out[row])
+    assert not arrived.any()
