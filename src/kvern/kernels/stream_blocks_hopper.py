@@ -38,7 +38,7 @@ from kvern.kernels.stream_packed_hopper import (
 BLOCK = 256
 """Inputs of a step."""
 SUMS = gl.constexpr(BLOCK // 16)
-REGISTERS = {8: 112, 16: 120, 32: 144, 64: 184}
+REGISTERS = {8: 104, 16: 104, 32: 108, 64: 160}
 """Of a thread that multiplies, by the rows of a tile."""
 
 # Of a scale, $4: the pairs that pairs of 1024 + code and of 1024 + 16 * code are multiplied by, and what is added then.
@@ -166,21 +166,22 @@ def _multiply(
         words = gl.reshape(codes.index(2 * stage).load(held), [OUTPUTS, 4, WORDS // 4])
         runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
         low, middle, high = _of_run(low, runs), _of_run(middle, runs), _of_run(high, runs)
+        minima = _minima(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
+        least = warpgroup_mma(minima, sums.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         numbers = _numbers(words, gl.expand_dims(low & 63, 2), layout)
+        least = warpgroup_mma_wait(0, deps=[least])
+        halves = gl.convert_layout(halves, by_row)
+        deep = ((halves >> 16) & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+        total -= least * deep[:, None]
         product = warpgroup_mma(numbers, values.index(2 * stage).permute((1, 0)), product, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         words = gl.reshape(codes.index(2 * stage + 1).load(held), [OUTPUTS, 4, WORDS // 4])
         numbers = _numbers(words, gl.expand_dims((high & 15) | ((low >> 2) & 48), 2), layout)
-        minima = _minima(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
         product = warpgroup_mma(numbers, values.index(2 * stage + 1).permute((1, 0)), product, is_async=True)
-        least = warpgroup_mma(minima, sums.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        product, least = warpgroup_mma_wait(0, deps=[product, least])
+        product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(empty.index(stage), count=1)
-        halves = gl.convert_layout(halves, by_row)
         wide = (halves & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-        deep = ((halves >> 16) & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
         total += product * wide[:, None]
-        total -= least * deep[:, None]
     gdc_wait()
     row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     total *= gl.load(x_by + row, mask=row < rows, other=0.0)[None, :]
