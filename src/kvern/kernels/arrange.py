@@ -96,11 +96,14 @@ TOP = tl.constexpr(9)
 @triton.jit
 def _scaled_lanes_kernel(
     x: tl.tensor,
+    gain: tl.tensor,
     values: tl.tensor,
     sums: tl.tensor,
     by: tl.tensor,
     inputs,
     x_stride,
+    epsilon: tl.float32,
+    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -110,11 +113,17 @@ def _scaled_lanes_kernel(
     place = tl.arange(0, BLOCK)
     known = place < inputs
     plain = tl.load(x + row * x_stride + place, mask=known, other=0.0).to(tl.float32)
+    source = source_in_lanes(place)
+    lanes = tl.load(x + row * x_stride + source, mask=known, other=0.0).to(tl.float32)
+    inverse = 1.0
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(plain * plain, axis=0) / inputs + epsilon)
+        plain *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
+        lanes *= tl.load(gain + source, mask=known, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(plain), axis=0)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 27), 227)
     up = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(by + row, ((exponent - TOP) << 23).to(tl.float32, bitcast=True))
-    lanes = tl.load(x + row * x_stride + source_in_lanes(place), mask=known, other=0.0).to(tl.float32)
+    tl.store(by + row, ((exponent - TOP) << 23).to(tl.float32, bitcast=True) * inverse)
     tl.store(values + row * inputs + place, (lanes * up).to(tl.float16), mask=known)
     total = tl.sum(tl.reshape((plain * up).to(tl.float16).to(tl.float32), [BLOCK // 32, 32]), axis=1)
     run = tl.arange(0, BLOCK // 32)
@@ -124,8 +133,11 @@ def _scaled_lanes_kernel(
     tl.store(sums + place + 8, (total - high.to(tl.float32)).to(tl.float16), mask=run * 32 < inputs)
 
 
-def scaled_lanes(x: torch.Tensor) -> ScaledLanes:
-    """Of `x [T, inputs]`, a multiple of 256. Numbers below 2^-24 of a row's largest are rounded. Moves x twice."""
+def scaled_lanes(x: torch.Tensor, gain: torch.Tensor | None = None, epsilon: float = 0.0) -> ScaledLanes:
+    """Of `x [T, inputs]`, a multiple of 256, or of its root-mean-square norm with a gain [inputs]. Moves x twice.
+
+    Numbers below 2^-24 of a row's largest are rounded, and all that a gain has multiplied, to 11 bits.
+    """
     rows, inputs = x.shape
     overlap = overlaps(x.device)
     made = ScaledLanes(
@@ -134,6 +146,16 @@ def scaled_lanes(x: torch.Tensor) -> ScaledLanes:
         torch.empty(rows, dtype=torch.float32, device=x.device),
     )
     _scaled_lanes_kernel[(rows,)](
-        x, *made, inputs, x.stride(0), next_power_of_2(inputs), overlap, num_warps=8, launch_pdl=overlap
+        x,
+        x if gain is None else gain,
+        *made,
+        inputs,
+        x.stride(0),
+        epsilon,
+        gain is not None,
+        next_power_of_2(inputs),
+        overlap,
+        num_warps=8,
+        launch_pdl=overlap,
     )
     return made

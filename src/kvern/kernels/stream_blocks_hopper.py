@@ -1,6 +1,6 @@
 """Products of few rows with GGUF's matrices of four bits in blocks of 256 on Hopper GPUs (compute capability 9.0).
 
-    x [T, inputs] @ weight.T -> [T, outputs]
+    x [T, inputs] @ weight.T -> [T, outputs], or activation(gate) * up of the two halves of the outputs
 
 As `kernels/stream_packed_hopper.py`, but scales of 32 inputs are integers of six bits, and what the matrix units
 multiply are float16 that hold code * scale exactly: nothing of a weight is rounded. The products of a block of 256
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvern.kernels.arrange import ScaledLanes
-from kvern.kernels.hopper import tiles_of
+from kvern.kernels.hopper import KINDS, fetch_weights, tiles_of
 from kvern.kernels.launch import SHARED_MEMORY, cdiv
 from kvern.kernels.linear import StreamPackedShape
 from kvern.kernels.packed import Packed
@@ -128,6 +128,7 @@ def _of_run(word, layout: gl.constexpr):
 def _multiply(
     out,
     bias,
+    residual,
     x_by,
     scale,
     partial,
@@ -143,6 +144,7 @@ def _multiply(
     outputs,
     blocks,
     SPLITS: gl.constexpr,
+    KIND: gl.constexpr,
 ):
     STAGES: gl.constexpr = sums.shape[0]
     OUTPUTS: gl.constexpr = codes.shape[1]
@@ -151,9 +153,10 @@ def _multiply(
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     held: gl.constexpr = words_layout(OUTPUTS)
     scaled: gl.constexpr = _scale_layout(OUTPUTS)
-    line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, scaled))
-    line = gl.minimum(line, outputs - 1).to(gl.int64)
-    place = scale + line[:, None] * (blocks * 4) + gl.arange(0, 4, gl.SliceLayout(0, scaled))[None, :]
+    WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
+    line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, scaled))
+    line = gl.minimum(gl.program_id(0) * WIDE + line % WIDE, outputs - 1) + line // WIDE * outputs
+    place = scale + line.to(gl.int64)[:, None] * (blocks * 4) + gl.arange(0, 4, gl.SliceLayout(0, scaled))[None, :]
     coming = gl.load(place + gl.minimum(first, blocks - 1) * 4)
     total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     product = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
@@ -185,16 +188,19 @@ def _multiply(
     gdc_wait()
     row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     total *= gl.load(x_by + row, mask=row < rows, other=0.0)[None, :]
-    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, 0)
+    if residual is not None:
+        line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, by_row)
+        known = (line < outputs) & (gl.program_id(1) == 0)
+        total += gl.load(residual + line, mask=known, other=0.0).to(gl.float32)[:, None]
+    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, KIND)
 
 
 @gluon.jit
-def _fetch_codes(code_tiles, codes, bar, stage, block, wanted):
-    WORDS_: gl.constexpr = codes.shape[2]
-    line = gl.program_id(0) * codes.shape[1]
+def _fetch_codes(code_tiles, codes, bar, stage, block, wanted, outputs, GATED: gl.constexpr):
     for half in gl.static_range(2):
-        place = (2 * block + half) * WORDS_
-        tma.async_copy_global_to_shared(code_tiles, [line, place], bar, codes.index(2 * stage + half), pred=wanted)
+        place = (2 * block + half) * codes.shape[2]
+        tile = codes.index(2 * stage + half)
+        fetch_weights(code_tiles, bar, tile, 0, gl.program_id(0), place, wanted, outputs, GATED)
 
 
 @gluon.jit
@@ -207,7 +213,9 @@ def _fetch_values(x_tiles, sum_tiles, values, sums, bar, stage, block, wanted):
 
 
 @gluon.jit
-def _fetch(code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, steps):
+def _fetch(
+    code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, steps, outputs, GATED: gl.constexpr
+):  # fmt: skip
     """Fill the ring, whose stages have two halves."""
     gdc_launch_dependents()
     STAGES: gl.constexpr = sums.shape[0]
@@ -217,7 +225,7 @@ def _fetch(code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, fi
     for early in gl.static_range(STAGES):
         bar = ready.index(early)
         mbarrier.expect(bar, BYTES, pred=early < steps)
-        _fetch_codes(code_tiles, codes, bar, early, first + early, early < steps)
+        _fetch_codes(code_tiles, codes, bar, early, first + early, early < steps, outputs, GATED)
     gdc_wait()
     for early in gl.static_range(STAGES):
         _fetch_values(x_tiles, sum_tiles, values, sums, ready.index(early), early, first + early, early < steps)
@@ -226,7 +234,7 @@ def _fetch(code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, fi
         bar = ready.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        _fetch_codes(code_tiles, codes, bar, stage, first + step, True)
+        _fetch_codes(code_tiles, codes, bar, stage, first + step, True, outputs, GATED)
         _fetch_values(x_tiles, sum_tiles, values, sums, bar, stage, first + step, True)
 
 
@@ -238,12 +246,14 @@ def _stream_blocks_kernel(
     x_by,
     scale,
     bias,
+    residual,
     out,
     partial,
     arrived,
     rows,
     outputs,
     blocks,
+    KIND: gl.constexpr,
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -265,11 +275,14 @@ def _stream_blocks_kernel(
             (
                 _multiply,
                 (
-                    out, bias, x_by, scale, partial, arrived, codes, values, sums, ready, empty, first, own, rows,
-                    outputs, blocks, SPLITS,
+                    out, bias, residual, x_by, scale, partial, arrived, codes, values, sums, ready, empty, first, own,
+                    rows, outputs, blocks, SPLITS, KIND,
                 ),
             ),
-            (_fetch, (code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, own)),
+            (
+                _fetch,
+                (code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, own, outputs, KIND > 0),
+            ),
         ],
         [1],
         [FETCHING_REGISTERS],
@@ -298,24 +311,31 @@ def stream_blocks_product(
     shape: StreamPackedShape,
     arrived: torch.Tensor,
     dtype: torch.dtype,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, sums in float32: [T, inputs] -> [T, outputs] of 16 bits.
 
-    x         of `scaled_lanes`
-    weight    of a code that `streams_blocks` knows
-    arrived   if the shape has splits: an int32 zero for every tile, which is zero again afterwards
+    x           of `scaled_lanes`
+    weight      of a code that `streams_blocks` knows
+    arrived     if the shape has splits: an int32 zero for every tile, which is zero again afterwards
+    activation  gate and up are the two halves of the outputs, and the result is activation(gate) * up
+    residual    [1, outputs] of the dtype, where x is one row: the result is added to it in place, and is it
 
     A row's result depends on the shape of the tiles alone. Moves the codes and scales once for `shape.rows` rows.
     """
     rows, inputs = x.values.shape
-    outputs = weight.codes.shape[0]
-    assert weight.scale is not None
-    tiles, codes = cdiv(outputs, shape.outputs), weight.codes.view(torch.int32).view(outputs, inputs // 8)
-    out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device)
+    outputs, wide = weight.codes.shape[0], shape.outputs
+    assert weight.scale is not None and (residual is None or rows == 1)
+    codes = weight.codes.view(torch.int32).view(outputs, inputs // 8)
+    if activation is not None:
+        outputs, wide = outputs // 2, wide // 2
+    tiles = cdiv(outputs, wide)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.values.device) if residual is None else residual
     partial = out
     if shape.splits > 1:
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=out.device)
-    code_tiles = tiles_of(codes, shape.outputs, STEP // 8)
+    code_tiles = tiles_of(codes, wide, STEP // 8)
     for first in range(0, rows, shape.rows):  # one after the other: counters and sums of parts are the next one's too
         run = slice(first, first + shape.rows)
         _stream_blocks_kernel[(tiles, shape.splits)](
@@ -325,12 +345,14 @@ def stream_blocks_product(
             x.by[run],
             weight.scale.view(torch.int32),
             bias,
+            residual,
             out[run],
             partial,
             arrived,
             min(rows - first, shape.rows),
             outputs,
             inputs // BLOCK,
+            KINDS.index(activation),
             shape.rows,
             shape.outputs,
             shape.stages,

@@ -65,9 +65,9 @@ class CodesStream(NamedTuple):
     kind: str = "stream"
 
 
-RowShape = MatvecShape | ResidentShape
+RowShape = MatvecShape | ResidentShape | StreamPackedShape
 """Of a kernel that does what is around the product of one row."""
-Shape = RowShape | MatmulShape | StreamPackedShape | CodesShape | CodesStream | PlainRuns | str
+Shape = RowShape | MatmulShape | CodesShape | CodesStream | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
 Cut = TypeVar("Cut", MatvecShape, ResidentShape, MatmulShape, RowShape, Shape)
 
@@ -123,6 +123,7 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
 """What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
 
 BLOCK_STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
+    1: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 2, 4)),
     8: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 2, 4)),
     16: tuple(StreamPackedShape(16, 64, 4, splits) for splits in (1, 2, 4)),
     32: (StreamPackedShape(32, 128, 3), StreamPackedShape(32, 64, 4), StreamPackedShape(32, 64, 4, 4)),
@@ -194,7 +195,18 @@ def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowSha
     """One row by the kernel of a shape, with what is around it; a matrix's order is left to the caller."""
     if isinstance(shape, ResidentShape):
         return resident_row(x, weight, bias, shape, around)
+    if isinstance(shape, StreamPackedShape):
+        return _stream_blocks(x, weight, bias, shape, around)
     return packed_row(x, weight, bias, shape, around)
+
+
+def _stream_blocks(
+    x: Tensor, weight: "Packed", bias: Tensor | None, shape: StreamPackedShape, around: Around = NOTHING
+) -> Tensor:
+    from kvern.kernels.stream_blocks_hopper import stream_blocks_product
+
+    lanes, places = scaled_lanes(x, around.gain, around.epsilon), counters(x.device)
+    return stream_blocks_product(lanes, weight, bias, shape, places, x.dtype, around.activation, around.residual)
 
 
 def fitted(shape: Cut, code: str) -> Cut:
@@ -220,6 +232,8 @@ def codes_product(
 
 def row_shape(shape: Shape, code: str, activated: bool) -> RowShape:
     """How one row is multiplied with what is around it, if `shape` was chosen: gate and up are two tiles of half."""
+    if isinstance(shape, StreamPackedShape) and shape.rows == 8 and code in BLOCKS:
+        return shape._replace(splits=1) if activated else shape
     cut = shape if isinstance(shape, MatvecShape | ResidentShape) else ONE_ROW
     return fitted(cut._replace(outputs=cut.outputs // 2) if activated else cut, code)
 
@@ -277,10 +291,10 @@ class PackedProducts:
 
     def _shapes(self, most: int) -> tuple[Shape, ...]:
         shapes = self._candidates[most]
-        if most == 1:
-            return shapes
         offered = BLOCK_STREAMS if self.weight.code in BLOCKS else STREAMS
         streams = (shape for shape in offered.get(most, ()) if self._streams(shape))
+        if most == 1:
+            return (*shapes, *streams)
         codes = codes_candidates(most, self._streams_codes()) if self._multiplies_codes() else ()
         return (*shapes, *streams, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
 
@@ -327,9 +341,7 @@ class PackedProducts:
             x = x if weight.order is None else arrange(x, weight.order, "")
             return multiply_row(x, weight, bias, shape)
         if isinstance(shape, StreamPackedShape) and weight.code in BLOCKS:
-            from kvern.kernels.stream_blocks_hopper import stream_blocks_product
-
-            return stream_blocks_product(scaled_lanes(x), weight, bias, shape, counters(x.device), x.dtype)
+            return _stream_blocks(x, weight, bias, shape)
         if isinstance(shape, StreamPackedShape):
             from kvern.kernels.stream_packed_hopper import stream_packed_product
 
