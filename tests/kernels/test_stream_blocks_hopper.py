@@ -6,11 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kvern.kernels.arrange import scaled_lanes
-from kvern.kernels.linear import StreamPackedShape
-from kvern.layers.quantized.products import BLOCK_STREAMS
+from kvern.kernels.linear import Around, StreamPackedShape
+from kvern.layers.quantized.products import BLOCK_STREAMS, counters, multiply_row, row_shape
 from tests.kernels.packed_weights import make_packed, to_device
+from tests.kernels.test_norm import reference as rms_norm
+from tests.kernels.test_norm import relative_error
 from tests.kernels.test_stream_packed_hopper import GPU
 
 SHAPES = tuple(dict.fromkeys(shape for shapes in BLOCK_STREAMS.values() for shape in shapes))
@@ -25,7 +28,26 @@ def _launch(shape: StreamPackedShape, code: str) -> None:
     stream_blocks_product(lanes, packed, None, shape, torch.zeros(64).int(), torch.bfloat16)
 
 
-LAUNCHES: list[Callable[[], object]] = [partial(_launch, shape, "q4_k") for shape in SHAPES]
+def _launch_row(activation: str | None, residual: bool) -> None:
+    packed, x = make_packed("gguf q4_k", 256, 4096).packed, torch.empty(1, 4096, dtype=torch.bfloat16)
+    around = Around(None, 0.0, None, torch.empty(1, 256, dtype=x.dtype)) if residual else Around(x[0], 1e-5, activation)
+    multiply_row(x, packed, None, row_shape(SHAPES[2], "q4_k", activation is not None), around)
+
+
+LAUNCHES: list[Callable[[], object]] = [
+    *(partial(_launch, shape, "q4_k") for shape in SHAPES),
+    partial(_launch_row, "silu", False),
+    partial(_launch_row, None, True),
+]
+
+
+def test_a_row_in_lanes_with_its_norm(device: torch.device) -> None:
+    x, gain = torch.randn(1, 512, device=device).bfloat16(), torch.randn(512, device=device)
+    values, sums, by = scaled_lanes(x, gain, 1e-5)
+    expected = rms_norm(x, gain, 1e-5).double()
+    assert float((values.double().sum() * by - expected.sum()).abs()) < 1e-2
+    assert float((sums.double().sum() * by - expected.sum()).abs()) < 1e-2
+    assert abs(float(values.double().norm() * by) / float(expected.norm()) - 1) < 1e-3
 
 
 def test_rows_in_lanes_beside_the_sums_of_runs(device: torch.device) -> None:
@@ -81,3 +103,33 @@ def test_product(device: torch.device, shape: StreamPackedShape, outputs: int, i
         alone = stream_blocks_product(scaled_lanes(x[row : row + 1]), packed, bias, shape, arrived, dtype)
         assert torch.equal(alone[0], out[row])
     assert not arrived.any()
+
+
+@GPU
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("inputs", [4096, 14336])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_row_with_what_is_around_it(device: torch.device, splits: int, inputs: int, dtype: torch.dtype) -> None:
+    """Norm, activation and residual as layers of a single token use them, twice over the same counters."""
+    outputs, shape = 2064, StreamPackedShape(8, 64, 4, splits)
+    made = make_packed("gguf q4_k", outputs, inputs)
+    packed, plain = to_device(made.packed, device), made.plain.to(device)
+    x = torch.randn(1, inputs, device=device)
+    x[:, 5] *= 30
+    x[:, 64:128] *= 2.0**-30
+    x = x.to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype)
+    gain = torch.randn(inputs, device=device).to(dtype)
+    normed = rms_norm(x, gain, 1e-5).double() @ plain.T
+    gate, up = (normed + bias.double()).chunk(2, -1)
+    for _ in range(2):
+        torch.full((1 << 22,), float("nan"), device=device)
+        out = multiply_row(x, packed, None, row_shape(shape, "q4_k", False), Around(gain, 1e-5))
+        assert relative_error(out, normed) < 5e-3
+        out = multiply_row(x, packed, bias, row_shape(shape, "q4_k", True), Around(gain, 1e-5, "silu"))
+        assert relative_error(out, F.silu(gate) * up) < 5e-3
+        residual = torch.randn(1, outputs, device=device).to(dtype)
+        expected = x.double() @ plain.T + bias.double() + residual.double()
+        out = multiply_row(x, packed, bias, shape, Around(residual=residual))
+        assert out is residual and relative_error(out, expected) < 5e-3
+    assert not counters(device).any()

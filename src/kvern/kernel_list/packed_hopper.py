@@ -1,4 +1,4 @@
-"""Products of few rows with weights of four bits by the kernel for Hopper GPUs."""
+"""Products of few rows with weights of four bits by the kernels for Hopper GPUs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,17 +6,28 @@ from typing import Any
 import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.quantized import PackedKind, bytes_of, forms_of, plain_of, random_packed, timed_kinds
-from kvern.kernels.arrange import arrange
+from kvern.kernel_list.quantized import (
+    PackedKind,
+    arounds,
+    bytes_of,
+    forms_of,
+    one_row,
+    plain_of,
+    random_packed,
+    timed_kinds,
+)
+from kvern.kernels.arrange import arrange, scaled_lanes
+from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
-from kvern.layers.quantized.products import STREAMS
+from kvern.layers.quantized.products import BLOCK_STREAMS, STREAMS, row_shape
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 
 
 def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape: StreamPackedShape) -> Call:
+    from kvern.kernels.stream_blocks_hopper import stream_blocks_product
     from kvern.kernels.stream_packed_hopper import stream_packed_product
 
     packed, x = random_packed(inputs, kind, kind.outputs), inputs.numbers(rows, kind.inputs)
@@ -24,6 +35,8 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
     counters = inputs.zeros(kind.outputs)
 
     def launch() -> torch.Tensor:
+        if kind.code in BLOCKS:
+            return stream_blocks_product(scaled_lanes(x), packed, bias, shape, counters, x.dtype)
         return stream_packed_product(arrange(x, packed.order, "lanes"), packed, bias, shape, counters)
 
     def reference() -> torch.Tensor:
@@ -38,13 +51,15 @@ def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Size
     """With the first `most` shapes of each number of rows; None: all."""
     if not inputs.hopper or inputs.dtype.itemsize != 2:
         return
+    from kvern.kernels.stream_blocks_hopper import streams_blocks
     from kvern.kernels.stream_packed_hopper import streams
 
     for kind in dict.fromkeys(kind._replace(part="") for kind in kinds if kind.code in INTERLEAVED):
         packed = random_packed(inputs.without_device(), kind, 1)
-        for rows, shapes in STREAMS.items():
+        blocks = kind.code in BLOCKS
+        for rows, shapes in (BLOCK_STREAMS if blocks else STREAMS).items():
             for shape in shapes[:most]:
-                if streams(packed, kind.inputs, shape, inputs.dtype):
+                if streams_blocks(kind.code, shape) if blocks else streams(packed, kind.inputs, shape, inputs.dtype):
                     yield kind, rows, shape
 
 
@@ -52,8 +67,20 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from _streamed(inputs, forms_of(inputs), None)
 
 
+def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    """With what is around one row; without it, `_launched` has them."""
+    for kind in forms_of(inputs) if inputs.hopper and inputs.dtype.itemsize == 2 else ():
+        for norm, activation, residual in arounds(spec, kind) if kind.code == "q4_k" else ():
+            shapes = (row_shape(shape, kind.code, activation is not None) for shape in BLOCK_STREAMS[1])
+            for shape in dict.fromkeys(shapes):
+                yield kind._replace(part=""), kind.outputs, shape, norm, activation, residual
+
+
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from _streamed(inputs, timed_kinds(inputs), 1)
 
 
-KERNELS = (Kernel("quantized, few rows on Hopper", "hopper_linear", _stream, _launched, _timed),)
+KERNELS = (
+    Kernel("quantized, few rows on Hopper", "hopper_linear", _stream, _launched, _timed),
+    Kernel("quantized, one row on Hopper", "hopper_linear", one_row, _row_launched),
+)

@@ -122,7 +122,7 @@ def _scaled_lanes_kernel(
         lanes *= tl.load(gain + source, mask=known, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(plain), axis=0)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 27), 227)
-    up = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((254 - exponent + TOP) << 23).to(tl.float32, bitcast=True)
     tl.store(by + row, ((exponent - TOP) << 23).to(tl.float32, bitcast=True) * inverse)
     tl.store(values + row * inputs + place, (lanes * up).to(tl.float16), mask=known)
     total = tl.sum(tl.reshape((plain * up).to(tl.float16).to(tl.float32), [BLOCK // 32, 32]), axis=1)

@@ -79,6 +79,14 @@ def _scale_layout(outputs: int):
     )
 
 
+@gluon.constexpr_function
+def _gated_layout():
+    """[64, 8] of four warps: a lane has the sums of gate and of up for the same output."""
+    return gl.DistributedLinearLayout(
+        [[32, 0], [0, 4]], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[0, 1], [0, 2]], [], [64, 8]
+    )
+
+
 @gluon.jit
 def _numbers(words, scale, layout: gl.constexpr):
     """What the units read, [OUTPUTS, 128], of words [OUTPUTS, 4, 4] and the scales [OUTPUTS, 4, 1] of their runs."""
@@ -192,6 +200,8 @@ def _multiply(
         line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, by_row)
         known = (line < outputs) & (gl.program_id(1) == 0)
         total += gl.load(residual + line, mask=known, other=0.0).to(gl.float32)[:, None]
+    if KIND > 0:
+        total = gl.convert_layout(total, _gated_layout())
     write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, KIND)
 
 
@@ -319,7 +329,8 @@ def stream_blocks_product(
     x           of `scaled_lanes`
     weight      of a code that `streams_blocks` knows
     arrived     if the shape has splits: an int32 zero for every tile, which is zero again afterwards
-    activation  gate and up are the two halves of the outputs, and the result is activation(gate) * up
+    activation  gate and up are the two halves of the outputs, and the result is activation(gate) * up: of a shape of 8
+                rows and 64 outputs
     residual    [1, outputs] of the dtype, where x is one row: the result is added to it in place, and is it
 
     A row's result depends on the shape of the tiles alone. Moves the codes and scales once for `shape.rows` rows.
@@ -327,6 +338,7 @@ def stream_blocks_product(
     rows, inputs = x.values.shape
     outputs, wide = weight.codes.shape[0], shape.outputs
     assert weight.scale is not None and (residual is None or rows == 1)
+    assert activation is None or shape[:2] == (8, 64)
     codes = weight.codes.view(torch.int32).view(outputs, inputs // 8)
     if activation is not None:
         outputs, wide = outputs // 2, wide // 2
