@@ -17,6 +17,7 @@ from tests.kernels.test_norm import relative_error
 from tests.kernels.test_stream_packed_hopper import GPU
 
 SHAPES = tuple(dict.fromkeys(shape for shapes in BLOCK_STREAMS.values() for shape in shapes))
+KINDS = [(shape, code) for shape in SHAPES for code in ("q4_k", "q6_k")]
 
 
 def _launch(shape: StreamPackedShape, code: str) -> None:
@@ -35,7 +36,7 @@ def _launch_row(activation: str | None, residual: bool) -> None:
 
 
 LAUNCHES: list[Callable[[], object]] = [
-    *(partial(_launch, shape, "q4_k") for shape in SHAPES),
+    *(partial(_launch, *kind) for kind in KINDS),
     partial(_launch_row, "silu", False),
     partial(_launch_row, None, True),
 ]
@@ -74,19 +75,17 @@ def test_rows_in_lanes_beside_the_sums_of_runs(device: torch.device) -> None:
 
 @GPU
 @pytest.mark.parametrize(
-    ("shape", "outputs", "inputs"),
+    ("shape", "code", "outputs", "inputs"),
     [
-        *((shape, 2064, 4096) for shape in SHAPES),
-        *((shape, 136, 14336) for shape in SHAPES),
-        *((shape, 1000, 768) for shape in SHAPES),
-        *((shape, 64, 256) for shape in SHAPES[:3]),
+        *((*kind, *sizes) for kind in KINDS for sizes in ((2064, 4096), (136, 14336), (1000, 768))),
+        *((*kind, 64, 256) for kind in KINDS[:6]),
     ],
 )
-def test_product(device: torch.device, shape: StreamPackedShape, outputs: int, inputs: int) -> None:
+def test_product(device: torch.device, shape: StreamPackedShape, code: str, outputs: int, inputs: int) -> None:
     """Twice over the same counters, in memory that was no number, and a tile after the other; each row as by itself."""
     from kvern.kernels.stream_blocks_hopper import stream_blocks_product
 
-    made = make_packed("gguf q4_k", outputs, inputs)
+    made = make_packed(f"gguf {code}", outputs, inputs)
     packed, plain = to_device(made.packed, device), made.plain.to(device)
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device=device)
     dtype = torch.float16 if inputs == 768 else torch.bfloat16
@@ -108,11 +107,15 @@ def test_product(device: torch.device, shape: StreamPackedShape, outputs: int, i
 @GPU
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("inputs", [4096, 14336])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_row_with_what_is_around_it(device: torch.device, splits: int, inputs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("code", "dtype"), [("q4_k", torch.bfloat16), ("q4_k", torch.float16), ("q6_k", torch.bfloat16)]
+)
+def test_one_row_with_what_is_around_it(
+    device: torch.device, splits: int, inputs: int, code: str, dtype: torch.dtype
+) -> None:
     """Norm, activation and residual as layers of a single token use them, twice over the same counters."""
     outputs, shape = 2064, StreamPackedShape(8, 64, 4, splits)
-    made = make_packed("gguf q4_k", outputs, inputs)
+    made = make_packed(f"gguf {code}", outputs, inputs)
     packed, plain = to_device(made.packed, device), made.plain.to(device)
     x = torch.randn(1, inputs, device=device)
     x[:, 5] *= 30
@@ -124,9 +127,9 @@ def test_one_row_with_what_is_around_it(device: torch.device, splits: int, input
     gate, up = (normed + bias.double()).chunk(2, -1)
     for _ in range(2):
         torch.full((1 << 22,), float("nan"), device=device)
-        out = multiply_row(x, packed, None, row_shape(shape, "q4_k", False), Around(gain, 1e-5))
+        out = multiply_row(x, packed, None, row_shape(shape, code, False), Around(gain, 1e-5))
         assert relative_error(out, normed) < 5e-3
-        out = multiply_row(x, packed, bias, row_shape(shape, "q4_k", True), Around(gain, 1e-5, "silu"))
+        out = multiply_row(x, packed, bias, row_shape(shape, code, True), Around(gain, 1e-5, "silu"))
         assert relative_error(out, F.silu(gate) * up) < 5e-3
         residual = torch.randn(1, outputs, device=device).to(dtype)
         expected = x.double() @ plain.T + bias.double() + residual.double()

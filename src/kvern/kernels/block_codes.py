@@ -3,8 +3,8 @@
 The blocks of a row are taken apart so that loads are aligned: `codes [outputs, blocks, bytes]` has the bits of the
 numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted (`layers/quantized/gguf_parts.py`). A
 block has 32 numbers or 256. But for q8_0, a byte has four bits of two numbers, of the two planes: those of neighbouring
-runs of 16, 32 or 64 inputs; in q4_k those of an even input and the odd one behind it. One or two more bits of each
-number stand in words, one or two for 16 columns, and so do those of numbers of two and three bits.
+runs of 16, 32 or 64 inputs; in q4_k and q6_k those of an even input and the odd one behind it. One or two more bits of
+each number stand in words, one or two for 16 columns, and so do those of numbers of two and three bits.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ BLOCKS: Mapping[str, tuple[int, int, int]] = {
     "q3_k": (2, 16, 32),
     "q4_k": (2, 16, 32),
     "q5_k": (2, 32, 64),
-    "q6_k": (2, 16, 128),
+    "q6_k": (2, 8, 32),
     "iq4_xs": (2, 16, 32),
 }
 """By the type's name: planes, columns that share a scale, inputs of which a step has a multiple."""
@@ -45,7 +45,7 @@ _BIAS = tl.constexpr(64.0)
 @triton.constexpr_function
 def _run(code: str) -> int:
     """Inputs of a plane that stand together."""
-    return {"q6_k": 64, "q5_k": 32}.get(code, 16)
+    return 32 if code == "q5_k" else 16
 
 
 @triton.constexpr_function
@@ -234,7 +234,7 @@ def _large_scales(
     else:
         run = within // 16 * 2 + PLANE
         if CODE == "q6_k":
-            run = within // 64 * 8 + PLANE * 4 + within % 64 // 16
+            run = within // 8
         if CODE == "q6_k":
             by *= _bytes(scale + (block + 2 + run), known, EVEN).to(tl.int8, bitcast=True).to(tl.float32)
             return by, by * (_BIAS + 32.0)

@@ -76,7 +76,7 @@ CODES: Mapping[str, Code] = {
     **{name: Code(*numbers) for name, numbers in BLOCKS.items()},
 }
 
-INTERLEAVED = ("int4", "nf4", "e2m1", "q4_k")
+INTERLEAVED = ("int4", "nf4", "e2m1", "q4_k", "q6_k")
 """Those whose column is an even input and the odd one behind it."""
 
 

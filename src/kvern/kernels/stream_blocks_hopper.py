@@ -1,15 +1,16 @@
-"""Products of few rows with GGUF's matrices of four bits in blocks of 256 on Hopper GPUs (compute capability 9.0).
+"""Products of few rows with GGUF's matrices of Q4_K and Q6_K on Hopper GPUs (compute capability 9.0).
 
     x [T, inputs] @ weight.T -> [T, outputs], or activation(gate) * up of the two halves of the outputs
 
-As `kernels/stream_packed_hopper.py`, but scales of 32 inputs are integers of six bits, and what the matrix units
-multiply are float16 that hold code * scale exactly: nothing of a weight is rounded. The products of a block of 256
-inputs are multiplied by the block's d in float32. Minima, integers too, are multiplied by the sums of 32 inputs each,
-kept as two float16, and those products by the block's dmin. So x is float16, too: each row multiplied by a power of two
-(`kernels/arrange.py`).
+As `kernels/stream_packed_hopper.py`, but scales of 32 or 16 inputs are integers of six or eight bits, and what the
+matrix units multiply are float16 that hold code * scale: exactly those of Q4_K, those of Q6_K in eleven bits. The
+products of a block of 256 inputs are multiplied by the block's d in float32. Minima of Q4_K, integers too, are
+multiplied by the sums of 32 inputs each, kept as two float16, and those products by the block's dmin. So x is float16,
+too: each row multiplied by a power of two (`kernels/arrange.py`).
 
 A step is a block, and a lane's codes of half a step are those of a run of 32 inputs: the run of its number modulo 4, or
-the fourth behind. It reads the block's scales as the format has them (`kernels/block_codes.py`), a step ahead.
+the fourth behind. It reads the block's scales as the format has them (`kernels/block_codes.py`), a step ahead. Two more
+bits of the codes of Q6_K come in two words for each run, of even inputs and of odd ones.
 """
 
 import functools
@@ -67,6 +68,35 @@ def _assembly():
     return " ".join([*lines, "}"])
 
 
+@gluon.constexpr_function
+def _assembly_of_six():
+    """The same of 64 + code, of words of four bits, $8, of the other bits of even and of odd inputs, $9 and $10.
+
+    $11 says which byte of those is the word's: once as it is, and once with its second half as the first. $12 and $13
+    are what pairs are multiplied by and what is added.
+    """
+    lines = ["{ .reg .b32 even, odd, bits, word, pair; shr.b32 even, $9, 4; prmt.b32 even, $9, even, $11;"]
+    lines.append("shr.b32 odd, $10, 4; prmt.b32 odd, $10, odd, $11;")
+    for place, shift in enumerate(
+        ("shl.b32 word, $8, 4;", "mov.b32 word, $8;", "shr.b32 word, $8, 4;", "shr.b32 word, $8, 8;")
+    ):
+        bits = "odd" if place % 2 else "even"
+        lines.append(f"{shift} lop3.b32 pair, word, 0x00f000f0, 0x54005400, 0xea;")
+        if place >= 2:
+            lines.append(f"shr.b32 {bits}, {bits}, 2;")
+        lines.append(f"lop3.b32 pair, {bits}, 0x03000300, pair, 0xea; fma.rn.f16x2 pair, pair, $12, $13;")
+        lines.append(f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, pair;")
+    return " ".join([*lines, "}"])
+
+
+# Of a scale, $2, in the lowest byte: the pairs that pairs of 64 + code are multiplied by, and what is added then.
+_PAIRS_OF_SIX = gl.constexpr(
+    "{ .reg .b32 pair, by; and.b32 pair, $2, 0xff; xor.b32 pair, pair, 0x80; mov.b32 by, 0x64006400;"
+    "mad.lo.u32 pair, pair, 0x10001, by; mov.b32 by, 0x64806480; sub.f16x2 $0, pair, by;"
+    "mov.b32 by, 0xd600d600; mul.f16x2 $1, $0, by; }"
+)
+
+NUMBER_REGISTERS_OF_SIX = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r,r,r,r")
 NUMBER_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r,r,r")
 
 
@@ -80,6 +110,15 @@ def _scale_layout(outputs: int):
 
 
 @gluon.constexpr_function
+def _run_layout(outputs: int, words: int):
+    """[outputs, 4 * words]: of the two rows of which a lane has codes, so many words or scales of its run."""
+    warps = [[16, 0], [32, 0], [64, 0], [128, 0]][: (outputs // 16).bit_length() - 1]
+    registers = [[0, 1], [8, 0]] if words == 2 else [[8, 0]]
+    lanes = [[0, words], [0, 2 * words], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [outputs, 4 * words])
+
+
+@gluon.constexpr_function
 def _gated_layout():
     """[64, 8] of four warps: a lane has the sums of gate and of up for the same output."""
     return gl.DistributedLinearLayout(
@@ -90,7 +129,6 @@ def _gated_layout():
 @gluon.jit
 def _numbers(words, scale, layout: gl.constexpr):
     """What the units read, [OUTPUTS, 128], of words [OUTPUTS, 4, 4] and the scales [OUTPUTS, 4, 1] of their runs."""
-    OUTPUTS: gl.constexpr = words.shape[0]
     pairs: gl.constexpr = _PAIRS
     assembly: gl.constexpr = _assembly()
     low, low_added, high, high_added = gl.inline_asm_elementwise(
@@ -100,9 +138,45 @@ def _numbers(words, scale, layout: gl.constexpr):
         assembly, NUMBER_REGISTERS, [words, low, low_added, high, high_added], (gl.float16,) * 8, is_pure=True, pack=1
     )
     first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-    every = gl.reshape(gl.join(first, second), [OUTPUTS, 4, 4, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
+    return _operand(gl.join(first, second), layout)
+
+
+@gluon.jit
+def _operand(numbers, layout: gl.constexpr):
+    """What the assembly makes of words, as the units read it."""
+    OUTPUTS: gl.constexpr = numbers.shape[0]
+    every = gl.reshape(numbers, [OUTPUTS, 4, 4, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
     tile = gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), [OUTPUTS, 128])
     return gl.convert_layout(tile, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _numbers_of_six(words, bits, scale, layout: gl.constexpr):
+    """As `_numbers`, of the words of other bits [OUTPUTS, 8], and two scales of each run, of a byte [OUTPUTS, 4]."""
+    OUTPUTS: gl.constexpr = words.shape[0]
+    pairs: gl.constexpr = _PAIRS_OF_SIX
+    assembly: gl.constexpr = _assembly_of_six()
+    runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
+    even, odd = gl.split(gl.reshape(bits, [OUTPUTS, 4, 2]))
+    even = gl.expand_dims(gl.convert_layout(even, runs), 2)
+    odd = gl.expand_dims(gl.convert_layout(odd, runs), 2)
+    scale = gl.expand_dims(gl.convert_layout(scale, runs), 2)
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, words.type.layout)))
+    q = gl.expand_dims(gl.expand_dims(q, 0), 0)
+    low, low_added = gl.inline_asm_elementwise(pairs, "=&r,=r,r", [scale], (gl.int32,) * 2, is_pure=True, pack=1)
+    high, high_added = gl.inline_asm_elementwise(pairs, "=&r,=r,r", [scale >> 8], (gl.int32,) * 2, is_pure=True, pack=1)
+    by, added = gl.where(q < 2, low, high), gl.where(q < 2, low_added, high_added)
+    byte = 0x4000 + q * 0x1010
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        assembly,
+        NUMBER_REGISTERS_OF_SIX,
+        [words, even, odd, byte, by, added],
+        (gl.float16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
+    return _operand(gl.join(first, second), layout)
 
 
 @gluon.jit
@@ -133,6 +207,26 @@ def _of_run(word, layout: gl.constexpr):
 
 
 @gluon.jit
+def _scales(
+    scale, block, outputs, blocks, OUTPUTS: gl.constexpr, WIDE: gl.constexpr, SIX: gl.constexpr, by_row: gl.constexpr
+):
+    """Of a program's rows, what a block's scales are: Q4_K's four words; Q6_K's d, and the scales of both halves."""
+    layout: gl.constexpr = _run_layout(OUTPUTS, 1) if SIX else _scale_layout(OUTPUTS)
+    block = gl.minimum(block, blocks - 1)
+    line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+    line = gl.minimum(gl.program_id(0) * WIDE + line % WIDE, outputs - 1) + line // WIDE * outputs
+    column = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    if SIX:
+        begin = (line.to(gl.int64) * blocks + block) * 9
+        pair = scale + begin[:, None] + column
+        d = gl.convert_layout(gl.load(scale + begin), by_row)
+        return d, gl.load(pair + 1).to(gl.int32), gl.load(pair + 5).to(gl.int32)
+    else:
+        place = scale + line.to(gl.int64)[:, None] * (blocks * 4) + column
+        return (gl.load(place + block * 4),)
+
+
+@gluon.jit
 def _multiply(
     out,
     bias,
@@ -142,6 +236,7 @@ def _multiply(
     partial,
     arrived,
     codes,
+    high_bits,
     values,
     sums,
     ready,
@@ -153,6 +248,7 @@ def _multiply(
     blocks,
     SPLITS: gl.constexpr,
     KIND: gl.constexpr,
+    SIX: gl.constexpr,
 ):
     STAGES: gl.constexpr = sums.shape[0]
     OUTPUTS: gl.constexpr = codes.shape[1]
@@ -160,38 +256,46 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [OUTPUTS // 16, 1], [16, ROWS, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     held: gl.constexpr = words_layout(OUTPUTS)
-    scaled: gl.constexpr = _scale_layout(OUTPUTS)
     WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
-    line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, scaled))
-    line = gl.minimum(gl.program_id(0) * WIDE + line % WIDE, outputs - 1) + line // WIDE * outputs
-    place = scale + line.to(gl.int64)[:, None] * (blocks * 4) + gl.arange(0, 4, gl.SliceLayout(0, scaled))[None, :]
-    coming = gl.load(place + gl.minimum(first, blocks - 1) * 4)
     total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     product = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     nothing = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+    coming = _scales(scale, first, outputs, blocks, OUTPUTS, WIDE, SIX, by_row)
     for step in range(steps):
         stage = step % STAGES
-        halves, low, middle, high = _four_words(coming)
-        coming = gl.load(place + gl.minimum(first + step + 1, blocks - 1) * 4)
+        found = coming
+        coming = _scales(scale, first + step + 1, outputs, blocks, OUTPUTS, WIDE, SIX, by_row)
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         words = gl.reshape(codes.index(2 * stage).load(held), [OUTPUTS, 4, WORDS // 4])
-        runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-        low, middle, high = _of_run(low, runs), _of_run(middle, runs), _of_run(high, runs)
-        minima = _minima(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
-        least = warpgroup_mma(minima, sums.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        numbers = _numbers(words, gl.expand_dims(low & 63, 2), layout)
-        least = warpgroup_mma_wait(0, deps=[least])
-        halves = gl.convert_layout(halves, by_row)
-        deep = ((halves >> 16) & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-        total -= least * deep[:, None]
+        if SIX:
+            bits = high_bits.index(2 * stage).load(_run_layout(OUTPUTS, 2))
+            numbers = _numbers_of_six(words, bits, found[1], layout)
+        else:
+            halves, low, middle, high = _four_words(found[0])
+            runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
+            low, middle, high = _of_run(low, runs), _of_run(middle, runs), _of_run(high, runs)
+            minima = _minima(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
+            least = warpgroup_mma(minima, sums.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            numbers = _numbers(words, gl.expand_dims(low & 63, 2), layout)
+            least = warpgroup_mma_wait(0, deps=[least])
+            halves = gl.convert_layout(halves, by_row)
+            deep = ((halves >> 16) & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+            total -= least * deep[:, None]
         product = warpgroup_mma(numbers, values.index(2 * stage).permute((1, 0)), product, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         words = gl.reshape(codes.index(2 * stage + 1).load(held), [OUTPUTS, 4, WORDS // 4])
-        numbers = _numbers(words, gl.expand_dims((high & 15) | ((low >> 2) & 48), 2), layout)
+        if SIX:
+            bits = high_bits.index(2 * stage + 1).load(_run_layout(OUTPUTS, 2))
+            numbers = _numbers_of_six(words, bits, found[2], layout)
+        else:
+            numbers = _numbers(words, gl.expand_dims((high & 15) | ((low >> 2) & 48), 2), layout)
         product = warpgroup_mma(numbers, values.index(2 * stage + 1).permute((1, 0)), product, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(empty.index(stage), count=1)
-        wide = (halves & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+        if SIX:
+            wide = found[0].to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
+        else:
+            wide = (halves & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
         total += product * wide[:, None]
     gdc_wait()
     row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
@@ -206,11 +310,20 @@ def _multiply(
 
 
 @gluon.jit
-def _fetch_codes(code_tiles, codes, bar, stage, block, wanted, outputs, GATED: gl.constexpr):
+def _fetch_codes(
+    code_tiles, bit_tiles, codes, high_bits, bar, stage, block, wanted, outputs, GATED: gl.constexpr, SIX: gl.constexpr
+):
+    tile = gl.program_id(0)
     for half in gl.static_range(2):
-        place = (2 * block + half) * codes.shape[2]
-        tile = codes.index(2 * stage + half)
-        fetch_weights(code_tiles, bar, tile, 0, gl.program_id(0), place, wanted, outputs, GATED)
+        into = codes.index(2 * stage + half)
+        if SIX:
+            begin = block * (6 * WORDS // 2)
+            fetch_weights(code_tiles, bar, into, 0, tile, begin + half * WORDS, wanted, outputs, GATED)
+            begin += 2 * WORDS + half * (WORDS // 2)
+            into = high_bits.index(2 * stage + half)
+            fetch_weights(bit_tiles, bar, into, 0, tile, begin, wanted, outputs, GATED)
+        else:
+            fetch_weights(code_tiles, bar, into, 0, tile, (2 * block + half) * WORDS, wanted, outputs, GATED)
 
 
 @gluon.jit
@@ -224,18 +337,23 @@ def _fetch_values(x_tiles, sum_tiles, values, sums, bar, stage, block, wanted):
 
 @gluon.jit
 def _fetch(
-    code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, steps, outputs, GATED: gl.constexpr
+    code_tiles, bit_tiles, x_tiles, sum_tiles, codes, high_bits, values, sums, ready, empty, first, steps, outputs,
+    GATED: gl.constexpr, SIX: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring, whose stages have two halves."""
     gdc_launch_dependents()
     STAGES: gl.constexpr = sums.shape[0]
     BYTES: gl.constexpr = (
-        8 * codes.shape[1] * codes.shape[2] + 4 * values.shape[1] * values.shape[2] + 2 * sums.shape[1] * sums.shape[2]
+        (12 if SIX else 8) * codes.shape[1] * codes.shape[2]
+        + 4 * values.shape[1] * values.shape[2]
+        + 2 * sums.shape[1] * sums.shape[2]
     )
     for early in gl.static_range(STAGES):
         bar = ready.index(early)
         mbarrier.expect(bar, BYTES, pred=early < steps)
-        _fetch_codes(code_tiles, codes, bar, early, first + early, early < steps, outputs, GATED)
+        _fetch_codes(
+            code_tiles, bit_tiles, codes, high_bits, bar, early, first + early, early < steps, outputs, GATED, SIX
+        )
     gdc_wait()
     for early in gl.static_range(STAGES):
         _fetch_values(x_tiles, sum_tiles, values, sums, ready.index(early), early, first + early, early < steps)
@@ -244,7 +362,7 @@ def _fetch(
         bar = ready.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
-        _fetch_codes(code_tiles, codes, bar, stage, first + step, True, outputs, GATED)
+        _fetch_codes(code_tiles, bit_tiles, codes, high_bits, bar, stage, first + step, True, outputs, GATED, SIX)
         _fetch_values(x_tiles, sum_tiles, values, sums, bar, stage, first + step, True)
 
 
@@ -253,6 +371,7 @@ def _stream_blocks_kernel(
     x_tiles,
     sum_tiles,
     code_tiles,
+    bit_tiles,
     x_by,
     scale,
     bias,
@@ -263,6 +382,7 @@ def _stream_blocks_kernel(
     rows,
     outputs,
     blocks,
+    SIX: gl.constexpr,
     KIND: gl.constexpr,
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -270,6 +390,9 @@ def _stream_blocks_kernel(
     SPLITS: gl.constexpr,
 ):
     codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTPUTS, WORDS], code_tiles.layout)
+    high_bits = codes
+    if SIX:
+        high_bits = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTPUTS, WORDS // 2], bit_tiles.layout)
     values = gl.allocate_shared_memory(gl.float16, [2 * STAGES, ROWS, 8 * WORDS], x_tiles.layout)
     sums = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, SUMS], sum_tiles.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -285,13 +408,16 @@ def _stream_blocks_kernel(
             (
                 _multiply,
                 (
-                    out, bias, residual, x_by, scale, partial, arrived, codes, values, sums, ready, empty, first, own,
-                    rows, outputs, blocks, SPLITS, KIND,
+                    out, bias, residual, x_by, scale, partial, arrived, codes, high_bits, values, sums, ready, empty,
+                    first, own, rows, outputs, blocks, SPLITS, KIND, SIX,
                 ),
             ),
             (
                 _fetch,
-                (code_tiles, x_tiles, sum_tiles, codes, values, sums, ready, empty, first, own, outputs, KIND > 0),
+                (
+                    code_tiles, bit_tiles, x_tiles, sum_tiles, codes, high_bits, values, sums, ready, empty, first, own,
+                    outputs, KIND > 0, SIX,
+                ),
             ),
         ],
         [1],
@@ -309,9 +435,10 @@ def registers_of(shape: StreamPackedShape) -> int:
 
 def streams_blocks(code: str, shape: StreamPackedShape) -> bool:
     """Whether the kernel, so cut, multiplies by a matrix of a code."""
-    ring = shape.stages * (shape.outputs * BLOCK // 2 + shape.rows * (BLOCK + SUMS.value) * 2)
+    codes = shape.outputs * BLOCK // 2 if code == "q4_k" else shape.outputs * BLOCK * 3 // 4
+    ring = shape.stages * (codes + shape.rows * (BLOCK + SUMS.value) * 2)
     result = shape.outputs * shape.rows * 2  # changes its layout in shared memory
-    return code == "q4_k" and ring + result + BARRIER_BYTES <= SHARED_MEMORY[90] << 10
+    return code in ("q4_k", "q6_k") and ring + result + BARRIER_BYTES <= SHARED_MEMORY[90] << 10
 
 
 def stream_blocks_product(
@@ -339,7 +466,7 @@ def stream_blocks_product(
     outputs, wide = weight.codes.shape[0], shape.outputs
     assert weight.scale is not None and (residual is None or rows == 1)
     assert activation is None or shape[:2] == (8, 64)
-    codes = weight.codes.view(torch.int32).view(outputs, inputs // 8)
+    codes, six = weight.codes.view(torch.int32).view(outputs, -1), weight.code == "q6_k"
     if activation is not None:
         outputs, wide = outputs // 2, wide // 2
     tiles = cdiv(outputs, wide)
@@ -348,14 +475,16 @@ def stream_blocks_product(
     if shape.splits > 1:
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=out.device)
     code_tiles = tiles_of(codes, wide, STEP // 8)
+    bit_tiles = tiles_of(codes, wide, STEP // 16) if six else code_tiles
     for first in range(0, rows, shape.rows):  # one after the other: counters and sums of parts are the next one's too
         run = slice(first, first + shape.rows)
         _stream_blocks_kernel[(tiles, shape.splits)](
             tiles_of(x.values[run], shape.rows, STEP),
             tiles_of(x.sums[run], shape.rows, SUMS.value),
             code_tiles,
+            bit_tiles,
             x.by[run],
-            weight.scale.view(torch.int32),
+            weight.scale.view(torch.int16 if six else torch.int32),
             bias,
             residual,
             out[run],
@@ -364,6 +493,7 @@ def stream_blocks_product(
             min(rows - first, shape.rows),
             outputs,
             inputs // BLOCK,
+            six,
             KINDS.index(activation),
             shape.rows,
             shape.outputs,
