@@ -69,9 +69,14 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     """With what is around one row; without it, `_launched` has them."""
-    for kind in forms_of(inputs) if inputs.hopper and inputs.dtype.itemsize == 2 else ():
-        for norm, activation, residual in arounds(spec, kind) if kind.code == "q4_k" else ():
-            shapes = (row_shape(shape, kind.code, activation is not None) for shape in BLOCK_STREAMS[1])
+    if not inputs.hopper or inputs.dtype.itemsize != 2:
+        return
+    from kvern.kernels.stream_blocks_hopper import streams_blocks
+
+    for kind in forms_of(inputs):
+        offered = [shape for shape in BLOCK_STREAMS[1] if streams_blocks(kind.code, shape)]
+        for norm, activation, residual in arounds(spec, kind) if offered else ():
+            shapes = (row_shape(shape, kind.code, activation is not None) for shape in offered)
             for shape in dict.fromkeys(shapes):
                 yield kind._replace(part=""), kind.outputs, shape, norm, activation, residual
 

@@ -22,6 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvern.kernels.arrange import ScaledLanes
+from kvern.kernels.block_operands_hopper import (
+    four_words,
+    gated_layout,
+    minima_operand,
+    numbers_of_four,
+    numbers_of_six,
+    of_run,
+    run_layout,
+    scales_of_block,
+)
 from kvern.kernels.hopper import KINDS, fetch_weights, tiles_of
 from kvern.kernels.launch import SHARED_MEMORY, cdiv
 from kvern.kernels.linear import StreamPackedShape
@@ -41,189 +51,6 @@ BLOCK = 256
 SUMS = gl.constexpr(BLOCK // 16)
 REGISTERS = {8: 104, 16: 104, 32: 108, 64: 160}
 """Of a thread that multiplies, by the rows of a tile."""
-
-# Of a scale, $4: the pairs that pairs of 1024 + code and of 1024 + 16 * code are multiplied by, and what is added then.
-_PAIRS = gl.constexpr(
-    "{ .reg .b32 pair, by; mov.b32 by, 0x64006400; mad.lo.u32 pair, $4, 0x10001, by; sub.f16x2 $0, pair, by;"
-    "mov.b32 by, 0xe400e400; mul.f16x2 $1, $0, by; mov.b32 by, 0x2c002c00; mul.f16x2 $2, $0, by;"
-    "mov.b32 by, 0xd400d400; mul.f16x2 $3, $0, by; }"
-)
-# Of two integers, $2 and $3, below 1024: float16.
-_INTEGERS = gl.constexpr(
-    "{ .reg .b32 pair, by; mov.b32 by, 0x64006400; mad.lo.u32 pair, $3, 0x10000, $2; or.b32 pair, pair, by;"
-    "sub.f16x2 pair, pair, by; mov.b32 {$0, $1}, pair; }"
-)
-
-
-@gluon.constexpr_function
-def _assembly():
-    """Of a word of eight codes, $8, pairs of codes four apart, and of the pairs of _PAIRS, $9 to $12: the numbers."""
-    lines = ["{ .reg .b32 word, pair; mov.b32 word, $8;"]
-    for place in range(4):
-        if place == 2:
-            lines.append("shr.b32 word, word, 8;")
-        mask, by, added = (0x00F000F0, "$11", "$12") if place % 2 else (0x000F000F, "$9", "$10")
-        lines.append(f"lop3.b32 pair, word, {mask:#x}, 0x64006400, 0xea; fma.rn.f16x2 pair, pair, {by}, {added};")
-        lines.append(f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, pair;")
-    return " ".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def _assembly_of_six():
-    """The same of 64 + code, of words of four bits, $8, of the other bits of even and of odd inputs, $9 and $10.
-
-    $11 says which byte of those is the word's: once as it is, and once with its second half as the first. $12 and $13
-    are what pairs are multiplied by and what is added.
-    """
-    lines = ["{ .reg .b32 even, odd, bits, word, pair; shr.b32 even, $9, 4; prmt.b32 even, $9, even, $11;"]
-    lines.append("shr.b32 odd, $10, 4; prmt.b32 odd, $10, odd, $11;")
-    for place, shift in enumerate(
-        ("shl.b32 word, $8, 4;", "mov.b32 word, $8;", "shr.b32 word, $8, 4;", "shr.b32 word, $8, 8;")
-    ):
-        bits = "odd" if place % 2 else "even"
-        lines.append(f"{shift} lop3.b32 pair, word, 0x00f000f0, 0x54005400, 0xea;")
-        if place >= 2:
-            lines.append(f"shr.b32 {bits}, {bits}, 2;")
-        lines.append(f"lop3.b32 pair, {bits}, 0x03000300, pair, 0xea; fma.rn.f16x2 pair, pair, $12, $13;")
-        lines.append(f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, pair;")
-    return " ".join([*lines, "}"])
-
-
-# Of a scale, $2, in the lowest byte: the pairs that pairs of 64 + code are multiplied by, and what is added then.
-_PAIRS_OF_SIX = gl.constexpr(
-    "{ .reg .b32 pair, by; and.b32 pair, $2, 0xff; xor.b32 pair, pair, 0x80; mov.b32 by, 0x64006400;"
-    "mad.lo.u32 pair, pair, 0x10001, by; mov.b32 by, 0x64806480; sub.f16x2 $0, pair, by;"
-    "mov.b32 by, 0xd600d600; mul.f16x2 $1, $0, by; }"
-)
-
-NUMBER_REGISTERS_OF_SIX = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r,r,r,r")
-NUMBER_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r,r,r")
-
-
-@gluon.constexpr_function
-def _scale_layout(outputs: int):
-    """[outputs, 4]: a lane has the four words of the two rows of which it has codes."""
-    warps = [[16, 0], [32, 0], [64, 0], [128, 0]][: (outputs // 16).bit_length() - 1]
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], warps, [], [outputs, 4]
-    )
-
-
-@gluon.constexpr_function
-def _run_layout(outputs: int, words: int):
-    """[outputs, 4 * words]: of the two rows of which a lane has codes, so many words or scales of its run."""
-    warps = [[16, 0], [32, 0], [64, 0], [128, 0]][: (outputs // 16).bit_length() - 1]
-    registers = [[0, 1], [8, 0]] if words == 2 else [[8, 0]]
-    lanes = [[0, words], [0, 2 * words], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [outputs, 4 * words])
-
-
-@gluon.constexpr_function
-def _gated_layout():
-    """[64, 8] of four warps: a lane has the sums of gate and of up for the same output."""
-    return gl.DistributedLinearLayout(
-        [[32, 0], [0, 4]], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[0, 1], [0, 2]], [], [64, 8]
-    )
-
-
-@gluon.jit
-def _numbers(words, scale, layout: gl.constexpr):
-    """What the units read, [OUTPUTS, 128], of words [OUTPUTS, 4, 4] and the scales [OUTPUTS, 4, 1] of their runs."""
-    pairs: gl.constexpr = _PAIRS
-    assembly: gl.constexpr = _assembly()
-    low, low_added, high, high_added = gl.inline_asm_elementwise(
-        pairs, "=&r,=&r,=&r,=&r,r", [scale], (gl.int32,) * 4, is_pure=True, pack=1
-    )
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        assembly, NUMBER_REGISTERS, [words, low, low_added, high, high_added], (gl.float16,) * 8, is_pure=True, pack=1
-    )
-    first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-    return _operand(gl.join(first, second), layout)
-
-
-@gluon.jit
-def _operand(numbers, layout: gl.constexpr):
-    """What the assembly makes of words, as the units read it."""
-    OUTPUTS: gl.constexpr = numbers.shape[0]
-    every = gl.reshape(numbers, [OUTPUTS, 4, 4, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
-    tile = gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), [OUTPUTS, 128])
-    return gl.convert_layout(tile, gl.DotOperandLayout(0, layout, 2))
-
-
-@gluon.jit
-def _numbers_of_six(words, bits, scale, layout: gl.constexpr):
-    """As `_numbers`, of the words of other bits [OUTPUTS, 8], and two scales of each run, of a byte [OUTPUTS, 4]."""
-    OUTPUTS: gl.constexpr = words.shape[0]
-    pairs: gl.constexpr = _PAIRS_OF_SIX
-    assembly: gl.constexpr = _assembly_of_six()
-    runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-    even, odd = gl.split(gl.reshape(bits, [OUTPUTS, 4, 2]))
-    even = gl.expand_dims(gl.convert_layout(even, runs), 2)
-    odd = gl.expand_dims(gl.convert_layout(odd, runs), 2)
-    scale = gl.expand_dims(gl.convert_layout(scale, runs), 2)
-    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, words.type.layout)))
-    q = gl.expand_dims(gl.expand_dims(q, 0), 0)
-    low, low_added = gl.inline_asm_elementwise(pairs, "=&r,=r,r", [scale], (gl.int32,) * 2, is_pure=True, pack=1)
-    high, high_added = gl.inline_asm_elementwise(pairs, "=&r,=r,r", [scale >> 8], (gl.int32,) * 2, is_pure=True, pack=1)
-    by, added = gl.where(q < 2, low, high), gl.where(q < 2, low_added, high_added)
-    byte = 0x4000 + q * 0x1010
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        assembly,
-        NUMBER_REGISTERS_OF_SIX,
-        [words, even, odd, byte, by, added],
-        (gl.float16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-    first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-    return _operand(gl.join(first, second), layout)
-
-
-@gluon.jit
-def _minima(first, second, layout: gl.constexpr):
-    """What the units read, [OUTPUTS, SUMS], of the minima [OUTPUTS, 4] of the runs j and of those four behind."""
-    OUTPUTS: gl.constexpr = first.shape[0]
-    integers: gl.constexpr = _INTEGERS
-    a, b = gl.inline_asm_elementwise(integers, "=h,=h,r,r", [first, second], (gl.float16,) * 2, is_pure=True, pack=1)
-    both = gl.reshape(gl.join(a, b), [OUTPUTS, 8])
-    tile = gl.reshape(gl.permute(gl.join(both, both), (0, 2, 1)), [OUTPUTS, 16])
-    return gl.convert_layout(tile, gl.DotOperandLayout(0, layout, 2))
-
-
-@gluon.jit
-def _four_words(words):
-    """Those of each row: [OUTPUTS, 4] -> four times [OUTPUTS]."""
-    even, odd = gl.split(gl.reshape(words, [words.shape[0], 2, 2]))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return first, second, third, fourth
-
-
-@gluon.jit
-def _of_run(word, layout: gl.constexpr):
-    """Of a word of a row [OUTPUTS], its byte j, and what is above: [OUTPUTS, 4]."""
-    spread = gl.expand_dims(gl.convert_layout(word, gl.SliceLayout(1, layout)), 1)
-    return spread >> (8 * gl.arange(0, 4, gl.SliceLayout(0, layout)))[None, :]
-
-
-@gluon.jit
-def _scales(
-    scale, block, outputs, blocks, OUTPUTS: gl.constexpr, WIDE: gl.constexpr, SIX: gl.constexpr, by_row: gl.constexpr
-):
-    """Of a program's rows, what a block's scales are: Q4_K's four words; Q6_K's d, and the scales of both halves."""
-    layout: gl.constexpr = _run_layout(OUTPUTS, 1) if SIX else _scale_layout(OUTPUTS)
-    block = gl.minimum(block, blocks - 1)
-    line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
-    line = gl.minimum(gl.program_id(0) * WIDE + line % WIDE, outputs - 1) + line // WIDE * outputs
-    column = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    if SIX:
-        begin = (line.to(gl.int64) * blocks + block) * 9
-        pair = scale + begin[:, None] + column
-        d = gl.convert_layout(gl.load(scale + begin), by_row)
-        return d, gl.load(pair + 1).to(gl.int32), gl.load(pair + 5).to(gl.int32)
-    else:
-        place = scale + line.to(gl.int64)[:, None] * (blocks * 4) + column
-        return (gl.load(place + block * 4),)
 
 
 @gluon.jit
@@ -260,23 +87,23 @@ def _multiply(
     total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     product = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     nothing = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-    coming = _scales(scale, first, outputs, blocks, OUTPUTS, WIDE, SIX, by_row)
+    coming = scales_of_block(scale, first, outputs, blocks, OUTPUTS, WIDE, SIX, by_row)
     for step in range(steps):
         stage = step % STAGES
         found = coming
-        coming = _scales(scale, first + step + 1, outputs, blocks, OUTPUTS, WIDE, SIX, by_row)
+        coming = scales_of_block(scale, first + step + 1, outputs, blocks, OUTPUTS, WIDE, SIX, by_row)
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         words = gl.reshape(codes.index(2 * stage).load(held), [OUTPUTS, 4, WORDS // 4])
         if SIX:
-            bits = high_bits.index(2 * stage).load(_run_layout(OUTPUTS, 2))
-            numbers = _numbers_of_six(words, bits, found[1], layout)
+            bits = high_bits.index(2 * stage).load(run_layout(OUTPUTS, 2))
+            numbers = numbers_of_six(words, bits, found[1], layout)
         else:
-            halves, low, middle, high = _four_words(found[0])
+            halves, low, middle, high = four_words(found[0])
             runs: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-            low, middle, high = _of_run(low, runs), _of_run(middle, runs), _of_run(high, runs)
-            minima = _minima(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
+            low, middle, high = of_run(low, runs), of_run(middle, runs), of_run(high, runs)
+            minima = minima_operand(middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48), layout)
             least = warpgroup_mma(minima, sums.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            numbers = _numbers(words, gl.expand_dims(low & 63, 2), layout)
+            numbers = numbers_of_four(words, gl.expand_dims(low & 63, 2), layout)
             least = warpgroup_mma_wait(0, deps=[least])
             halves = gl.convert_layout(halves, by_row)
             deep = ((halves >> 16) & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
@@ -285,10 +112,10 @@ def _multiply(
         product = warpgroup_mma_wait(0, deps=[product])
         words = gl.reshape(codes.index(2 * stage + 1).load(held), [OUTPUTS, 4, WORDS // 4])
         if SIX:
-            bits = high_bits.index(2 * stage + 1).load(_run_layout(OUTPUTS, 2))
-            numbers = _numbers_of_six(words, bits, found[2], layout)
+            bits = high_bits.index(2 * stage + 1).load(run_layout(OUTPUTS, 2))
+            numbers = numbers_of_six(words, bits, found[2], layout)
         else:
-            numbers = _numbers(words, gl.expand_dims((high & 15) | ((low >> 2) & 48), 2), layout)
+            numbers = numbers_of_four(words, gl.expand_dims((high & 15) | ((low >> 2) & 48), 2), layout)
         product = warpgroup_mma(numbers, values.index(2 * stage + 1).permute((1, 0)), product, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(empty.index(stage), count=1)
@@ -305,7 +132,7 @@ def _multiply(
         known = (line < outputs) & (gl.program_id(1) == 0)
         total += gl.load(residual + line, mask=known, other=0.0).to(gl.float32)[:, None]
     if KIND > 0:
-        total = gl.convert_layout(total, _gated_layout())
+        total = gl.convert_layout(total, gated_layout())
     write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, KIND)
 
 
