@@ -1,6 +1,7 @@
 """Products of few rows with blocks of GGUF for Hopper GPUs. Gluon has no interpreter: they run there alone."""
 
 import itertools
+import struct
 from collections.abc import Callable
 from functools import partial
 
@@ -10,8 +11,11 @@ import torch.nn.functional as F
 
 from kvern.kernels.arrange import scaled_lanes
 from kvern.kernels.linear import Around, StreamPackedShape
+from kvern.layers.quantized.gguf_blocks import _scales_and_minima
 from kvern.layers.quantized.products import BLOCK_STREAMS, counters, multiply_row, row_shape
 from tests.kernels.packed_weights import make_packed, to_device
+from tests.kernels.test_halves import WORD
+from tests.kernels.test_halves import run as follow
 from tests.kernels.test_norm import reference as rms_norm
 from tests.kernels.test_norm import relative_error
 from tests.kernels.test_stream_packed_hopper import GPU
@@ -40,6 +44,43 @@ LAUNCHES: list[Callable[[], object]] = [
     partial(_launch_row, "silu", False),
     partial(_launch_row, None, True),
 ]
+
+
+@pytest.mark.parametrize("code", ["q4_k", "q6_k"])
+def test_what_assembly_makes_of_a_block(code: str) -> None:
+    """Its instructions, followed for every word of two rows: code * scale, beside the format's definition."""
+    import kvern.kernels.block_operands_hopper as operands
+
+    blocks = make_packed(f"gguf {code}", 2, 256)
+    codes, scale = blocks.packed.codes, blocks.packed.scale
+    assert scale is not None
+    d = scale[..., :2].contiguous().view(torch.float16).double().flatten()
+    if code == "q4_k":
+        scales, minima = _scales_and_minima(scale[:, 0, 4:16])
+        least = scale[..., 2:4].contiguous().view(torch.float16).double().flatten(1) * minima.double()
+        scales, shift = scales.repeat_interleave(2, 1), least.repeat_interleave(32, 1)
+    else:
+        scales, shift = scale[:, 0, 2:].contiguous().view(torch.int8).float(), torch.zeros(2, 256)
+    expected = ((blocks.plain + shift) / d[:, None]).round()
+    words = codes.view(2, -1)[:, :128].contiguous().view(torch.int32)
+    bits = codes.view(2, -1)[:, 128:].contiguous().view(torch.int32)
+    for row, word in itertools.product(range(2), range(32)):
+        run, q = divmod(word, 4)
+        number = int(scales[row, 2 * run + q // 2])
+        known = {"$8": int(words[row, word]) & WORD}
+        if code == "q4_k":
+            pairs = follow(operands._PAIRS.value, {"$4": number})
+            known |= {f"${9 + index}": pairs[f"${index}"] for index in range(4)}
+            assembly = operands._assembly()
+        else:
+            pairs = follow(operands._PAIRS_OF_SIX.value, {"$2": number & WORD})
+            even, odd = (int(bits[row, 2 * run + place]) & WORD for place in range(2))
+            known |= {"$9": even, "$10": odd, "$11": 0x4000 + q * 0x1010, "$12": pairs["$0"], "$13": pairs["$1"]}
+            assembly = operands._assembly_of_six()
+        known = follow(getattr(assembly, "value", assembly), known)
+        for p, i in itertools.product(range(4), range(2)):
+            found = struct.unpack("<e", struct.pack("<H", known[f"${2 * p + i}"]))[0]
+            assert found == float(expected[row, 8 * word + p + 4 * i].half())
 
 
 def test_a_row_in_lanes_with_its_norm(device: torch.device) -> None:
@@ -77,7 +118,7 @@ def test_rows_in_lanes_beside_the_sums_of_runs(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("shape", "code", "outputs", "inputs"),
     [
-        *((*kind, *sizes) for kind in KINDS for sizes in ((2064, 4096), (136, 14336), (1000, 768))),
+        *((*kind, *sizes) for kind in KINDS for sizes in ((272, 4096), (136, 14336), (1000, 768))),
         *((*kind, 64, 256) for kind in KINDS[:6]),
     ],
 )
@@ -114,7 +155,7 @@ def test_one_row_with_what_is_around_it(
     device: torch.device, splits: int, inputs: int, code: str, dtype: torch.dtype
 ) -> None:
     """Norm, activation and residual as layers of a single token use them, twice over the same counters."""
-    outputs, shape = 2064, StreamPackedShape(8, 64, 4, splits)
+    outputs, shape = 528, StreamPackedShape(8, 64, 4, splits)
     made = make_packed(f"gguf {code}", outputs, inputs)
     packed, plain = to_device(made.packed, device), made.plain.to(device)
     x = torch.randn(1, inputs, device=device)
