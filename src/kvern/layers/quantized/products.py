@@ -123,13 +123,13 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
 """What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
 
 BLOCK_STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
-    1: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 2, 4)),
-    8: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 2, 4)),
-    16: tuple(StreamPackedShape(16, 64, 4, splits) for splits in (1, 2, 4)),
+    1: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 4, 8)),
+    8: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 4, 8)),
+    16: tuple(StreamPackedShape(16, 64, 4, splits) for splits in (1, 4, 8)),
     32: (StreamPackedShape(32, 128, 3), StreamPackedShape(32, 64, 4), StreamPackedShape(32, 64, 4, 4)),
     **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 3), StreamPackedShape(64, 64, 3, 4))),
 }
-"""The same, of blocks of GGUF that `kernels/stream_blocks_hopper.py` knows."""
+"""The same, but instead of each `MatmulShape`, of blocks of GGUF that `kernels/stream_blocks_hopper.py` knows."""
 
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
@@ -292,9 +292,11 @@ class PackedProducts:
     def _shapes(self, most: int) -> tuple[Shape, ...]:
         shapes = self._candidates[most]
         offered = BLOCK_STREAMS if self.weight.code in BLOCKS else STREAMS
-        streams = (shape for shape in offered.get(most, ()) if self._streams(shape))
+        streams = tuple(shape for shape in offered.get(most, ()) if self._streams(shape))
         if most == 1:
             return (*shapes, *streams)
+        if streams and self.weight.code in BLOCKS:
+            shapes = tuple(shape for shape in shapes if not isinstance(shape, MatmulShape))
         codes = codes_candidates(most, self._streams_codes()) if self._multiplies_codes() else ()
         return (*shapes, *streams, *codes, *(self._method.own_products() if most > MOST_OWN_FEW else ()))
 
