@@ -7,6 +7,11 @@ Tensors `[OUTPUTS, 4, 4]` of words have a run's four words q last; in a word the
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+BLOCK = 256
+"""Inputs that share a d."""
+WORDS = gl.constexpr(BLOCK // 16)
+"""Of four bits of each code of half a block."""
+
 # Of a scale, $4: the pairs that pairs of 1024 + code and of 1024 + 16 * code are multiplied by, and what is added then.
 _PAIRS = gl.constexpr(
     "{ .reg .b32 pair, by; mov.b32 by, 0x64006400; mad.lo.u32 pair, $4, 0x10001, by; sub.f16x2 $0, pair, by;"
@@ -63,6 +68,14 @@ _PAIRS_OF_SIX = gl.constexpr(
 
 NUMBER_REGISTERS_OF_SIX = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r,r,r,r")
 NUMBER_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r,r,r")
+
+
+@gluon.constexpr_function
+def words_layout(outputs: int):
+    """[outputs, WORDS]: a lane has the four words of its run."""
+    warps = [[16, 0], [32, 0], [64, 0], [128, 0]][: (outputs // 16).bit_length() - 1]
+    registers, lanes = [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [outputs, 16])
 
 
 @gluon.constexpr_function

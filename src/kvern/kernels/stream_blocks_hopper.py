@@ -23,6 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvern.kernels.arrange import ScaledLanes
 from kvern.kernels.block_operands_hopper import (
+    BLOCK,
+    WORDS,
     four_words,
     gated_layout,
     minima_operand,
@@ -31,6 +33,7 @@ from kvern.kernels.block_operands_hopper import (
     of_run,
     run_layout,
     scales_of_block,
+    words_layout,
 )
 from kvern.kernels.hopper import KINDS, fetch_weights, tiles_of
 from kvern.kernels.launch import SHARED_MEMORY, cdiv
@@ -41,13 +44,8 @@ from kvern.kernels.stream_packed_hopper import (
     BARRIER_BYTES,
     FETCHING_REGISTERS,
     PROCESSOR_REGISTERS,
-    STEP,
-    WORDS,
-    words_layout,
 )
 
-BLOCK = 256
-"""Inputs of a step."""
 SUMS = gl.constexpr(BLOCK // 16)
 REGISTERS = {8: 104, 16: 104, 32: 108, 64: 160}
 """Of a thread that multiplies, by the rows of a tile."""
@@ -301,12 +299,12 @@ def stream_blocks_product(
     partial = out
     if shape.splits > 1:
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=out.device)
-    code_tiles = tiles_of(codes, wide, STEP // 8)
-    bit_tiles = tiles_of(codes, wide, STEP // 16) if six else code_tiles
+    code_tiles = tiles_of(codes, wide, WORDS.value)
+    bit_tiles = tiles_of(codes, wide, WORDS.value // 2) if six else code_tiles
     for first in range(0, rows, shape.rows):  # one after the other: counters and sums of parts are the next one's too
         run = slice(first, first + shape.rows)
         _stream_blocks_kernel[(tiles, shape.splits)](
-            tiles_of(x.values[run], shape.rows, STEP),
+            tiles_of(x.values[run], shape.rows, BLOCK // 2),
             tiles_of(x.sums[run], shape.rows, SUMS.value),
             code_tiles,
             bit_tiles,

@@ -81,7 +81,7 @@ def registers_of(shape: StreamPackedShape) -> int:
 
 
 @gluon.constexpr_function
-def words_layout(outputs: int):
+def _words_layout(outputs: int):
     """[outputs, WORDS]: a lane has four words that stand together, of two rows."""
     warps = [[16, 0], [32, 0], [64, 0], [128, 0]][: (outputs // 16).bit_length() - 1]
     registers, lanes = [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
@@ -170,7 +170,7 @@ def _multiply(
     OUTPUTS: gl.constexpr = codes.shape[1]
     ROWS: gl.constexpr = values.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [OUTPUTS // 16, 1], [16, ROWS, 16])
-    held: gl.constexpr = words_layout(OUTPUTS)
+    held: gl.constexpr = _words_layout(OUTPUTS)
     PER: gl.constexpr = max(128 // GROUP, 1)
     _keep(scales, scale, groups, first, outputs, steps, GROUP, BIASED)
     if zero is not None:
