@@ -14,7 +14,12 @@ WORD = 0xFFFFFFFF
 
 def follow(assembly: str, word: int) -> list[float]:
     """The eight float32 that are made of a word of four bytes."""
-    known = {"$8": word}
+    known = run(assembly, {"$8": word})
+    return [struct.unpack("<f", struct.pack("<I", known[f"${index}"]))[0] for index in range(8)]
+
+
+def run(assembly: str, known: dict[str, int]) -> dict[str, int]:
+    """What registers hold when instructions are through, beside those that hold something before."""
 
     def value(name: str) -> int:
         return known[name] if name in known else int(name, 0)
@@ -30,7 +35,7 @@ def follow(assembly: str, word: int) -> list[float]:
             known[low], known[high] = inputs[0] & 0xFFFF, inputs[0] >> 16
         else:
             known[operands[0]] = OPERATIONS[operation](*inputs) & WORD
-    return [struct.unpack("<f", struct.pack("<I", known[f"${index}"]))[0] for index in range(8)]
+    return known
 
 
 def choose(a: int, b: int, c: int, table: int) -> int:
@@ -52,6 +57,18 @@ def widen(half: int) -> int:
     return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 
+def halves(compute: Callable[..., float]) -> Callable[..., int]:
+    """Of pairs of float16: each rounded once."""
+
+    def both(*pairs: int) -> int:
+        numbers = [struct.unpack("<ee", struct.pack("<I", pair)) for pair in pairs]
+        return int(
+            struct.unpack("<I", struct.pack("<ee", *(compute(*inputs) for inputs in zip(*numbers, strict=True))))[0]
+        )
+
+    return both
+
+
 OPERATIONS: dict[str, Callable[..., int]] = {
     "shl.b32": lambda a, by: a << by,
     "shr.b32": lambda a, by: a >> by,
@@ -60,6 +77,12 @@ OPERATIONS: dict[str, Callable[..., int]] = {
     "lop3.b32": choose,
     "prmt.b32": permute,
     "cvt.f32.f16": widen,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "sub.f16x2": halves(lambda a, b: a - b),
+    "mul.f16x2": halves(lambda a, b: a * b),
+    "fma.rn.f16x2": halves(lambda a, b, c: a * b + c),
 }
 
 

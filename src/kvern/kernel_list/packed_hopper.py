@@ -1,4 +1,4 @@
-"""Products of few rows with weights of four bits by the kernel for Hopper GPUs."""
+"""Products of few rows with weights of four bits by the kernels for Hopper GPUs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,22 +8,26 @@ import torch
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.quantized import (
     PackedKind,
+    arounds,
     bytes_of,
     forms_of,
+    one_row,
     plain_of,
     random_packed,
     timed_kinds,
 )
-from kvern.kernels.arrange import arrange
+from kvern.kernels.arrange import arrange, scaled_lanes
+from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import INTERLEAVED
 from kvern.kernels.linear import StreamPackedShape
-from kvern.layers.quantized.products import STREAMS
+from kvern.layers.quantized.products import BLOCK_STREAMS, STREAMS, row_shape
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
 
 
 def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape: StreamPackedShape) -> Call:
+    from kvern.kernels.stream_blocks_hopper import stream_blocks_product
     from kvern.kernels.stream_packed_hopper import stream_packed_product
 
     packed, x = random_packed(inputs, kind, kind.outputs), inputs.numbers(rows, kind.inputs)
@@ -31,6 +35,8 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
     counters = inputs.zeros(kind.outputs)
 
     def launch() -> torch.Tensor:
+        if kind.code in BLOCKS:
+            return stream_blocks_product(scaled_lanes(x), packed, bias, shape, counters, x.dtype)
         return stream_packed_product(arrange(x, packed.order, "lanes"), packed, bias, shape, counters)
 
     def reference() -> torch.Tensor:
@@ -42,16 +48,19 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
 
 
 def stream_shapes(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[StreamPackedShape, ...]]:
-    """How the kernel for weights of four bits on Hopper GPUs may multiply by a matrix, by the most rows."""
+    """How the kernels for packed weights on Hopper GPUs may multiply by a matrix, by the most rows."""
     if not inputs.hopper or inputs.dtype.itemsize != 2 or kind.code not in INTERLEAVED:
         return {}
+    from kvern.kernels.stream_blocks_hopper import streams_blocks
     from kvern.kernels.stream_packed_hopper import streams
 
-    packed = random_packed(inputs.without_device(), kind, 1)
-    return {
-        rows: tuple(shape for shape in shapes if streams(packed, kind.inputs, shape, inputs.dtype))
-        for rows, shapes in STREAMS.items()
-    }
+    packed, blocks = random_packed(inputs.without_device(), kind, 1), kind.code in BLOCKS
+
+    def fits(shape: StreamPackedShape) -> bool:
+        return streams_blocks(kind.code, shape) if blocks else streams(packed, kind.inputs, shape, inputs.dtype)
+
+    offered = BLOCK_STREAMS if blocks else STREAMS
+    return {rows: tuple(shape for shape in shapes if fits(shape)) for rows, shapes in offered.items()}
 
 
 def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
@@ -65,8 +74,25 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from _streamed(inputs, forms_of(inputs), None)
 
 
+def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    """With what is around one row; without it, `_launched` has them."""
+    if not inputs.hopper or inputs.dtype.itemsize != 2:
+        return
+    from kvern.kernels.stream_blocks_hopper import streams_blocks
+
+    for kind in forms_of(inputs):
+        offered = [shape for shape in BLOCK_STREAMS[1] if streams_blocks(kind.code, shape)]
+        for norm, activation, residual in arounds(spec, kind) if offered else ():
+            shapes = (row_shape(shape, kind.code, activation is not None) for shape in offered)
+            for shape in dict.fromkeys(shapes):
+                yield kind._replace(part=""), kind.outputs, shape, norm, activation, residual
+
+
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from _streamed(inputs, timed_kinds(inputs), 1)
 
 
-KERNELS = (Kernel("quantized, few rows on Hopper", "hopper_linear", _stream, _launched, _timed),)
+KERNELS = (
+    Kernel("quantized, few rows on Hopper", "hopper_linear", _stream, _launched, _timed),
+    Kernel("quantized, one row on Hopper", "hopper_linear", one_row, _row_launched),
+)

@@ -222,7 +222,7 @@ def bytes_of(packed: Packed) -> int:
     return sum(item.nbytes for item in packed if isinstance(item, torch.Tensor))
 
 
-def _row(
+def one_row(
     spec: ModelSpec,
     inputs: Inputs,
     kind: PackedKind,
@@ -288,8 +288,8 @@ def _plain_forms(kinds: list[PackedKind]) -> Sizes:
         yield (kind,)
 
 
-def _arounds(spec: ModelSpec, kind: PackedKind) -> Sizes:
-    """What a product of one row is launched with, beside nothing."""
+def arounds(spec: ModelSpec, kind: PackedKind) -> Sizes:
+    """What a product of one row is launched with, beside nothing: whether with a norm, activation, with a residual."""
     if kind.part in ("o_proj", "down_proj"):
         yield False, None, True
     elif kind.part == "q_proj":
@@ -322,7 +322,7 @@ def _row_shapes(inputs: Inputs, kind: PackedKind, activated: bool = False) -> li
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: dict[tuple[Any, ...], None] = {}
     for kind in forms_of(inputs):
-        for norm, activation, residual in ((False, None, False), *(_arounds(spec, kind) if not kind.order else ())):
+        for norm, activation, residual in ((False, None, False), *(arounds(spec, kind) if not kind.order else ())):
             around = (norm, activation, residual) if norm or residual else ()
             for shape in _row_shapes(inputs, kind, activation is not None):
                 launched[kind._replace(part=""), kind.outputs, shape, *around] = None
@@ -386,7 +386,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 KERNELS = (
-    Kernel("quantized, one row", "quantized", _row, _row_launched, _row_timed),
+    Kernel("quantized, one row", "quantized", one_row, _row_launched, _row_timed),
     Kernel("quantized, several rows", "quantized", _product, _product_launched, _product_timed),
     Kernel(
         "quantized, made plain",

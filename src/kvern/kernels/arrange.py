@@ -1,12 +1,12 @@
 """Rows of activations in the order in which the codes of a quantized matrix want them (`kernels/codes.py`)."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 BLOCK = 1024
 
@@ -72,3 +72,90 @@ def arrange(x: torch.Tensor, order: torch.Tensor | None, arrangement: Arrangemen
         launch_pdl=overlap,
     )
     return out
+
+
+class ScaledLanes(NamedTuple):
+    """Rows in lanes, float16, each multiplied by a power of two so that none of their numbers is as large as 1024.
+
+    values   [T, inputs] float16
+    sums     [T, inputs / 16] float16: of each 256 inputs, 16 numbers: the sums of the runs of 32 inputs 0, 4, 1, 5, 2,
+             6, 3 and 7; then what rounding takes away from them
+    by       [T] float32: what makes them the rows again
+    """
+
+    values: torch.Tensor
+    sums: torch.Tensor
+    by: torch.Tensor
+
+
+TOP = tl.constexpr(9)
+"""The exponent of a row's largest number."""
+
+
+@Launcher
+@triton.jit
+def _scaled_lanes_kernel(
+    x: tl.tensor,
+    gain: tl.tensor,
+    values: tl.tensor,
+    sums: tl.tensor,
+    by: tl.tensor,
+    inputs,
+    x_stride,
+    epsilon: tl.float32,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    known = place < inputs
+    plain = tl.load(x + row * x_stride + place, mask=known, other=0.0).to(tl.float32)
+    source = source_in_lanes(place)
+    lanes = tl.load(x + row * x_stride + source, mask=known, other=0.0).to(tl.float32)
+    inverse = 1.0
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(plain * plain, axis=0) / inputs + epsilon)
+        plain *= tl.load(gain + place, mask=known, other=0.0).to(tl.float32)
+        lanes *= tl.load(gain + source, mask=known, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(plain), axis=0)
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 27), 227)
+    up = ((254 - exponent + TOP) << 23).to(tl.float32, bitcast=True)
+    tl.store(by + row, ((exponent - TOP) << 23).to(tl.float32, bitcast=True) * inverse)
+    tl.store(values + row * inputs + place, (lanes * up).to(tl.float16), mask=known)
+    total = tl.sum(tl.reshape((plain * up).to(tl.float16).to(tl.float32), [BLOCK // 32, 32]), axis=1)
+    run = tl.arange(0, BLOCK // 32)
+    place = row * (inputs // 16) + run // 8 * 16 + run % 4 * 2 + run % 8 // 4
+    high = total.to(tl.float16)
+    tl.store(sums + place, high, mask=run * 32 < inputs)
+    tl.store(sums + place + 8, (total - high.to(tl.float32)).to(tl.float16), mask=run * 32 < inputs)
+
+
+def scaled_lanes(x: torch.Tensor, gain: torch.Tensor | None = None, epsilon: float = 0.0) -> ScaledLanes:
+    """Of `x [T, inputs]`, a multiple of 256, or of its root-mean-square norm with a gain [inputs]. Moves x twice.
+
+    Numbers below 2^-24 of a row's largest are rounded, and all that a gain has multiplied, to 11 bits.
+    """
+    rows, inputs = x.shape
+    overlap = overlaps(x.device)
+    made = ScaledLanes(
+        torch.empty(rows, inputs, dtype=torch.float16, device=x.device),
+        torch.empty(rows, inputs // 16, dtype=torch.float16, device=x.device),
+        torch.empty(rows, dtype=torch.float32, device=x.device),
+    )
+    _scaled_lanes_kernel[(rows,)](
+        x,
+        x if gain is None else gain,
+        *made,
+        inputs,
+        x.stride(0),
+        epsilon,
+        gain is not None,
+        next_power_of_2(inputs),
+        overlap,
+        num_warps=8,
+        launch_pdl=overlap,
+    )
+    return made

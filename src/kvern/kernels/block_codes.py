@@ -3,8 +3,8 @@
 The blocks of a row are taken apart so that loads are aligned: `codes [outputs, blocks, bytes]` has the bits of the
 numbers, `scale [outputs, blocks, bytes]` what multiplies and what is subtracted (`layers/quantized/gguf_parts.py`). A
 block has 32 numbers or 256. But for q8_0, a byte has four bits of two numbers, of the two planes: those of neighbouring
-runs of 16, 32 or 64 inputs. One or two more bits of each number stand in words, one or two for 16 columns, and so do
-those of numbers of two and three bits.
+runs of 16, 32 or 64 inputs; in q4_k and q6_k those of an even input and the odd one behind it. One or two more bits of
+each number stand in words, one or two for 16 columns, and so do those of numbers of two and three bits.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ BLOCKS: Mapping[str, tuple[int, int, int]] = {
     "mxfp4": (2, 16, 32),
     "q2_k": (2, 16, 32),
     "q3_k": (2, 16, 32),
-    "q4_k": (2, 32, 64),
+    "q4_k": (2, 16, 32),
     "q5_k": (2, 32, 64),
-    "q6_k": (2, 16, 128),
+    "q6_k": (2, 8, 32),
     "iq4_xs": (2, 16, 32),
 }
 """By the type's name: planes, columns that share a scale, inputs of which a step has a multiple."""
@@ -45,7 +45,7 @@ _BIAS = tl.constexpr(64.0)
 @triton.constexpr_function
 def _run(code: str) -> int:
     """Inputs of a plane that stand together."""
-    return {"q6_k": 64, "q4_k": 32, "q5_k": 32}.get(code, 16)
+    return 32 if code == "q5_k" else 16
 
 
 @triton.constexpr_function
@@ -196,6 +196,16 @@ def block_scales(
 
 
 @triton.jit
+def six_bits(low, middle, high, run):
+    """Of the words of a block of q4_k or q5_k behind its two halves: scale and minimum of a run of 32, in float32."""
+    shift = run % 4 * 8
+    low, middle, high = low >> shift, middle >> shift, high >> shift
+    scale = tl.where(run < 4, low & 63, (high & 15) | ((low >> 2) & 48))
+    least = tl.where(run < 4, middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48))
+    return scale.to(tl.float32), least.to(tl.float32)
+
+
+@triton.jit
 def _large_scales(
     scale, block, within, known, CODE: tl.constexpr, EVEN: tl.constexpr, PLANE: tl.constexpr
 ):  # fmt: skip
@@ -209,20 +219,22 @@ def _large_scales(
         return by, by * 0.0
     elif _is_among(CODE, "q4_k q5_k"):
         least = _bytes(scale.to(tl.pointer_type(tl.float16)) + (block // 2 + 1), known, EVEN).to(tl.float32)
-        run = within // 32 * 2 + PLANE
+        run = within // 16 if CODE == "q4_k" else within // 32 * 2 + PLANE
         words = scale.to(tl.pointer_type(tl.int32)) + block // 4
-        shift = run % 4 * 8
-        low = _bytes(words + 1, known, EVEN) >> shift
-        middle = _bytes(words + 2, known, EVEN) >> shift
-        high = _bytes(words + 3, known, EVEN) >> shift
-        by *= tl.where(run < 4, low & 63, (high & 15) | ((low >> 2) & 48)).to(tl.float32)
-        least *= tl.where(run < 4, middle & 63, ((high >> 4) & 15) | ((middle >> 2) & 48)).to(tl.float32)
+        low, middle, high = (
+            _bytes(words + 1, known, EVEN),
+            _bytes(words + 2, known, EVEN),
+            _bytes(words + 3, known, EVEN),
+        )
+        wide, deep = six_bits(low, middle, high, run)
+        by *= wide
+        least *= deep
         BIAS: tl.constexpr = _BIAS if CODE == "q5_k" else LOW_BIAS if PLANE == 0 else HIGH_BIAS
         return by, by * BIAS + least
     else:
         run = within // 16 * 2 + PLANE
         if CODE == "q6_k":
-            run = within // 64 * 8 + PLANE * 4 + within % 64 // 16
+            run = within // 8
         if CODE == "q6_k":
             by *= _bytes(scale + (block + 2 + run), known, EVEN).to(tl.int8, bitcast=True).to(tl.float32)
             return by, by * (_BIAS + 32.0)

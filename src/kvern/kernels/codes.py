@@ -21,9 +21,10 @@ beyond the inputs; without it what lies beyond are any finite numbers, and produ
 are `Packed.group` and `outputs_per_scale`. `Packed.factor`, and scales of whole rows (`scales_rows`), are left to
 whoever has the sum.
 
-An int4 matrix has the even inputs in one plane and the odd ones in the other. A product of one row takes pairs of
-inputs apart in registers (`row_values`); one of several rows has its `x` in planes already: `[T, 2, inputs / 2]`, by
-`kernels/arrange.py`, which also puts inputs in the `order` of a matrix. Blocks of GGUF read x as it is.
+A matrix of an INTERLEAVED code, as int4, has the even inputs in one plane and the odd ones in the other. A product of
+one row takes pairs of inputs apart in registers (`row_values`); one of several rows has its `x` in planes already: `[T,
+2, inputs / 2]`, by `kernels/arrange.py`, which also puts inputs in the `order` of a matrix. Other blocks of GGUF read x
+as it is.
 
 Numbers may carry a bias, which their offset takes away again: `kernels/halves.py` makes floats of half bytes so. A
 branch for each code is an `else` to the one before, since a compiler of Triton's reads on behind a `return`.
@@ -75,7 +76,7 @@ CODES: Mapping[str, Code] = {
     **{name: Code(*numbers) for name, numbers in BLOCKS.items()},
 }
 
-INTERLEAVED = ("int4", "nf4", "e2m1")
+INTERLEAVED = ("int4", "nf4", "e2m1", "q4_k", "q6_k")
 """Those whose column is an even input and the odd one behind it."""
 
 
@@ -122,7 +123,7 @@ def scales_rows(code: str, group: int, inputs: int, zero: torch.Tensor | None) -
 @triton.constexpr_function
 def stands_beside(code: str) -> bool:
     """Whether scales stand beside the codes, not among them."""
-    return code in ("e4m3", "int8", *INTERLEAVED)
+    return code not in BLOCKS
 
 
 @triton.constexpr_function

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.codes import scales, scales_rows
-from kvern.kernels.halves import HIGH_BIAS, LOW_BIAS
+from kvern.kernels.block_codes import six_bits
+from kvern.kernels.codes import scales_rows
 from kvern.kernels.launch import (
     Launcher,
     capability,
@@ -29,9 +29,7 @@ from kvern.kernels.launch import (
 from kvern.kernels.linear import NOTHING, Around
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import ended_sums
-from kvern.kernels.resident_units import pieces_of, sums_of_units, values_of_units
-
-UNIT_BYTES = tl.constexpr(16)
+from kvern.kernels.resident_units import four_words, half_of, pieces_of, sums_of_units, values_of_units
 
 
 class ResidentShape(NamedTuple):
@@ -55,7 +53,7 @@ def _fetch(
 ):  # fmt: skip
     """Of rows from the row `first` on, the words of codes `[OUTPUTS, 4 * UNITS]`, and units' scales and zeros.
 
-    Of a row beyond the outputs no codes are read. Scales that are not beside the codes are left to `_result`.
+    Of a row beyond the outputs no codes are read.
     """
     WIDTH: tl.constexpr = 8 * pieces_of(CODE)
     word = tl.arange(0, INPUTS // WIDTH * 4)
@@ -66,7 +64,10 @@ def _fetch(
     place = row[:, None] * (inputs // WIDTH * 4) + word[None, :]
     words = tl.load(codes.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
     by, less = row, row
-    if not SCALES_ROWS and CODE != "q4_k":
+    if CODE == "q4_k":  # of a block, for each of its units
+        place = row[:, None] * (inputs // 256 * 4) + (word // 32 * 4 + word % 4)[None, :]
+        by = tl.load(scale.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
+    elif not SCALES_ROWS:
         begin = tl.arange(0, INPUTS // WIDTH) * WIDTH
         place = (row // PER)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
         by = tl.load(scale + place, mask=(begin < inputs)[None, :], other=0.0)
@@ -84,14 +85,12 @@ def _result(
     """The products of the rows `[OUTPUTS]` of a tile of `_fetch`."""
     words, scaled, less = tile
     first, second = sums_of_units(words, values, CODE)
+    total = (first + second * (1.0 if CODE == "e4m3" else 0.0625)) * by[None, :]
     if CODE == "q4_k":
-        # the offsets of `scales` have biases in them
-        scaled, offset = scales(codes, scale, zero, row, 0, inputs, CODE, GROUP, PER, ZERO, INPUTS, UNIT_BYTES, EVEN, 0)
-        total = scaled * (first * by[None, :] + LOW_BIAS * low[None, :]) - offset * low[None, :]
-        scaled, offset = scales(codes, scale, zero, row, 0, inputs, CODE, GROUP, PER, ZERO, INPUTS, UNIT_BYTES, EVEN, 1)
-        total += scaled * (second * (by * 0.0625)[None, :] + HIGH_BIAS * high[None, :]) - offset * high[None, :]
+        both, one, two, three = four_words(scaled)
+        wide, deep = six_bits(one, two, three, tl.arange(0, INPUTS // 32)[None, :] % 8)
+        total = half_of(both, 0) * wide * total - half_of(both, 16) * deep * (low + high)[None, :]
     else:
-        total = (first + second * (0.0625 if CODE == "int4" else 1.0)) * by[None, :]
         if ZERO:
             total -= less.to(tl.float32) * (low + high)[None, :]
         elif CODE == "int4":

@@ -52,18 +52,9 @@ def pieces_of(code: str) -> int:
 
 
 @triton.jit
-def _piece_place(unit, CODE: tl.constexpr, PIECE: tl.constexpr):
-    """The first input of a piece of a unit. Half bytes of GGUF belong to neighbouring runs of 32 inputs."""
-    if CODE == "q4_k":
-        return unit // 2 * 64 + unit % 2 * 16 + PIECE % 2 * 8 + PIECE // 2 * 32
-    else:
-        return unit * (8 * pieces_of(CODE)) + PIECE * 8
-
-
-@triton.jit
 def _piece(x, gain, unit, inputs, CODE: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
     """Eight inputs of each unit `[UNITS, 8]` float32, with their gain, and their squares without it."""
-    place = _piece_place(unit, CODE, PIECE)[:, None] + tl.arange(0, 8)[None, :]
+    place = (unit * (8 * pieces_of(CODE)) + PIECE * 8)[:, None] + tl.arange(0, 8)[None, :]
     known = place < inputs
     value = (tl.load(x + place) if EVEN else tl.load(x + place, mask=known, other=0.0)).to(tl.float32)
     squares = value * value
@@ -95,17 +86,24 @@ def _pairs(value, APART: tl.constexpr):
 
 
 @triton.jit
-def _half(word, SHIFT: tl.constexpr):
+def half_of(word, SHIFT: tl.constexpr):
     """One float16 of a word, in float32."""
     return ((word >> SHIFT) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def sums_of_units(words, values, CODE: tl.constexpr):
-    """The products of units added up, of both planes: `words [OUTPUTS, 4 * UNITS]` -> twice `[OUTPUTS, UNITS]`."""
+def four_words(words):
+    """Those of each unit: `[OUTPUTS, 4 * UNITS]` -> four times `[OUTPUTS, UNITS]`."""
     even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def sums_of_units(words, values, CODE: tl.constexpr):
+    """The products of units added up, of both planes: `words [OUTPUTS, 4 * UNITS]` -> twice `[OUTPUTS, UNITS]`."""
+    first, second, third, fourth = four_words(words)
     if COMPILED:
         words = (first, second, third, fourth) + values  # noqa: RUF005
         if CODE == "e4m3":
@@ -128,7 +126,7 @@ def sums_of_units(words, values, CODE: tl.constexpr):
             if CODE == "e4m3":
                 one = e4m3_of_bits((word >> (at % 2 * 16)) & 0xFF)
                 other = e4m3_of_bits((word >> (at % 2 * 16 + 8)) & 0xFF)
-                added = one * _half(values[at], 0) + other * _half(values[at], 16)
+                added = one * half_of(values[at], 0) + other * half_of(values[at], 16)
                 low += added if at % 2 == 0 else 0.0
                 high += added if at % 2 == 1 else 0.0
             else:
@@ -136,7 +134,7 @@ def sums_of_units(words, values, CODE: tl.constexpr):
                     value = values[2 * at + plane]
                     one = (word >> (at % 2 * 8 + plane * 4)) & 15
                     other = (word >> (at % 2 * 8 + plane * 4 + 16)) & 15
-                    added = one.to(tl.float32) * _half(value, 0) + other.to(tl.float32) * _half(value, 16)
+                    added = one.to(tl.float32) * half_of(value, 0) + other.to(tl.float32) * half_of(value, 16)
                     if plane == 0:
                         low += added / HALF_BYTES_UNIT
                     else:
@@ -164,7 +162,7 @@ def values_of_units(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexp
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 27), 227)
     up = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
     down = ((exponent - TOP) << 23).to(tl.float32, bitcast=True)
-    APART: tl.constexpr = 4 if CODE == "int4" else 2 if CODE == "q4_k" else 1
+    APART: tl.constexpr = 1 if CODE == "e4m3" else 4
     one = one * up[:, None]
     two = two * up[:, None]
     low = tl.sum(one + two, axis=1) * down
@@ -174,12 +172,5 @@ def values_of_units(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexp
         three = three * up[:, None]
         four = four * up[:, None]
         high = tl.sum(three + four, axis=1) * down
-        if CODE == "int4":
-            values = _pairs(one, APART) + _pairs(two, APART) + _pairs(three, APART) + _pairs(four, APART)
-        else:
-            a, b, c, d = _pairs(one, APART)
-            e, f, g, h = _pairs(three, APART)
-            i, j, k, m = _pairs(two, APART)
-            n, o, p, q = _pairs(four, APART)
-            values = (a, e, b, f, c, g, d, h, i, n, j, o, k, p, m, q)
+        values = _pairs(one, APART) + _pairs(two, APART) + _pairs(three, APART) + _pairs(four, APART)
         return values, down * HALF_BYTES_UNIT, low, high, tl.sum(squares)

@@ -3,6 +3,9 @@
 Codes and scales together are as large as the blocks. Scales are bytes of the block, its d first. Codes are the bytes
 with four or eight bits of each number; then words of 32 bits with the other bits: of each 16 columns, one word of a bit
 for both planes, the low plane first, or two words of two bits, one for each plane.
+
+Four bits of those of q4_k and q6_k are in the order of the numbers, two in a byte, as kernels have integers of four
+bits; then planes are the even numbers and the odd ones.
 """
 
 import torch
@@ -24,9 +27,9 @@ CODES: dict[str, tuple[Run, ...]] = {
     "q8_0": ((2, 34),),
     "q2_k": (),
     "q3_k": (),
-    "q4_k": ((16, 144),),
+    "q4_k": (),
     "q5_k": ((48, 176),),
-    "q6_k": ((0, 128),),
+    "q6_k": (),
     "iq4_nl": ((2, 18),),
     "iq4_xs": ((8, 136),),
     "mxfp4": ((1, 17),),
@@ -45,9 +48,11 @@ SCALES: dict[str, tuple[Run, ...]] = {
 """Of others, the first two bytes."""
 PAIRS: dict[str, Run] = {"q2_k": (16, 80), "q3_k": (32, 96), "q6_k": (128, 192)}
 """Where two bits of each number are: of 32 bytes those of 128 numbers, the lowest of the first 32."""
+HALVES: dict[str, tuple[int, int, int]] = {"q4_k": (16, 144, 32), "q6_k": (0, 128, 64)}
+"""Where four bits of each number are, and a run: so many bytes have those of twice as many, the first in low halves."""
 SINGLES: dict[str, Run] = {"q3_k": (0, 32), "q5_k": (16, 48)}
 """Where one bit of each number is: of 32 bytes those of 256 numbers."""
-PLANE_RUN = {"q5_k": 32, "q6_k": 64, "q2_k": 16, "q3_k": 16}
+PLANE_RUN = {"q5_k": 32, "q6_k": 1, "q2_k": 16, "q3_k": 16}
 """Numbers of a plane that stand together."""
 
 
@@ -66,7 +71,12 @@ def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
         for first, last in runs:
             blocks[..., first:last] = source[..., at : at + last - first]
             at += last - first
-    at = sum(last - first for first, last in CODES[name])
+    if name in HALVES:
+        first, last, run = HALVES[name]
+        both = codes[..., : last - first]
+        numbers = torch.stack((both & 15, both >> 4), -1).flatten(-2)
+        blocks[..., first:last] = _bits_in_bytes(numbers, 4, run)
+    at = sum(last - first for first, last in CODES[name]) + (128 if name in HALVES else 0)
     for width, places in ((2, PAIRS), (1, SINGLES)):
         if name in places:
             first, last = places[name]
@@ -78,6 +88,10 @@ def put_together(name: str, codes: Tensor, scales: Tensor) -> Tensor:
 
 def _codes(name: str, blocks: Tensor) -> Tensor:
     parts = [blocks[..., first:last] for first, last in CODES[name]]
+    if name in HALVES:
+        first, last, run = HALVES[name]
+        numbers = bits_of(blocks[..., first:last].flatten(0, 1), run, 4).view(*blocks.shape[:2], 256)
+        parts.append(numbers[..., ::2] | numbers[..., 1::2] << 4)
     for width, places in ((2, PAIRS), (1, SINGLES)):
         if name in places:
             first, last = places[name]
@@ -104,8 +118,8 @@ def _numbers_of_columns(words: Tensor, width: int, run: int) -> Tensor:
     return columns.to(torch.uint8).reshape(rows, blocks, 2, -1, run).transpose(-3, -2).reshape(rows, blocks, 256)
 
 
-def _bits_in_bytes(bits: Tensor, width: int) -> Tensor:
-    """What `bits_of` makes of runs of 32 bytes, in bytes again."""
-    parts = bits.reshape(*bits.shape[:2], -1, 8 // width, 32)
+def _bits_in_bytes(bits: Tensor, width: int, run: int = 32) -> Tensor:
+    """What `bits_of` makes of runs of bytes, in bytes again."""
+    parts = bits.reshape(*bits.shape[:2], -1, 8 // width, run)
     shifts = width * torch.arange(8 // width, device=bits.device, dtype=torch.uint8)[:, None]
     return (parts << shifts).sum(-2, dtype=torch.uint8).flatten(-2)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kvern.kernels.arrange import arrange
+from kvern.kernels.arrange import arrange, scaled_lanes
+from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
 from kvern.kernels.codes_hopper import outputs_of_tiles, product_codes
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape, TileShape
@@ -75,10 +76,10 @@ class CodesTiles(NamedTuple):
     kind: str = "tiles"
 
 
-RowShape = MatvecShape | ResidentShape
+RowShape = MatvecShape | ResidentShape | StreamPackedShape
 """Of a kernel that does what is around the product of one row."""
 OfCodes = CodesShape | CodesStream | CodesTiles
-Shape = RowShape | MatmulShape | StreamPackedShape | OfCodes | PlainRuns | str
+Shape = RowShape | MatmulShape | OfCodes | PlainRuns | str
 """Of a kernel; or the name of a product of the format's own."""
 Cut = TypeVar("Cut", MatvecShape, ResidentShape, MatmulShape, RowShape, Shape)
 
@@ -132,6 +133,15 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4))),
 }
 """What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
+
+BLOCK_STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
+    1: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 4, 8)),
+    8: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 4, 8)),
+    16: tuple(StreamPackedShape(16, 64, 4, splits) for splits in (1, 4, 8)),
+    32: (StreamPackedShape(32, 128, 3), StreamPackedShape(32, 64, 4), StreamPackedShape(32, 64, 4, 4)),
+    **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 3), StreamPackedShape(64, 64, 3, 4))),
+}
+"""The same, but instead of each `MatmulShape`, of blocks of GGUF that `kernels/stream_blocks_hopper.py` knows."""
 
 FLOAT32_CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
     1: (MatvecShape(8, 2048, 4), MatvecShape(8, 1024, 4, unroll=2)),
@@ -222,7 +232,18 @@ def multiply_row(x: Tensor, weight: "Packed", bias: Tensor | None, shape: RowSha
     """One row by the kernel of a shape, with what is around it; a matrix's order is left to the caller."""
     if isinstance(shape, ResidentShape):
         return resident_row(x, weight, bias, shape, around)
+    if isinstance(shape, StreamPackedShape):
+        return _stream_blocks(x, weight, bias, shape, around)
     return packed_row(x, weight, bias, shape, around)
+
+
+def _stream_blocks(
+    x: Tensor, weight: "Packed", bias: Tensor | None, shape: StreamPackedShape, around: Around = NOTHING
+) -> Tensor:
+    from kvern.kernels.stream_blocks_hopper import stream_blocks_product
+
+    lanes, places = scaled_lanes(x, around.gain, around.epsilon), counters(x.device)
+    return stream_blocks_product(lanes, weight, bias, shape, places, x.dtype, around.activation, around.residual)
 
 
 def fitted(shape: Cut, code: str) -> Cut:
@@ -250,6 +271,8 @@ def codes_product(
 
 def row_shape(shape: Shape, code: str, activated: bool) -> RowShape:
     """How one row is multiplied with what is around it, if `shape` was chosen: gate and up are two tiles of half."""
+    if isinstance(shape, StreamPackedShape) and shape.rows == 8 and code in BLOCKS:
+        return shape._replace(splits=1) if activated else shape
     cut = shape if isinstance(shape, MatvecShape | ResidentShape) else ONE_ROW
     return fitted(cut._replace(outputs=cut.outputs // 2) if activated else cut, code)
 
@@ -309,9 +332,10 @@ class PackedProducts:
 
     def _shapes(self, most: int) -> tuple[Shape, ...]:
         shapes = self._candidates[most]
+        offered = BLOCK_STREAMS if self.weight.code in BLOCKS else STREAMS
+        streams = tuple(shape for shape in offered.get(most, ()) if self._streams(shape))
         if most == 1:
-            return shapes
-        streams = tuple(shape for shape in STREAMS.get(most, ()) if self._streams(shape))
+            return (*shapes, *streams)
         coded = self._multiplies_codes()
         streamed, wide = self._hopper_codes() if coded else (False, 0)
         codes = codes_candidates(most, streamed, wide) if coded else ()
@@ -322,6 +346,10 @@ class PackedProducts:
         size, weight = self._method.shape, self.weight
         if not self._hopper or size.dtype.itemsize != 2 or weight.code not in INTERLEAVED:
             return False
+        if weight.code in BLOCKS:
+            from kvern.kernels.stream_blocks_hopper import streams_blocks
+
+            return streams_blocks(weight.code, shape)
         from kvern.kernels.stream_packed_hopper import streams
 
         return streams(weight, size.inputs, shape, size.dtype)
@@ -360,6 +388,8 @@ class PackedProducts:
         if isinstance(shape, MatvecShape | ResidentShape):
             x = x if weight.order is None else arrange(x, weight.order, "")
             return multiply_row(x, weight, bias, shape)
+        if isinstance(shape, StreamPackedShape) and weight.code in BLOCKS:
+            return _stream_blocks(x, weight, bias, shape)
         if isinstance(shape, StreamPackedShape):
             from kvern.kernels.stream_packed_hopper import stream_packed_product
 
