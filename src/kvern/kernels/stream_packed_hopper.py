@@ -29,7 +29,7 @@ from kvern.kernels.hopper import tiles_of
 from kvern.kernels.launch import SHARED_MEMORY, cdiv, next_power_of_2
 from kvern.kernels.linear import StreamPackedShape
 from kvern.kernels.packed import Packed
-from kvern.kernels.stream_hopper import fetch, write_sums
+from kvern.kernels.stream_hopper import fetch, place_of, write_sums
 
 STEP = 128
 """Inputs of a step, and of each product that a scale multiplies."""
@@ -64,7 +64,9 @@ def _assembly(code: str, scaled: bool, biased: int):
 
 OUTPUT_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r")
 
-REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144}
+PART = gl.constexpr(64)
+"""Outputs that four warps multiply."""
+REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144, 128: 112}
 """Of a thread that multiplies, by the rows of a tile."""
 BARRIER_BYTES = 1024
 """Of shared memory at most."""
@@ -73,25 +75,29 @@ FETCHING_REGISTERS = gl.constexpr(24)
 
 
 @functools.cache
-def registers_of(shape: StreamPackedShape) -> int:
-    """Of a thread while none has given any away: four warps fetch, or wait, and four for each 64 outputs multiply."""
-    groups = shape.outputs // 64
-    needed = cdiv(groups * REGISTERS[shape.rows] + FETCHING_REGISTERS.value, groups + 1)
-    return min(8 * cdiv(needed, 8), PROCESSOR_REGISTERS // (128 * (groups + 1)) // 8 * 8)
+def registers_of(shape: StreamPackedShape) -> tuple[int, int]:
+    """Of a thread while none has given any away: four warps fetch, or wait, and four multiply each part; then of those.
+
+    Four parts get less than they would take.
+    """
+    parts = shape.outputs // PART.value
+    needed = cdiv(parts * REGISTERS[shape.rows] + FETCHING_REGISTERS.value, parts + 1)
+    at_first = min(8 * cdiv(needed, 8), PROCESSOR_REGISTERS // (128 * (parts + 1)) // 8 * 8)
+    return at_first, ((parts + 1) * at_first - FETCHING_REGISTERS.value) // parts // 8 * 8
 
 
-@gluon.constexpr_function
-def _words_layout(outputs: int):
-    """[outputs, WORDS]: a lane has four words that stand together, of two rows."""
-    warps = [[16, 0], [32, 0], [64, 0], [128, 0]][: (outputs // 16).bit_length() - 1]
-    registers, lanes = [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [outputs, 16])
+WORDS_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+)
+"""[PART, WORDS]: a lane has four words that stand together, of two rows."""
 
 
 @gluon.jit
 def _numbers(words, zeros, by, CODE: gl.constexpr, SCALED: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr):
-    """What the units read, [OUTPUTS, 8 * WORDS], of words [OUTPUTS, PER, WORDS / PER], and pairs that fit."""
-    OUTPUTS: gl.constexpr = words.shape[0]
+    """What the units read, [PART, 8 * n], of n words of each line [PART, PER, n / PER], and pairs that fit."""
+    COLUMNS: gl.constexpr = 8 * words.shape[1] * words.shape[2]
     assembly: gl.constexpr = _assembly(CODE, SCALED, BIASED)
     if BIASED == 0x4300:
         a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
@@ -102,90 +108,78 @@ def _numbers(words, zeros, by, CODE: gl.constexpr, SCALED: gl.constexpr, BIASED:
             assembly, OUTPUT_REGISTERS, [words, zeros, by], (gl.float16,) * 8, is_pure=True, pack=1
         )
     first, second = gl.join(gl.join(a, b), gl.join(c, d)), gl.join(gl.join(e, f), gl.join(g, h))
-    every = gl.reshape(gl.join(first, second), [OUTPUTS, 4, 4, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
-    tile = gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), [OUTPUTS, 128])
+    every = gl.reshape(gl.join(first, second), [PART, 4, COLUMNS // 32, 2, 2, 2])  # output, j, q, i, p & 1, p >> 1
+    tile = gl.reshape(gl.permute(every, (0, 2, 5, 4, 1, 3)), [PART, COLUMNS])
     return gl.convert_layout(tile, gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon.jit
+def _halves(words):
+    """Of words [PART, WORDS], those of a step's first inputs as the units count them, and the others."""
+    first, second = gl.split(gl.permute(gl.reshape(words, [PART, 4, 2, 2]), (0, 1, 3, 2)))
+    return first, second
+
+
+@gluon.jit
+def _scale_pairs(found, BIASED: gl.constexpr):
+    """Scales, rounded to the dtype of x."""
+    half: gl.constexpr = gl.bfloat16 if BIASED == 0x4300 else gl.float16
+    if found.dtype == gl.uint8:
+        found = (found.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    return found.to(gl.float32).to(half).to(gl.uint16, bitcast=True).to(gl.int32) * 0x10001
+
+
+@gluon.jit
 def _of_step(kept, step, PER: gl.constexpr, layout: gl.constexpr):
-    """What is kept for a step: [OUTPUTS, PER, 1]."""
-    OUTPUTS: gl.constexpr = kept.shape[1]
+    """What is kept for a step: [PART, PER, 1]."""
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    steps = kept._reinterpret(kept.dtype, [kept.shape[0] // PER, PER, OUTPUTS], whole)
+    steps = kept._reinterpret(kept.dtype, [kept.shape[0] // PER, PER, PART], whole)
     return gl.expand_dims(steps.index(step).permute((1, 0)).load(gl.SliceLayout(2, layout)), 2)
 
 
 @gluon.jit
 def _keep(kept, table, groups, first, outputs, steps, GROUP: gl.constexpr, BIASED: gl.constexpr):
-    """Put scales or zeros of a program in shared memory [STEPS * PER, OUTPUTS]. Scales of part of a step: as pairs."""
-    OUTPUTS: gl.constexpr = kept.shape[1]
+    """Put scales or zeros of a part in shared memory [STEPS * PER, PART]. Scales of part of a step: as pairs."""
     PER: gl.constexpr = max(128 // GROUP, 1)
     RUN: gl.constexpr = min(kept.shape[0], 64)  # of more, loads would not fit in registers
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
-    line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
-    begin = line.to(gl.int64)[:, None] * groups
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    line = gl.arange(0, PART, gl.SliceLayout(1, layout))
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    runs = kept._reinterpret(kept.dtype, [kept.shape[0] // RUN, RUN, OUTPUTS], whole)
+    runs = kept._reinterpret(kept.dtype, [kept.shape[0] // RUN, RUN, PART], whole)
     for run in range(kept.shape[0] // RUN):
         step = run * RUN + gl.arange(0, RUN, gl.SliceLayout(0, layout))
-        place = begin + ((first * PER + step) // max(GROUP // 128, 1))[None, :]
+        place = (line * groups)[:, None] + ((first * PER + step) // max(GROUP // 128, 1))[None, :]
         found = gl.load(table + place, mask=(line < outputs)[:, None] & (step < steps * PER)[None, :])
         if kept.dtype == gl.float32:
             found = found.to(gl.float32)
         elif kept.dtype == gl.int32:
-            if found.dtype == gl.uint8:
-                found = (found.to(gl.int32) << 23).to(gl.float32, bitcast=True)
-            half: gl.constexpr = gl.bfloat16 if BIASED == 0x4300 else gl.float16
-            found = found.to(gl.float32).to(half).to(gl.uint16, bitcast=True).to(gl.int32) * 0x10001
+            found = _scale_pairs(found, BIASED)
         runs.index(run).permute((1, 0)).store(found)
 
 
 @gluon.jit
-def _multiply(
-    out,
-    bias,
-    scale,
-    zero,
-    factor,
-    partial,
-    arrived,
-    codes,
-    values,
-    scales,
-    zeros,
-    ready,
-    empty,
-    first,
-    steps,
-    rows,
-    outputs,
-    groups,
-    CODE: gl.constexpr,
-    GROUP: gl.constexpr,
-    BIASED: gl.constexpr,
-    SPLITS: gl.constexpr,
-):
+def _sums_with_kept_scales(
+    codes, values, scale, zero, scales, zeros, ready, empty, first, steps, groups, known,
+    PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Of few rows, for which nothing has the time to come while a step is multiplied."""
     STAGES: gl.constexpr = codes.shape[0]
-    OUTPUTS: gl.constexpr = codes.shape[1]
     ROWS: gl.constexpr = values.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [OUTPUTS // 16, 1], [16, ROWS, 16])
-    held: gl.constexpr = _words_layout(OUTPUTS)
     PER: gl.constexpr = max(128 // GROUP, 1)
-    _keep(scales, scale, groups, first, outputs, steps, GROUP, BIASED)
+    _keep(scales, scale, groups, first, known, steps, GROUP, BIASED)
     if zero is not None:
-        _keep(zeros, zero, groups, first, outputs, steps, GROUP, BIASED)
-    total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
-    nothing = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+        _keep(zeros, zero, groups, first, known, steps, GROUP, BIASED)
+    total = gl.zeros([PART, ROWS], gl.float32, layout)
+    nothing = gl.zeros([PART, ROWS], gl.float32, layout)
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        words = gl.reshape(codes.index(stage).load(held), [OUTPUTS, PER, WORDS // PER])
+        words = gl.reshape(codes.index(stage).slice(PLACE, PART).load(WORDS_LAYOUT), [PART, PER, WORDS // PER])
         pairs: gl.constexpr = words.type.layout
         if zero is not None:
             zero_pairs = (_of_step(zeros, step, PER, pairs).to(gl.int32) + BIASED) * 0x10001
         else:
-            zero_pairs = gl.full([OUTPUTS, PER, 1], (BIASED + MIDDLE) * 0x10001, gl.int32, pairs)
+            zero_pairs = gl.full([PART, PER, 1], (BIASED + MIDDLE) * 0x10001, gl.int32, pairs)
         tile_values = values.index(stage).permute((1, 0))
         if PER > 1:
             numbers = _numbers(words, zero_pairs, _of_step(scales, step, PER, pairs), CODE, True, BIASED, layout)
@@ -198,14 +192,100 @@ def _multiply(
             product = warpgroup_mma_wait(0, deps=[product])
             total += product * by[:, None]
         mbarrier.arrive(empty.index(stage), count=1)
+    return total
+
+
+@gluon.jit
+def _read(table, groups, step, known, HALF: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    """Scales or zeros of half a step, for each lane: [PART, 4, 1]."""
+    line = gl.minimum(gl.arange(0, PART, gl.SliceLayout(1, gl.SliceLayout(2, layout))), known - 1)
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    return gl.expand_dims(gl.load(table + (line * groups)[:, None] + ((step * 128 + lane * 32 + HALF * 16) // GROUP)[None, :]), 2)
+
+
+@gluon.jit
+def _sums(
+    codes, values, scale, zero, ready, empty, first, steps, groups, known,
+    PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Of many rows: scales of a step are read while that before is multiplied, and its halves one after the other."""
+    STAGES: gl.constexpr = codes.shape[0]
+    ROWS: gl.constexpr = values.shape[1]
+    pairs: gl.constexpr = _halves(gl.full([PART, WORDS], 0, gl.int32, WORDS_LAYOUT))[0].type.layout
+    total = gl.zeros([PART, ROWS], gl.float32, layout)
+    zero_pairs = gl.full([PART, 4, 1], (BIASED + MIDDLE) * 0x10001, gl.int32, pairs)
+    next_by = _read(scale, groups, first, known, 0, GROUP, pairs)
+    if zero is not None:
+        next_zero = _read(zero, groups, first, known, 0, GROUP, pairs)
+    for step in range(steps):
+        stage = step % STAGES
+        by = _scale_pairs(next_by, BIASED)
+        behind = first + gl.minimum(step + 1, steps - 1)
+        next_by = _read(scale, groups, behind, known, 0, GROUP, pairs)
+        if zero is not None:
+            zero_pairs = (next_zero.to(gl.int32) + BIASED) * 0x10001
+            next_zero = _read(zero, groups, behind, known, 0, GROUP, pairs)
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        words, others = _halves(codes.index(stage).slice(PLACE, PART).load(WORDS_LAYOUT))
+        numbers = _numbers(words, zero_pairs, by, CODE, True, BIASED, layout)
+        total = warpgroup_mma(numbers, values.index(stage).slice(0, 64, 1).permute((1, 0)), total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=[total])
+        numbers = _numbers(others, zero_pairs, by, CODE, True, BIASED, layout)
+        total = warpgroup_mma(numbers, values.index(stage).slice(64, 64, 1).permute((1, 0)), total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=[total])
+        mbarrier.arrive(empty.index(stage), count=1)
+    return total
+
+
+@gluon.jit
+def _multiply(
+    tensors,
+    sizes,
+    NUMBER: gl.constexpr,
+    CODE: gl.constexpr,
+    GROUP: gl.constexpr,
+    BIASED: gl.constexpr,
+    SPLITS: gl.constexpr,
+    KEPT: gl.constexpr,
+):
+    """Of the part of that number."""
+    out, bias, scale, zero, factor, partial, arrived, codes, values, scales, zeros, ready, empty = tensors
+    first, steps, rows, outputs, groups, row_tiles = sizes
+    PARTS: gl.constexpr = codes.shape[1] // PART
+    ROWS: gl.constexpr = values.shape[1]
+    PLACE: gl.constexpr = NUMBER * PART
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    tile, row_tile = place_of(row_tiles)
+    tile = tile * PARTS + NUMBER
+    known = outputs - tile * PART
+    begin = (tile * PART).to(gl.int64) * groups
+    if zero is not None:
+        zero += begin
+    if KEPT:
+        lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        own_scales = scales.index(NUMBER)._reinterpret(scales.dtype, [scales.shape[1], PART], lines)
+        own_zeros = zeros.index(NUMBER)._reinterpret(zeros.dtype, [zeros.shape[1], PART], lines)
+        total = _sums_with_kept_scales(
+            codes, values, scale + begin, zero, own_scales, own_zeros, ready, empty, first, steps, groups, known,
+            PLACE, CODE, GROUP, BIASED, layout,
+        )  # fmt: skip
+    else:
+        total = _sums(
+            codes, values, scale + begin, zero, ready, empty, first, steps, groups, known,
+            PLACE, CODE, GROUP, BIASED, layout,
+        )  # fmt: skip
     if factor is not None:
-        line = gl.program_id(0) * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
-        total *= gl.load(factor + line, mask=line < outputs, other=0.0)[:, None]
+        line = gl.arange(0, PART, gl.SliceLayout(1, layout))
+        total *= gl.load(factor + tile * PART + line, mask=line < known, other=0.0)[:, None]
     gdc_wait()
-    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, 0)
+    slot = gl.program_id(0) * PARTS + NUMBER
+    write_sums(
+        total, out + (row_tile * ROWS).to(gl.int64) * outputs, bias, partial, arrived, slot, tile,
+        rows - row_tile * ROWS, outputs, SPLITS, 0,
+    )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["rows", "outputs", "steps"])
+@gluon.jit(do_not_specialize=["rows", "outputs", "steps", "row_tiles"])
 def _stream_packed_kernel(
     x_tiles,
     code_tiles,
@@ -220,6 +300,7 @@ def _stream_packed_kernel(
     outputs,
     steps,
     groups,
+    row_tiles,
     CODE: gl.constexpr,
     GROUP: gl.constexpr,
     BIASED: gl.constexpr,
@@ -228,43 +309,61 @@ def _stream_packed_kernel(
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     STEPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, WORDS], code_tiles.layout)
     values = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, ROWS, 8 * WORDS], x_tiles.layout)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PARTS: gl.constexpr = OUTPUTS // PART
     PER: gl.constexpr = max(128 // GROUP, 1)
-    scales = gl.allocate_shared_memory(gl.int32 if PER > 1 else gl.float32, [STEPS * PER, OUTPUTS], plain)
-    zeros = gl.allocate_shared_memory(gl.uint8, [STEPS * PER if zero is not None else 1, OUTPUTS], plain)
+    KEPT: gl.constexpr = max(STEPS * PER, 1)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    scales = gl.allocate_shared_memory(gl.int32 if PER > 1 else gl.float32, [PARTS, KEPT, PART], plain)
+    zeros = gl.allocate_shared_memory(gl.uint8, [PARTS, KEPT if zero is not None else 1, PART], plain)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=PARTS)
     span = (steps + SPLITS - 1) // SPLITS
     first = gl.program_id(1) * span
     own = gl.minimum(steps - first, span)
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    out, bias, scale, zero, factor, partial, arrived, codes, values, scales, zeros, ready, empty,
-                    first, own, rows, outputs, groups, CODE, GROUP, BIASED, SPLITS,
-                ),
-            ),
-            (
-                fetch,
-                (code_tiles, x_tiles, codes, values, ready, empty, first * WORDS, own, outputs, False),
-            ),
-        ],
-        [1],
-        [FETCHING_REGISTERS],
-    )  # fmt: skip
+    tensors = (out, bias, scale, zero, factor, partial, arrived, codes, values, scales, zeros, ready, empty)
+    sizes = (first, own, rows, outputs, groups, row_tiles)
+    fetched = (code_tiles, x_tiles, codes, values, ready, empty, row_tiles, first * WORDS, own, outputs, False)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [(_multiply, (tensors, sizes, 0, CODE, GROUP, BIASED, SPLITS, STEPS > 0)), (fetch, fetched)], [1], [FETCHING_REGISTERS]
+        )
+    elif PARTS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (tensors, sizes, 0, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
+                (_multiply, (tensors, sizes, 1, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
+                (fetch, fetched),
+            ],
+            [4, 1],
+            [REGISTERS, FETCHING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (tensors, sizes, 0, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
+                (_multiply, (tensors, sizes, 1, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
+                (_multiply, (tensors, sizes, 2, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
+                (_multiply, (tensors, sizes, 3, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
+                (fetch, fetched),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, FETCHING_REGISTERS],
+        )
 
 
-def steps_kept(inputs: int, splits: int) -> int:
-    """Of so many steps a program keeps scales: a power of two."""
-    return next_power_of_2(cdiv(inputs // STEP, splits))
+def steps_kept(inputs: int, shape: StreamPackedShape) -> int:
+    """Of so many steps a program keeps scales: a power of two. 0: four parts read those of a step while they multiply.
+
+    What they would keep leaves no room for their steps.
+    """
+    return next_power_of_2(cdiv(inputs // STEP, shape.splits)) if shape.outputs < 4 * PART.value else 0
 
 
 def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.dtype) -> bool:
@@ -273,9 +372,10 @@ def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.
     Numbers of e2m1, and scales of another dtype that are rounded to that of x, need the range of bfloat16.
     """
     assert weight.scale is not None
-    small = weight.group < STEP
+    small, steps = weight.group < STEP, steps_kept(inputs, shape)
+    scaled = small or steps == 0
     ring = shape.stages * (shape.outputs * STEP // 2 + shape.rows * STEP * 2)
-    kept = steps_kept(inputs, shape.splits) * max(STEP // weight.group, 1) * shape.outputs
+    kept = steps * max(STEP // weight.group, 1) * shape.outputs
     kept_bytes = kept * (4 if weight.zero is None else 5)
     result = shape.outputs * shape.rows * 2  # changes its layout in shared memory
     return (
@@ -283,7 +383,7 @@ def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.
         and weight.outputs_per_scale == 1
         and inputs % STEP == 0
         and (weight.group in (16, 32, 64) or weight.group % STEP == 0)
-        and (dtype == torch.bfloat16 or (weight.code == "int4" and (not small or weight.scale.dtype == dtype)))
+        and (dtype == torch.bfloat16 or (weight.code == "int4" and (not scaled or weight.scale.dtype == dtype)))
         and (weight.zero is None or weight.zero.dtype == torch.uint8)
         and ring + kept_bytes + result + BARRIER_BYTES <= SHARED_MEMORY[90] << 10
     )
@@ -300,43 +400,48 @@ def stream_packed_product(
 
     x         in lanes, as `arrange` makes it
     weight    that `streams` knows
-    arrived   if the shape has splits: an int32 zero for every tile, which is zero again afterwards
+    arrived   if the shape has splits: an int32 zero for each 64 outputs of every tile, which is zero again afterwards
 
-    A row's result depends on the shape of the tiles alone. Moves the codes and scales once for `shape.rows` rows.
+    A row's result depends on the shape of the tiles alone. Moves the codes and scales once: tiles of the same outputs
+    run side by side.
     """
     rows, inputs = x.shape
     outputs = weight.codes.shape[0]
-    tiles, steps = cdiv(outputs, shape.outputs), inputs // STEP
+    row_tiles = cdiv(rows, shape.rows)
+    tiles = row_tiles * cdiv(outputs, shape.outputs)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     partial = out
     if shape.splits > 1:
+        if arrived.numel() * PART.value < tiles * shape.outputs:
+            raise ValueError("a product with splits needs a counter for every tile")
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=x.device)
-    code_tiles = tiles_of(weight.codes.view(torch.int32), shape.outputs, STEP // 8)
-    for first in range(0, rows, shape.rows):  # one after the other: counters and sums of parts are the next one's too
-        _stream_packed_kernel[(tiles, shape.splits)](
-            tiles_of(x[first : first + shape.rows], shape.rows, STEP),
-            code_tiles,
-            weight.scale,
-            weight.zero,
-            weight.factor,
-            bias,
-            out[first:],
-            partial,
-            arrived,
-            min(rows - first, shape.rows),
-            outputs,
-            steps,
-            cdiv(inputs, weight.group),
-            weight.code,
-            weight.group,
-            BIASED[x.dtype],
-            shape.rows,
-            shape.outputs,
-            shape.stages,
-            shape.splits,
-            steps_kept(inputs, shape.splits),
-            num_warps=shape.outputs // 16,
-            maxnreg=registers_of(shape),
-            launch_pdl=True,
-        )
+    at_first, registers = registers_of(shape)
+    _stream_packed_kernel[(tiles, shape.splits)](
+        tiles_of(x, shape.rows, STEP),
+        tiles_of(weight.codes.view(torch.int32), shape.outputs, STEP // 8),
+        weight.scale,
+        weight.zero,
+        weight.factor,
+        bias,
+        out,
+        partial,
+        arrived,
+        rows,
+        outputs,
+        inputs // STEP,
+        cdiv(inputs, weight.group),
+        row_tiles,
+        weight.code,
+        weight.group,
+        BIASED[x.dtype],
+        shape.rows,
+        shape.outputs,
+        shape.stages,
+        shape.splits,
+        steps_kept(inputs, shape),
+        registers,
+        num_warps=4,
+        maxnreg=at_first,
+        launch_pdl=True,
+    )
     return out
