@@ -1,6 +1,6 @@
-"""Products of few rows with weights of four bits by the kernel for Hopper GPUs."""
+"""Products with weights of four bits by the kernel for Hopper GPUs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,26 +34,26 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
     return Call(sizes, launch, reference, moved, 2 * rows * kind.outputs * kind.inputs)
 
 
-def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
-    """With the first `most` shapes of each number of rows; None: all."""
+def _streamed(inputs: Inputs, kinds: list[PackedKind], rows_of: Mapping[StreamPackedShape, int]) -> Sizes:
     if not inputs.hopper or inputs.dtype.itemsize != 2:
         return
     from kvern.kernels.stream_packed_hopper import streams
 
     for kind in dict.fromkeys(kind._replace(part="") for kind in kinds if kind.code in INTERLEAVED):
         packed = random_packed(inputs.without_device(), kind, 1)
-        for rows, shapes in STREAMS.items():
-            for shape in shapes[:most]:
-                if streams(packed, kind.inputs, shape, inputs.dtype):
-                    yield kind, rows, shape
+        for shape, rows in rows_of.items():
+            if streams(packed, kind.inputs, shape, inputs.dtype):
+                yield kind, rows, shape
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from _streamed(inputs, forms_of(inputs), None)
+    rows_of = {shape: shape.rows for shapes in STREAMS.values() for shape in shapes}
+    yield from _streamed(inputs, forms_of(inputs), rows_of)
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from _streamed(inputs, timed_kinds(inputs), 1)
+    for rows, shapes in STREAMS.items():
+        yield from _streamed(inputs, timed_kinds(inputs), {shapes[0]: rows})
 
 
-KERNELS = (Kernel("quantized, few rows on Hopper", "hopper_linear", _stream, _launched, _timed),)
+KERNELS = (Kernel("quantized, by streams on Hopper", "hopper_linear", _stream, _launched, _timed),)

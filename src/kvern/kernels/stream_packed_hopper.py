@@ -1,11 +1,16 @@
-"""Products of few rows with weights of four bits on Hopper GPUs (compute capability 9.0), bound by the weights' bytes.
+"""Products with weights of four bits on Hopper GPUs (compute capability 9.0), of few rows and of many.
 
     x [T, inputs] @ weight.T -> [T, outputs]
 
 As `kernels/stream_hopper.py`, but the ring holds codes. The warps that multiply make numbers of them in registers, from
-which the matrix units take their rows; each 64 outputs have four warps. Where a group is no less than a step, what is
-multiplied is exact, codes less their zero, and a step's product is multiplied by the scale in float32. Otherwise
-weights are multiplied by their scales in the dtype of x; PER scales are those of a row in a step.
+which the matrix units take their rows. Each 64 outputs are a part with four warps of its own, which wait for no other
+part: some make numbers while the matrix units have those of others. Programs with the same outputs and other rows stand
+side by side, so that codes come from memory once.
+
+In small tiles, if a group is no less than a step, what is multiplied is exact, codes less their zero, and a step's
+product is multiplied by the scale in float32. Otherwise weights are multiplied by their scales in the dtype of x; PER
+scales are those of a row in a step. Small tiles, of few rows, are bound by the weights' bytes: scales are kept in
+shared memory before. In large ones, bound by arithmetic, those of a step are read while that before is multiplied.
 
 A lane holds the columns 16b + 8h + 2j + i of two rows of the matrix units' operand, where j is its number modulo 4, and
 i, h and b count up to 2, 2 and 8. Of 128 inputs it reads 16 bytes that stand together: the inputs 32j + 8q + p + 4i of
@@ -18,11 +23,7 @@ import functools
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
 from kvern.kernels.hopper import tiles_of
@@ -66,8 +67,10 @@ OUTPUT_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",r,r,r")
 
 PART = gl.constexpr(64)
 """Outputs that four warps multiply."""
-REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144, 128: 112}
+REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144, 128: 232}
 """Of a thread that multiplies, by the rows of a tile."""
+MOST_KEEPING = 1 << 13
+"""Numbers of a tile. Steps of larger ones take time enough, and room."""
 BARRIER_BYTES = 1024
 """Of shared memory at most."""
 PROCESSOR_REGISTERS = 1 << 16
@@ -162,7 +165,7 @@ def _sums_with_kept_scales(
     codes, values, scale, zero, scales, zeros, ready, empty, first, steps, groups, known,
     PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Of few rows, for which nothing has the time to come while a step is multiplied."""
+    """Of small tiles."""
     STAGES: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = values.shape[1]
     PER: gl.constexpr = max(128 // GROUP, 1)
@@ -197,10 +200,11 @@ def _sums_with_kept_scales(
 
 @gluon.jit
 def _read(table, groups, step, known, HALF: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Scales or zeros of half a step, for each lane: [PART, 4, 1]."""
+    """Scales or zeros of half a step, for each of four lanes: [PART, 4, 1]."""
     line = gl.minimum(gl.arange(0, PART, gl.SliceLayout(1, gl.SliceLayout(2, layout))), known - 1)
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    return gl.expand_dims(gl.load(table + (line * groups)[:, None] + ((step * 128 + lane * 32 + HALF * 16) // GROUP)[None, :]), 2)
+    group = gl.minimum((step * 128 + lane * 32 + HALF * 16) // GROUP, groups - 1)
+    return gl.expand_dims(gl.load(table + (line * groups)[:, None] + group[None, :]), 2)
 
 
 @gluon.jit
@@ -208,30 +212,42 @@ def _sums(
     codes, values, scale, zero, ready, empty, first, steps, groups, known,
     PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Of many rows: scales of a step are read while that before is multiplied, and its halves one after the other."""
+    """Of large tiles: a step is multiplied in two halves, so that its numbers fit in the registers beside the sums.
+
+    A lane has inputs of one group of 32, of both groups of 16 one in each half.
+    """
     STAGES: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = values.shape[1]
+    APART: gl.constexpr = GROUP < 32
     pairs: gl.constexpr = _halves(gl.full([PART, WORDS], 0, gl.int32, WORDS_LAYOUT))[0].type.layout
     total = gl.zeros([PART, ROWS], gl.float32, layout)
     zero_pairs = gl.full([PART, 4, 1], (BIASED + MIDDLE) * 0x10001, gl.int32, pairs)
+    other_zero_pairs = zero_pairs
     next_by = _read(scale, groups, first, known, 0, GROUP, pairs)
+    next_other_by = _read(scale, groups, first, known, 1, GROUP, pairs) if APART else next_by
     if zero is not None:
         next_zero = _read(zero, groups, first, known, 0, GROUP, pairs)
+        next_other_zero = _read(zero, groups, first, known, 1, GROUP, pairs) if APART else next_zero
     for step in range(steps):
         stage = step % STAGES
-        by = _scale_pairs(next_by, BIASED)
         behind = first + gl.minimum(step + 1, steps - 1)
+        by = _scale_pairs(next_by, BIASED)
+        other_by = _scale_pairs(next_other_by, BIASED)
         next_by = _read(scale, groups, behind, known, 0, GROUP, pairs)
+        next_other_by = _read(scale, groups, behind, known, 1, GROUP, pairs) if APART else next_by
         if zero is not None:
             zero_pairs = (next_zero.to(gl.int32) + BIASED) * 0x10001
+            other_zero_pairs = (next_other_zero.to(gl.int32) + BIASED) * 0x10001
             next_zero = _read(zero, groups, behind, known, 0, GROUP, pairs)
+            next_other_zero = _read(zero, groups, behind, known, 1, GROUP, pairs) if APART else next_zero
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         words, others = _halves(codes.index(stage).slice(PLACE, PART).load(WORDS_LAYOUT))
+        tile_values = values.index(stage)
         numbers = _numbers(words, zero_pairs, by, CODE, True, BIASED, layout)
-        total = warpgroup_mma(numbers, values.index(stage).slice(0, 64, 1).permute((1, 0)), total, is_async=True)
+        total = warpgroup_mma(numbers, tile_values.slice(0, 64, 1).permute((1, 0)), total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
-        numbers = _numbers(others, zero_pairs, by, CODE, True, BIASED, layout)
-        total = warpgroup_mma(numbers, values.index(stage).slice(64, 64, 1).permute((1, 0)), total, is_async=True)
+        numbers = _numbers(others, other_zero_pairs, other_by, CODE, True, BIASED, layout)
+        total = warpgroup_mma(numbers, tile_values.slice(64, 64, 1).permute((1, 0)), total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(empty.index(stage), count=1)
     return total
@@ -359,11 +375,9 @@ def _stream_packed_kernel(
 
 
 def steps_kept(inputs: int, shape: StreamPackedShape) -> int:
-    """Of so many steps a program keeps scales: a power of two. 0: four parts read those of a step while they multiply.
-
-    What they would keep leaves no room for their steps.
-    """
-    return next_power_of_2(cdiv(inputs // STEP, shape.splits)) if shape.outputs < 4 * PART.value else 0
+    """Of so many steps a program keeps scales: a power of two. 0: it reads those of a step while it multiplies."""
+    few = shape.rows * shape.outputs <= MOST_KEEPING
+    return next_power_of_2(cdiv(inputs // STEP, shape.splits)) if few else 0
 
 
 def streams(weight: Packed, inputs: int, shape: StreamPackedShape, dtype: torch.dtype) -> bool:
