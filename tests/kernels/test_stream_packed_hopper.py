@@ -34,7 +34,8 @@ def _launch(shape: StreamPackedShape, kind: str, group: int, dtype: torch.dtype)
     if shape in LARGE and kind.startswith("int4"):
         packed = packed._replace(scale=packed.scale.to(dtype))
     assert streams(packed, 4096, shape, dtype)
-    stream_packed_product(torch.empty(shape.rows, 4096, dtype=dtype), packed, None, shape, torch.zeros(64).int())
+    for rows in {shape.rows, min(shape.rows, 96)}:
+        stream_packed_product(torch.empty(rows, 4096, dtype=dtype), packed, None, shape, torch.zeros(64).int())
 
 
 LAUNCHES: list[Callable[[], object]] = [
@@ -106,14 +107,15 @@ def test_product(
 
 @GPU
 @pytest.mark.parametrize("shape", dict.fromkeys((*STREAMS[64], *STREAMS[128], *STREAMS[256])))
-def test_more_rows_than_a_tile(device: torch.device, shape: StreamPackedShape) -> None:
-    """Tiles side by side; each row as by itself, with outputs that fill no tile."""
+@pytest.mark.parametrize("more", [32, 261])
+def test_more_rows_than_a_tile(device: torch.device, shape: StreamPackedShape, more: int) -> None:
+    """Tiles side by side, of 128 rows and of 96; each row as by itself, with outputs that fill no tile."""
     from kvern.kernels.stream_packed_hopper import stream_packed_product
 
     made = make_packed("int4 zero", 1000, 4096, 128)
     packed, plain = to_device(made.packed, device), made.plain.to(device)
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device=device)
-    x = torch.randn(3 * shape.rows + 5, 4096, device=device).bfloat16()
+    x = torch.randn(shape.rows + more, 4096, device=device).bfloat16()
     bias = torch.randn(1000, device=device).bfloat16()
     arranged = arrange(x, None, "lanes")
     torch.full((1 << 22,), float("nan"), device=device)

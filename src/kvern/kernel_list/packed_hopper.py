@@ -1,6 +1,7 @@
 """Products with weights of four bits by the kernel for Hopper GPUs."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,26 +35,27 @@ def _stream(spec: ModelSpec, inputs: Inputs, kind: PackedKind, rows: int, shape:
     return Call(sizes, launch, reference, moved, 2 * rows * kind.outputs * kind.inputs)
 
 
-def _streamed(inputs: Inputs, kinds: list[PackedKind], rows_of: Mapping[StreamPackedShape, int]) -> Sizes:
+def _streamed(inputs: Inputs, kinds: list[PackedKind], cuts: Iterable[tuple[int, StreamPackedShape]]) -> Sizes:
     if not inputs.hopper or inputs.dtype.itemsize != 2:
         return
     from kvern.kernels.stream_packed_hopper import streams
 
     for kind in dict.fromkeys(kind._replace(part="") for kind in kinds if kind.code in INTERLEAVED):
         packed = random_packed(inputs.without_device(), kind, 1)
-        for shape, rows in rows_of.items():
+        for rows, shape in cuts:
             if streams(packed, kind.inputs, shape, inputs.dtype):
                 yield kind, rows, shape
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    rows_of = {shape: shape.rows for shapes in STREAMS.values() for shape in shapes}
-    yield from _streamed(inputs, forms_of(inputs), rows_of)
+    shapes = dict.fromkeys(itertools.chain(*STREAMS.values()))
+    cuts = [(rows, shape) for shape in shapes for rows in {shape.rows, min(shape.rows, 96)}]  # of which kernels differ
+    yield from _streamed(inputs, forms_of(inputs), cuts)
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for rows, shapes in STREAMS.items():
-        yield from _streamed(inputs, timed_kinds(inputs), {shapes[0]: rows})
+        yield from _streamed(inputs, timed_kinds(inputs), [(rows, shapes[0])])
 
 
 KERNELS = (Kernel("quantized, by streams on Hopper", "hopper_linear", _stream, _launched, _timed),)

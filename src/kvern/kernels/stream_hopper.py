@@ -43,9 +43,12 @@ def place_of(row_tiles):
 
 @gluon.jit
 def fetch(
-    weight_tiles, x_tiles, weights, values, ready, empty, row_tiles, begin, steps, outputs, GATED: gl.constexpr
+    weight_tiles, x_tiles, weights, values, ready, empty, row_tiles, apart, begin, steps, outputs, GATED: gl.constexpr
 ):  # fmt: skip
-    """Fill the ring. `begin` counts columns of the weights, of which each may be SPREAD inputs."""
+    """Fill the ring. `begin` counts columns of the weights, of which each may be SPREAD inputs.
+
+    Tiles of rows begin so many `apart`.
+    """
     gdc_launch_dependents()
     STAGES: gl.constexpr = weights.shape[0]
     K: gl.constexpr = weights.shape[2]
@@ -54,7 +57,7 @@ def fetch(
     VALUE_BYTES: gl.constexpr = values.shape[1] * K * SPREAD * values.dtype.primitive_bitwidth // 8
     BYTES: gl.constexpr = WEIGHT_BYTES + VALUE_BYTES
     tile, row_tile = place_of(row_tiles)
-    row = row_tile * values.shape[1]
+    row = row_tile * apart
     for early in gl.static_range(STAGES):
         bar = ready.index(early)
         place = begin + early * K
@@ -283,7 +286,7 @@ def _stream_kernel(
             ),
             (
                 fetch,
-                (weight_tiles, x_tiles, weights, values, ready, empty, None, first * INPUTS, own, outputs, KIND > 0),
+                (weight_tiles, x_tiles, weights, values, ready, empty, None, 0, first * INPUTS, own, outputs, KIND > 0),
             ),
         ],
         [1],

@@ -69,6 +69,8 @@ PART = gl.constexpr(64)
 """Outputs that four warps multiply."""
 REGISTERS = {8: 88, 16: 96, 32: 104, 64: 144, 128: 232}
 """Of a thread that multiplies, by the rows of a tile."""
+THREE_QUARTERS = gl.constexpr(96)
+"""Rows of a tile of 128 that are multiplied, if that is enough for all tiles."""
 MOST_KEEPING = 1 << 13
 """Numbers of a tile. Steps of larger ones take time enough, and room."""
 BARRIER_BYTES = 1024
@@ -210,17 +212,20 @@ def _read(table, groups, step, known, HALF: gl.constexpr, GROUP: gl.constexpr, l
 @gluon.jit
 def _sums(
     codes, values, scale, zero, ready, empty, first, steps, groups, known,
-    PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr, layout: gl.constexpr,
+    USED: gl.constexpr, PLACE: gl.constexpr, CODE: gl.constexpr, GROUP: gl.constexpr, BIASED: gl.constexpr,
+    layout: gl.constexpr, rest_layout: gl.constexpr,
 ):  # fmt: skip
     """Of large tiles: a step is multiplied in two halves, so that its numbers fit in the registers beside the sums.
 
-    A lane has inputs of one group of 32, of both groups of 16 one in each half.
+    A lane has inputs of one group of 32, of both groups of 16 one in each half. Of THREE_QUARTERS of the rows, those
+    behind half of a tile come second; there is no other number that is no power of two.
     """
     STAGES: gl.constexpr = codes.shape[0]
-    ROWS: gl.constexpr = values.shape[1]
+    ROWS: gl.constexpr = 64 if USED == THREE_QUARTERS else USED
     APART: gl.constexpr = GROUP < 32
     pairs: gl.constexpr = _halves(gl.full([PART, WORDS], 0, gl.int32, WORDS_LAYOUT))[0].type.layout
     total = gl.zeros([PART, ROWS], gl.float32, layout)
+    rest = gl.zeros([PART, 32], gl.float32, rest_layout)
     zero_pairs = gl.full([PART, 4, 1], (BIASED + MIDDLE) * 0x10001, gl.int32, pairs)
     other_zero_pairs = zero_pairs
     next_by = _read(scale, groups, first, known, 0, GROUP, pairs)
@@ -242,35 +247,52 @@ def _sums(
             next_other_zero = _read(zero, groups, behind, known, 1, GROUP, pairs) if APART else next_zero
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         words, others = _halves(codes.index(stage).slice(PLACE, PART).load(WORDS_LAYOUT))
-        tile_values = values.index(stage)
-        numbers = _numbers(words, zero_pairs, by, CODE, True, BIASED, layout)
-        total = warpgroup_mma(numbers, tile_values.slice(0, 64, 1).permute((1, 0)), total, is_async=True)
-        total = warpgroup_mma_wait(0, deps=[total])
-        numbers = _numbers(others, other_zero_pairs, other_by, CODE, True, BIASED, layout)
-        total = warpgroup_mma(numbers, tile_values.slice(64, 64, 1).permute((1, 0)), total, is_async=True)
-        total = warpgroup_mma_wait(0, deps=[total])
+        for half in gl.static_range(2):
+            if half == 0:
+                numbers = _numbers(words, zero_pairs, by, CODE, True, BIASED, layout)
+            else:
+                numbers = _numbers(others, other_zero_pairs, other_by, CODE, True, BIASED, layout)
+            tile_values = values.index(stage).slice(64 * half, 64, 1)
+            total = warpgroup_mma(numbers, tile_values.slice(0, ROWS).permute((1, 0)), total, is_async=True)
+            if USED == THREE_QUARTERS:
+                numbers = gl.convert_layout(numbers, gl.DotOperandLayout(0, rest_layout, 2))
+                rest = warpgroup_mma(numbers, tile_values.slice(ROWS, 32).permute((1, 0)), rest, is_async=True)
+                total, rest = warpgroup_mma_wait(0, deps=[total, rest])
+            else:
+                total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(empty.index(stage), count=1)
-    return total
+    return total, rest
 
 
 @gluon.jit
-def _multiply(
-    tensors,
-    sizes,
-    NUMBER: gl.constexpr,
-    CODE: gl.constexpr,
-    GROUP: gl.constexpr,
-    BIASED: gl.constexpr,
-    SPLITS: gl.constexpr,
-    KEPT: gl.constexpr,
-):
+def _write(
+    total, out, bias, factor, partial, arrived, slot, tile, row, rows, outputs, SPLITS: gl.constexpr
+):  # fmt: skip
+    """The sums of a part, from a row on."""
+    if factor is not None:
+        line = tile * PART + gl.arange(0, PART, gl.SliceLayout(1, total.type.layout))
+        total *= gl.load(factor + line, mask=line < outputs, other=0.0)[:, None]
+    gdc_wait()
+    rows_of_out = out + row.to(gl.int64) * outputs
+    write_sums(total, rows_of_out, bias, partial, arrived, slot, tile, rows - row, outputs, SPLITS, 0)
+
+
+@gluon.jit
+def _multiply(tensors, sizes, NUMBER: gl.constexpr, FORM: gl.constexpr):
     """Of the part of that number."""
     out, bias, scale, zero, factor, partial, arrived, codes, values, scales, zeros, ready, empty = tensors
     first, steps, rows, outputs, groups, row_tiles = sizes
+    CODE: gl.constexpr = FORM[0]
+    GROUP: gl.constexpr = FORM[1]
+    BIASED: gl.constexpr = FORM[2]
+    SPLITS: gl.constexpr = FORM[3]
+    USED: gl.constexpr = FORM[4]
+    KEPT: gl.constexpr = FORM[5]
     PARTS: gl.constexpr = codes.shape[1] // PART
-    ROWS: gl.constexpr = values.shape[1]
     PLACE: gl.constexpr = NUMBER * PART
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    WHOLE: gl.constexpr = USED != THREE_QUARTERS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, USED if WHOLE else 64, 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     tile, row_tile = place_of(row_tiles)
     tile = tile * PARTS + NUMBER
     known = outputs - tile * PART
@@ -286,19 +308,17 @@ def _multiply(
             PLACE, CODE, GROUP, BIASED, layout,
         )  # fmt: skip
     else:
-        total = _sums(
+        total, rest = _sums(
             codes, values, scale + begin, zero, ready, empty, first, steps, groups, known,
-            PLACE, CODE, GROUP, BIASED, layout,
+            USED, PLACE, CODE, GROUP, BIASED, layout, rest_layout,
         )  # fmt: skip
-    if factor is not None:
-        line = gl.arange(0, PART, gl.SliceLayout(1, layout))
-        total *= gl.load(factor + tile * PART + line, mask=line < known, other=0.0)[:, None]
-    gdc_wait()
+    row = row_tile * USED
     slot = gl.program_id(0) * PARTS + NUMBER
-    write_sums(
-        total, out + (row_tile * ROWS).to(gl.int64) * outputs, bias, partial, arrived, slot, tile,
-        rows - row_tile * ROWS, outputs, SPLITS, 0,
-    )  # fmt: skip
+    _write(total, out, bias, factor, partial, arrived, slot, tile, row, rows, outputs, SPLITS)
+    if not WHOLE:
+        slots = gl.num_programs(0) * PARTS  # of the rows before
+        partial += slots * (SPLITS * PART * 64)
+        _write(rest, out, bias, factor, partial, arrived + slots, slot, tile, row + 64, rows, outputs, SPLITS)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps", "row_tiles"])
@@ -325,6 +345,7 @@ def _stream_packed_kernel(
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     STEPS: gl.constexpr,
+    USED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, WORDS], code_tiles.layout)
@@ -345,28 +366,23 @@ def _stream_packed_kernel(
     own = gl.minimum(steps - first, span)
     tensors = (out, bias, scale, zero, factor, partial, arrived, codes, values, scales, zeros, ready, empty)
     sizes = (first, own, rows, outputs, groups, row_tiles)
-    fetched = (code_tiles, x_tiles, codes, values, ready, empty, row_tiles, first * WORDS, own, outputs, False)
+    fetched = (code_tiles, x_tiles, codes, values, ready, empty, row_tiles, USED, first * WORDS, own, outputs, False)
+    form: gl.constexpr = (CODE, GROUP, BIASED, SPLITS, USED, STEPS > 0)
     if PARTS == 1:
-        gl.warp_specialize(
-            [(_multiply, (tensors, sizes, 0, CODE, GROUP, BIASED, SPLITS, STEPS > 0)), (fetch, fetched)], [1], [FETCHING_REGISTERS]
-        )
+        gl.warp_specialize([(_multiply, (tensors, sizes, 0, form)), (fetch, fetched)], [1], [FETCHING_REGISTERS])
     elif PARTS == 2:
         gl.warp_specialize(
-            [
-                (_multiply, (tensors, sizes, 0, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
-                (_multiply, (tensors, sizes, 1, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
-                (fetch, fetched),
-            ],
+            [(_multiply, (tensors, sizes, 0, form)), (_multiply, (tensors, sizes, 1, form)), (fetch, fetched)],
             [4, 1],
             [REGISTERS, FETCHING_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_multiply, (tensors, sizes, 0, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
-                (_multiply, (tensors, sizes, 1, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
-                (_multiply, (tensors, sizes, 2, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
-                (_multiply, (tensors, sizes, 3, CODE, GROUP, BIASED, SPLITS, STEPS > 0)),
+                (_multiply, (tensors, sizes, 0, form)),
+                (_multiply, (tensors, sizes, 1, form)),
+                (_multiply, (tensors, sizes, 2, form)),
+                (_multiply, (tensors, sizes, 3, form)),
                 (fetch, fetched),
             ],
             [4, 4, 4, 1],
@@ -414,7 +430,7 @@ def stream_packed_product(
 
     x         in lanes, as `arrange` makes it
     weight    that `streams` knows
-    arrived   if the shape has splits: an int32 zero for each 64 outputs of every tile, which is zero again afterwards
+    arrived   if the shape has splits: two int32 zeros for each 64 outputs of every tile, zero again afterwards
 
     A row's result depends on the shape of the tiles alone. Moves the codes and scales once: tiles of the same outputs
     run side by side.
@@ -422,11 +438,13 @@ def stream_packed_product(
     rows, inputs = x.shape
     outputs = weight.codes.shape[0]
     row_tiles = cdiv(rows, shape.rows)
+    few = shape.rows == 128 and cdiv(rows, row_tiles) <= THREE_QUARTERS.value
+    used = THREE_QUARTERS.value if few else shape.rows
     tiles = row_tiles * cdiv(outputs, shape.outputs)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     partial = out
     if shape.splits > 1:
-        if arrived.numel() * PART.value < tiles * shape.outputs:
+        if arrived.numel() * PART.value < 2 * tiles * shape.outputs:
             raise ValueError("a product with splits needs a counter for every tile")
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=x.device)
     at_first, registers = registers_of(shape)
@@ -453,6 +471,7 @@ def stream_packed_product(
         shape.stages,
         shape.splits,
         steps_kept(inputs, shape),
+        used,
         registers,
         num_warps=4,
         maxnreg=at_first,
