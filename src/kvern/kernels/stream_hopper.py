@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, tiles_of
+from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, place_of, tiles_of
 from kvern.kernels.linear import StreamShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.scaled_product import STEP
@@ -30,15 +30,6 @@ Those that multiply get what the warp that fetches does not need.
 """
 CODES_REGISTERS = {1 << 9: 64, 1 << 10: 64, 1 << 11: 72, 1 << 12: 96, 1 << 13: 128, 1 << 14: 160}
 """The same, by the numbers of a tile: sums of a step stand beside those of all, and scales. The largest has 8 warps."""
-
-
-@gluon.jit
-def place_of(row_tiles):
-    """The tile of outputs of a program, and that of rows, of which so many stand side by side; None: one."""
-    if row_tiles is None:
-        return gl.program_id(0), 0
-    else:
-        return gl.program_id(0) // row_tiles, gl.program_id(0) % row_tiles
 
 
 @gluon.jit
