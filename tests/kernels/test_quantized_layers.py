@@ -15,7 +15,7 @@ from kvern.layers.linear import Linear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape, TensorLayout
 from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import PackedProducts, candidates_of
+from kvern.layers.quantized.products import STREAMS, PackedProducts, candidates_of
 from kvern.layers.tuned_linear import MOST_TILES
 from kvern.layers.tuning import tune
 from tests.kernels.packed_weights import Made, make_packed, to_device
@@ -110,6 +110,22 @@ def test_the_largest_heads_have_counters_for_every_tile_of_a_split_product(dtype
         for shape in shapes:
             if isinstance(shape, MatmulShape) and shape.splits > 1:
                 assert cdiv(262144, shape.outputs) * cdiv(rows, shape.rows) <= MOST_TILES
+    for rows, streams in STREAMS.items():
+        for stream in streams:
+            parts = 262144 // stream.outputs * cdiv(rows, stream.rows) * stream.outputs // 64
+            assert stream.splits == 1 or 2 * parts <= MOST_TILES
+
+
+def test_four_bits_are_streamed_on_hopper_where_triton_would_make_them_plain(device: torch.device) -> None:
+    method = MadeMethod(LinearShape(512, 4096, torch.bfloat16, device), make_packed("int4 zero", 512, 4096, 128))
+    offered = PackedProducts(method, False, True).candidates()
+    for rows, streams in STREAMS.items():
+        assert set(offered[rows]) - {(1 << 26,), (1 << 25,)} == {tuple(stream) for stream in streams}
+    other = MadeMethod(LinearShape(512, 4096, torch.bfloat16, device), make_packed("nf4", 512, 4096, 64))
+    assert PackedProducts(other, False, True).candidates().keys() == offered.keys()
+    assert set(PackedProducts(other, False, True).candidates()[64]) == {
+        tuple(s) for s in candidates_of(torch.bfloat16)[64]
+    }
 
 
 def test_a_head_is_not_timed_with_results_larger_than_its_weights(device: torch.device) -> None:

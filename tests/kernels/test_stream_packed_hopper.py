@@ -1,4 +1,4 @@
-"""Products of few rows with weights of four bits for Hopper GPUs. Gluon has no interpreter: they run there alone."""
+"""Products with weights of four bits for Hopper GPUs. Gluon has no interpreter: they run there alone."""
 
 import itertools
 from collections.abc import Callable
@@ -22,6 +22,8 @@ on_hopper = [
 ]
 SHAPES = tuple(dict.fromkeys(shape for shapes in STREAMS.values() for shape in shapes))
 KINDS = (("int4", 128), ("int4 zero", -1), ("int4 zero", 64), ("mxfp4", 32), ("nvfp4", 16))
+LARGE = tuple(shape for shape in SHAPES if shape.rows * shape.outputs > 1 << 13)
+"""Of those weights are multiplied by their scales, which have the dtype of x or are rounded to bfloat16."""
 GPU = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=on_hopper)])
 
 
@@ -29,8 +31,11 @@ def _launch(shape: StreamPackedShape, kind: str, group: int, dtype: torch.dtype)
     from kvern.kernels.stream_packed_hopper import stream_packed_product, streams
 
     packed = make_packed(kind, 256, 4096, group).packed
+    if shape in LARGE and kind.startswith("int4"):
+        packed = packed._replace(scale=packed.scale.to(dtype))
     assert streams(packed, 4096, shape, dtype)
-    stream_packed_product(torch.empty(shape.rows, 4096, dtype=dtype), packed, None, shape, torch.zeros(64).int())
+    for rows in {shape.rows, min(shape.rows, 96)}:
+        stream_packed_product(torch.empty(rows, 4096, dtype=dtype), packed, None, shape, torch.zeros(64).int())
 
 
 LAUNCHES: list[Callable[[], object]] = [
@@ -39,6 +44,10 @@ LAUNCHES: list[Callable[[], object]] = [
     partial(_launch, SHAPES[3], "int4 zero", 64, torch.bfloat16),
     partial(_launch, SHAPES[1], "mxfp4", 32, torch.bfloat16),
     partial(_launch, SHAPES[4], "nvfp4", 16, torch.bfloat16),
+    partial(_launch, LARGE[0], "mxfp4", 32, torch.bfloat16),
+    partial(_launch, LARGE[1], "int4 zero", 128, torch.bfloat16),
+    partial(_launch, LARGE[2], "int4", 64, torch.float16),
+    partial(_launch, LARGE[3], "nvfp4", 16, torch.bfloat16),
 ]
 
 
@@ -62,8 +71,8 @@ def test_lanes_hold_what_arranged_inputs_multiply() -> None:
     ("shape", "outputs", "inputs", "kind", "group"),
     [
         *((shape, 2064, 4096, *kind) for shape in SHAPES for kind in KINDS),
-        *((shape, 64, 128, "int4", 128) for shape in SHAPES[1:3]),
-        *((shape, 1000, 640, "int4 zero", 128) for shape in SHAPES[1:3]),
+        *((shape, 64, 128, "int4", 128) for shape in (*SHAPES[1:3], *LARGE)),
+        *((shape, 1000, 640, "int4 zero", 128) for shape in (*SHAPES[1:3], *LARGE)),
         *((shape, 136, 14336, "int4 zero", 128) for shape in SHAPES),
     ],
 )
@@ -78,9 +87,11 @@ def test_product(
     if kind.startswith("int4") and outputs == 2064:
         packed = packed._replace(scale=packed.scale.bfloat16())
         plain = _plain(packed)
-    dtype = torch.float16 if inputs == 640 and packed.group >= 128 else torch.bfloat16
+    dtype = torch.float16 if inputs == 640 else torch.bfloat16
+    if inputs == 640 and shape in LARGE:
+        packed = packed._replace(scale=packed.scale.to(dtype))
     if not streams(packed, inputs, shape, dtype):
-        assert shape.splits == 1
+        assert shape.splits == 1 and shape not in LARGE
         return
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device=device)
     x = torch.randn(shape.rows - 3, inputs, device=device).to(dtype)
@@ -96,15 +107,16 @@ def test_product(
 
 
 @GPU
-@pytest.mark.parametrize("shape", STREAMS[256])
-def test_more_rows_than_a_tile(device: torch.device, shape: StreamPackedShape) -> None:
-    """A tile after the other, over the same counters; each row as by itself, with outputs that fill no tile."""
+@pytest.mark.parametrize("shape", dict.fromkeys((*STREAMS[64], *STREAMS[128], *STREAMS[256])))
+@pytest.mark.parametrize("more", [32, 261])
+def test_more_rows_than_a_tile(device: torch.device, shape: StreamPackedShape, more: int) -> None:
+    """Tiles side by side, of 128 rows and of 96; each row as by itself, with outputs that fill no tile."""
     from kvern.kernels.stream_packed_hopper import stream_packed_product
 
     made = make_packed("int4 zero", 1000, 4096, 128)
     packed, plain = to_device(made.packed, device), made.plain.to(device)
     arrived = torch.zeros(1 << 10, dtype=torch.int32, device=device)
-    x = torch.randn(3 * shape.rows + 5, 4096, device=device).bfloat16()
+    x = torch.randn(shape.rows + more, 4096, device=device).bfloat16()
     bias = torch.randn(1000, device=device).bfloat16()
     arranged = arrange(x, None, "lanes")
     torch.full((1 << 22,), float("nan"), device=device)

@@ -1,6 +1,6 @@
-"""Products of few rows with weights of four bits by the kernels for Hopper GPUs."""
+"""Products with packed weights by the kernels for Hopper GPUs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,15 +63,18 @@ def stream_shapes(kind: PackedKind, inputs: Inputs) -> Mapping[int, tuple[Stream
     return {rows: tuple(shape for shape in shapes if fits(shape)) for rows, shapes in offered.items()}
 
 
-def _streamed(inputs: Inputs, kinds: list[PackedKind], most: int | None) -> Sizes:
-    """With the first `most` shapes of each number of rows; None: all."""
-    for kind in dict.fromkeys(kind._replace(part="") for kind in kinds):
-        for rows, shapes in stream_shapes(kind, inputs).items():
-            yield from ((kind, rows, shape) for shape in shapes[:most])
+def _kinds(kinds: list[PackedKind]) -> Iterable[PackedKind]:
+    return dict.fromkeys(kind._replace(part="") for kind in kinds)
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from _streamed(inputs, forms_of(inputs), None)
+    launched: dict[tuple[PackedKind, int, StreamPackedShape], None] = {}
+    for kind in _kinds(forms_of(inputs)):
+        for most, shapes in stream_shapes(kind, inputs).items():
+            for shape in shapes:
+                rows = min(most, shape.rows)
+                launched[kind, rows, shape] = launched[kind, min(rows, 96), shape] = None  # kernels of which differ
+    yield from launched
 
 
 def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -89,10 +92,11 @@ def _row_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from _streamed(inputs, timed_kinds(inputs), 1)
+    for kind in _kinds(timed_kinds(inputs)):
+        yield from ((kind, rows, shapes[0]) for rows, shapes in stream_shapes(kind, inputs).items() if shapes)
 
 
 KERNELS = (
-    Kernel("quantized, few rows on Hopper", "hopper_linear", _stream, _launched, _timed),
+    Kernel("quantized, by streams on Hopper", "hopper_linear", _stream, _launched, _timed),
     Kernel("quantized, one row on Hopper", "hopper_linear", one_row, _row_launched),
 )

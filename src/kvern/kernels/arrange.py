@@ -11,7 +11,7 @@ from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait
 BLOCK = 1024
 
 Arrangement = Literal["", "planes", "lanes"]
-"""Of a row's inputs: as they are; the even ones, then the odd; as `kernels/stream_packed_hopper.py` says."""
+"""Of a row's inputs: as they are; the even ones, then the odd; as `kernels/stream_packed_sums.py` says."""
 
 
 @triton.jit

@@ -33,6 +33,15 @@ def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @gluon.jit
+def place_of(row_tiles):
+    """The tile of outputs of a program, and that of rows, of which so many stand side by side; None: one."""
+    if row_tiles is None:
+        return gl.program_id(0), 0
+    else:
+        return gl.program_id(0) // row_tiles, gl.program_id(0) % row_tiles
+
+
+@gluon.jit
 def fetch_weights(weight_tiles, ready, weights, expert, column, begin, wanted, outputs, GATED: gl.constexpr):
     """Begin to copy a tile, from the input `begin` on; of a gated one, gate's half and up's.
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, tiles_of
+from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, hopper_multiplies, place_of, tiles_of
 from kvern.kernels.linear import StreamShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.scaled_product import STEP
@@ -33,8 +33,13 @@ CODES_REGISTERS = {1 << 9: 64, 1 << 10: 64, 1 << 11: 72, 1 << 12: 96, 1 << 13: 1
 
 
 @gluon.jit
-def fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, outputs, GATED: gl.constexpr):
-    """Fill the ring. `begin` counts columns of the weights, of which each may be SPREAD inputs."""
+def fetch(
+    weight_tiles, x_tiles, weights, values, ready, empty, row_tiles, apart, begin, steps, outputs, GATED: gl.constexpr
+):  # fmt: skip
+    """Fill the ring. `begin` counts columns of the weights, of which each may be SPREAD inputs.
+
+    Tiles of rows begin so many `apart`.
+    """
     gdc_launch_dependents()
     STAGES: gl.constexpr = weights.shape[0]
     K: gl.constexpr = weights.shape[2]
@@ -42,7 +47,8 @@ def fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, ou
     WEIGHT_BYTES: gl.constexpr = weights.shape[1] * K * weights.dtype.primitive_bitwidth // 8
     VALUE_BYTES: gl.constexpr = values.shape[1] * K * SPREAD * values.dtype.primitive_bitwidth // 8
     BYTES: gl.constexpr = WEIGHT_BYTES + VALUE_BYTES
-    tile = gl.program_id(0)
+    tile, row_tile = place_of(row_tiles)
+    row = row_tile * apart
     for early in gl.static_range(STAGES):
         bar = ready.index(early)
         place = begin + early * K
@@ -52,7 +58,7 @@ def fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, ou
     for early in gl.static_range(STAGES):
         place = begin + early * K
         tma.async_copy_global_to_shared(
-            x_tiles, [0, place * SPREAD], ready.index(early), values.index(early), pred=early < steps
+            x_tiles, [row, place * SPREAD], ready.index(early), values.index(early), pred=early < steps
         )
     for step in range(STAGES, steps):
         stage = step % STAGES
@@ -60,7 +66,7 @@ def fetch(weight_tiles, x_tiles, weights, values, ready, empty, begin, steps, ou
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, BYTES)
         fetch_weights(weight_tiles, bar, weights.index(stage), 0, tile, begin + step * K, True, outputs, GATED)
-        tma.async_copy_global_to_shared(x_tiles, [0, (begin + step * K) * SPREAD], bar, values.index(stage))
+        tma.async_copy_global_to_shared(x_tiles, [row, (begin + step * K) * SPREAD], bar, values.index(stage))
 
 
 @gluon.jit
@@ -70,32 +76,36 @@ def write_sums(
     bias,
     partial,
     arrived,
+    slot,
+    tile,
     rows,
     outputs,
     SPLITS: gl.constexpr,
     KIND: gl.constexpr,
 ):
-    """What a program has of its outputs [OUTPUTS, ROWS]: joined by the last of those that share them, and written."""
+    """What a program has of a tile [OUTPUTS, ROWS]: joined by the last of those that share it, and written.
+
+    `partial` and `arrived` have a slot for the tile.
+    """
     OUTPUTS: gl.constexpr = total.shape[0]
     ROWS: gl.constexpr = total.shape[1]
     WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
     layout: gl.constexpr = total.type.layout
     plain: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, gl.num_warps()], [0, 1])
-    tile = gl.program_id(0)
     line = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
     last = True
     if SPLITS > 1:
         inside = line[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, layout))[None, :]
-        part = partial + tile * (SPLITS * OUTPUTS * ROWS) + inside
+        part = partial + slot * (SPLITS * OUTPUTS * ROWS) + inside
         gl.store(part + gl.program_id(1) * (OUTPUTS * ROWS), total)
         gl.thread_barrier()
-        last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        last = gl.atomic_add(arrived + slot, 1, sem="acq_rel") == SPLITS - 1
         if last:
             gl.thread_barrier()
             total = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
             for other in gl.static_range(SPLITS):
                 total += gl.load(part + other * (OUTPUTS * ROWS), cache_modifier=".cg")
-            gl.atomic_xchg(arrived + tile, 0)
+            gl.atomic_xchg(arrived + slot, 0)
     if last:
         if bias is not None:
             place = tile * WIDE + line % WIDE
@@ -214,7 +224,8 @@ def _multiply(
     if x_scale is not None and X_STEPS + STEPS == 0:
         total *= gl.load(scale + scaled).to(gl.float32)[:, None]
         total *= gl.load(x_scale + x_row)[None, :]
-    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, KIND)
+    tile = gl.program_id(0)
+    write_sums(total, out, bias, partial, arrived, tile, tile, rows, outputs, SPLITS, KIND)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps"])
@@ -266,7 +277,7 @@ def _stream_kernel(
             ),
             (
                 fetch,
-                (weight_tiles, x_tiles, weights, values, ready, empty, first * INPUTS, own, outputs, KIND > 0),
+                (weight_tiles, x_tiles, weights, values, ready, empty, None, 0, first * INPUTS, own, outputs, KIND > 0),
             ),
         ],
         [1],

@@ -130,9 +130,12 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     8: tuple(StreamPackedShape(8, 64, 6, splits) for splits in (1, 4, 8)),
     16: tuple(StreamPackedShape(16, 64, 5, splits) for splits in (1, 4, 8)),
     32: (StreamPackedShape(32, 128, 5), StreamPackedShape(32, 64, 6, 4), StreamPackedShape(32, 64, 4, 4)),
-    **dict.fromkeys((64, 128, 256), (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4))),
+    64: (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4), StreamPackedShape(64, 256, 5)),
+    128: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4, 2), StreamPackedShape(128, 128, 4, 4)),
+    256: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4), StreamPackedShape(128, 128, 4, 2)),
+    1024: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4)),
 }
-"""What is timed beside `CANDIDATES` on Hopper GPUs, of matrices that `kernels/stream_packed_hopper.py` knows."""
+"""What is timed instead of each `MatmulShape` on Hopper GPUs, of matrices that `stream_packed_hopper.py` knows."""
 
 BLOCK_STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     1: tuple(StreamPackedShape(8, 64, 4, splits) for splits in (1, 4, 8)),
