@@ -10,7 +10,7 @@ import torch
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import readable
 from kvern.kernels.plain_weights import INPUTS, RUN_ROWS, plain_product, plain_weights
-from kvern.layers.quantized.products import PlainRuns
+from kvern.layers.quantized.candidates import PlainRuns
 from tests.kernels.packed_weights import KINDS, LARGE_BLOCKS, make_packed, to_device
 from tests.kernels.test_norm import relative_error
 from tests.kernels.test_quantized_layers import layer

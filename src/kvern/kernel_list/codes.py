@@ -19,15 +19,15 @@ from kvern.kernel_list.quantized import (
 )
 from kvern.kernels.codes_hopper import outputs_of_tiles
 from kvern.kernels.stream_hopper import streams_codes
-from kvern.layers.quantized.products import (
+from kvern.layers.quantized.candidates import (
     CODES_CANDIDATES,
     CODES_STREAMS,
     CODES_TILES,
     CodesTiles,
     OfCodes,
     codes_candidates,
-    codes_product,
 )
+from kvern.layers.quantized.products import codes_product
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]

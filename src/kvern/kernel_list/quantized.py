@@ -24,12 +24,7 @@ from kvern.layers.embedding import Embedding
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearShape
-from kvern.layers.quantized.gguf import GgufMethod
-from kvern.layers.quantized.gguf_blocks import NUMBERS
-from kvern.layers.quantized.gguf_parts import put_together, taken_apart
-from kvern.layers.quantized.gguf_types import BY_NAME
-from kvern.layers.quantized.method import QuantizedMethod
-from kvern.layers.quantized.products import (
+from kvern.layers.quantized.candidates import (
     PLAIN_RUNS,
     RowShape,
     Shape,
@@ -37,10 +32,15 @@ from kvern.layers.quantized.products import (
     candidates_of,
     fitted,
     knows,
-    multiply_row,
     one_way,
     row_shape,
 )
+from kvern.layers.quantized.gguf import GgufMethod
+from kvern.layers.quantized.gguf_blocks import NUMBERS
+from kvern.layers.quantized.gguf_parts import put_together, taken_apart
+from kvern.layers.quantized.gguf_types import BY_NAME
+from kvern.layers.quantized.method import QuantizedMethod
+from kvern.layers.quantized.products import multiply_row
 from kvern.layers.row_experts import RowStackedExperts
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.decoder import Decoder
