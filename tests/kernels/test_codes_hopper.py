@@ -77,7 +77,7 @@ def test_sums_are_in_float32() -> None:
     for shape in SHAPES:
         arrived = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
         found = product_codes(x, ones, weight, None, shape, arrived, torch.float16)
-        assert relative_error(found, torch.full((128, outputs), 1.125**2, dtype=torch.float64, device="cuda")) < 1e-3
+        assert relative_error(found, torch.full((128, outputs), 1.125**2, dtype=torch.float64, device="cuda")) < 2e-3
 
 
 @pytest.mark.gpu

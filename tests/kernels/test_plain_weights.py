@@ -77,7 +77,7 @@ def test_every_code(kind: str, dtype: torch.dtype, device: torch.device) -> None
 @pytest.mark.parametrize("kind", ["int4 zero", "gguf q4_k"])
 def test_a_layer_in_a_graph(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several runs; computed again it is the same, and follows its input."""
-    monkeypatch.setattr("kvern.layers.quantized.products.FLOAT32_CANDIDATES", {1024: (PlainRuns(256 * 1024),)})
+    monkeypatch.setattr("kvern.layers.quantized.candidates.FLOAT32_CANDIDATES", {1024: (PlainRuns(256 * 1024),)})
     made = make_packed(kind, 640, 1024)
     linear = layer(made, device)
     x = torch.randn(200, 1024, device=device)

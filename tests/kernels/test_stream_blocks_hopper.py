@@ -88,8 +88,8 @@ def test_a_row_in_lanes_with_its_norm(device: torch.device) -> None:
     x, gain = torch.randn(1, 512, device=device).bfloat16(), torch.randn(512, device=device)
     values, sums, by = scaled_lanes(x, gain, 1e-5)
     expected = rms_norm(x, gain, 1e-5).double()
-    assert float((values.double().sum() * by - expected.sum()).abs()) < 1e-2
-    assert float((sums.double().sum() * by - expected.sum()).abs()) < 1e-2
+    assert float((values.double().sum() * by - expected.sum()).abs()) < 3e-2
+    assert float((sums.double().sum() * by - expected.sum()).abs()) < 3e-2
     assert abs(float(values.double().norm() * by) / float(expected.norm()) - 1) < 1e-3
 
 

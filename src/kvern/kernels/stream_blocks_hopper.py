@@ -131,7 +131,8 @@ def _multiply(
         total += gl.load(residual + line, mask=known, other=0.0).to(gl.float32)[:, None]
     if KIND > 0:
         total = gl.convert_layout(total, gated_layout())
-    write_sums(total, out, bias, partial, arrived, rows, outputs, SPLITS, KIND)
+    tile = gl.program_id(0)
+    write_sums(total, out, bias, partial, arrived, tile, tile, rows, outputs, SPLITS, KIND)
 
 
 @gluon.jit

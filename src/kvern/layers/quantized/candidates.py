@@ -69,7 +69,6 @@ CANDIDATES: Mapping[int, tuple[Shape, ...]] = {
         ResidentShape(4, 4, 4),
         ResidentShape(2, 4, 4),
         ResidentShape(4, 8, 1),
-        ResidentShape(4, 16, 1),
     ),
     8: (
         MatmulShape(8, 64, 128, 4, 4),
@@ -112,7 +111,6 @@ STREAMS: Mapping[int, tuple[StreamPackedShape, ...]] = {
     64: (StreamPackedShape(64, 128, 4), StreamPackedShape(64, 64, 4, 4), StreamPackedShape(64, 256, 5)),
     128: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4, 2), StreamPackedShape(128, 128, 4, 4)),
     256: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4), StreamPackedShape(128, 128, 4, 2)),
-    1024: (StreamPackedShape(128, 256, 3), StreamPackedShape(128, 128, 4)),
 }
 """What is timed instead of each `MatmulShape` on Hopper GPUs, of matrices that `stream_packed_hopper.py` knows."""
 
@@ -151,17 +149,10 @@ CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
     16: (CodesStream(16, 64, 128, 8, 2), CodesStream(16, 128, 128, 6, 1)),
     32: (CodesStream(32, 64, 128, 6, 1), CodesStream(32, 64, 128, 6, 2)),
     64: (CodesStream(64, 64, 128, 6, 2), CodesStream(64, 128, 128, 4, 1), CodesStream(64, 64, 128, 4, 4)),
-    128: (CodesStream(128, 128, 128, 6, 1), CodesStream(128, 128, 128, 6, 4)),
 }
 CODES_TILES: Mapping[int, tuple[CodesTiles, ...]] = {
-    128: (CodesTiles(256, 128, 1, 1), CodesTiles(128, 256, 2, 1), CodesTiles(128, 256, 4, 1)),
-    256: (
-        CodesTiles(256, 128, 1, 2),
-        CodesTiles(256, 128, 4, 2),
-        CodesTiles(128, 256, 1, 2),
-        CodesTiles(128, 256, 2, 2),
-    ),
-    1024: (CodesTiles(256, 128, 1, 8),),
+    128: (CodesTiles(128, 256, 1, 1), CodesTiles(128, 256, 2, 1), CodesTiles(128, 256, 4, 1)),
+    256: (CodesTiles(128, 256, 1, 2), CodesTiles(128, 256, 2, 2)),
 }
 """What is timed instead on Hopper GPUs, both, of matrices that their kernels know."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
