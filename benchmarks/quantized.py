@@ -21,7 +21,7 @@ from kvern.kernel_list import Inputs
 from kvern.kernel_list.quantized import FORMS, PackedKind, bytes_of, kind_of_form, random_packed
 from kvern.kernels.arrange import arrange
 from kvern.kernels.codes import INTERLEAVED, readable
-from kvern.kernels.codes_hopper import outputs_of_tiles
+from kvern.kernels.codes_hopper import tiles_codes
 from kvern.kernels.launch import capability
 from kvern.kernels.linear import MatmulShape, MatvecShape
 from kvern.kernels.packed import Packed
@@ -60,13 +60,13 @@ def ways(kind: PackedKind, rows: int, x: torch.Tensor) -> dict[str, Way]:
         codes = (x * 20).to(dtype)
         runs = 1 if kind.group == kind.inputs else kind.inputs // kind.group
         scale = torch.ones(rows, runs, device=x.device)
-        streams, wide = False, 0
+        streams = tiles = False
         if capability(x.device) == 90:
             streams = streams_codes(kind.code, kind.group, kind.outputs, kind.inputs)
             packed = random_packed(Inputs(torch.device("cpu"), x.dtype, "empty"), kind, 1)
-            wide = outputs_of_tiles(packed, kind.outputs, kind.inputs, x.dtype)
-        for cut in codes_candidates(most, streams, wide):
-            found[f"{cut.kind} {tuple(cut[:5])}"] = partial(by_codes, cut, codes, scale)
+            tiles = tiles_codes(packed, kind.outputs, kind.inputs, x.dtype)
+        for cut in codes_candidates(most, streams, tiles):
+            found[f"{cut.kind} {tuple(cut[:-1])}"] = partial(by_codes, cut, codes, scale)
     return found
 
 

@@ -17,7 +17,7 @@ from kvern.kernel_list.quantized import (
     random_packed,
     timed_kinds,
 )
-from kvern.kernels.codes_hopper import outputs_of_tiles
+from kvern.kernels.codes_hopper import tiles_codes
 from kvern.kernels.stream_hopper import streams_codes
 from kvern.layers.quantized.candidates import (
     CODES_CANDIDATES,
@@ -83,27 +83,24 @@ def _streams_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
             yield kind, rows, kind.outputs, CODES_STREAMS[rows][0]
 
 
-def _tiles(inputs: Inputs, kinds: list[PackedKind]) -> Iterator[tuple[PackedKind, int, list[CodesTiles]]]:
-    """Of matrices that are known: for up to how many rows there are which tiles."""
+def _tiled(inputs: Inputs, kinds: list[PackedKind]) -> Iterator[PackedKind]:
+    """Those whose codes are multiplied in tiles on Hopper GPUs."""
     for kind in dict.fromkeys(kind._replace(part="") for kind in kinds):
         if inputs.hopper and multiplies_by_codes(kind, inputs):
             packed = random_packed(inputs.without_device(), kind, 1)
-            wide = outputs_of_tiles(packed, kind.outputs, kind.inputs, inputs.dtype)
-            for most, shapes in CODES_TILES.items():
-                yield kind, most, [shape for shape in shapes if shape.outputs <= wide]
+            if tiles_codes(packed, kind.outputs, kind.inputs, inputs.dtype):
+                yield kind
 
 
 def _tiles_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    launched: dict[tuple[Any, ...], None] = {}
-    for kind, _, shapes in _tiles(inputs, forms_of(inputs)):
-        for shape in shapes:
-            launched[kind, 150, kind.outputs, shape._replace(group=1)] = None  # which compiles nothing else
-    yield from launched
+    splits = dict.fromkeys(shape.splits for shape in itertools.chain(*CODES_TILES.values()))
+    for kind, split in itertools.product(_tiled(inputs, forms_of(inputs)), splits):
+        yield kind, 150, kind.outputs, CodesTiles(split, 1)  # another group compiles nothing else
 
 
 def _tiles_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    for kind, most, shapes in _tiles(inputs, timed_kinds(inputs)):
-        yield from ((kind, most, kind.outputs, shape) for shape in shapes[:1])
+    for kind, rows in itertools.product(_tiled(inputs, timed_kinds(inputs)), CODES_TILES):
+        yield kind, rows, kind.outputs, CODES_TILES[rows][0]
 
 
 def _codes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

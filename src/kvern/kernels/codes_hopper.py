@@ -3,10 +3,10 @@
     (x * x_scale) [T, inputs] @ weight.T -> [T, outputs]
 
 Programs are those of `product_hopper.py`: one group of warps fetches, two multiply 64 rows each. The matrix units add
-products of e4m3 in about 14 bits, so that sums of a few steps, of 128 outputs at a time, are added to others in
-float32, times their scales where those are of less than rows. Where tiles alone would not fill the card, programs share
-a tile's inputs; each leaves its sums in memory, 128 outputs at a time, and whoever comes last adds them up in their
-order. Half of the programs begin with the other outputs, so that this work is shared, too.
+products of e4m3 in about 14 bits, so that the sums of each step are added to others in float32, times their scales
+where those are of less than rows; both stand in registers, which is why tiles have 128 outputs. Where tiles alone would
+not fill the card, programs share a tile's inputs; each leaves its sums in memory, and whoever comes last adds them up
+in their order.
 """
 
 import torch
@@ -22,28 +22,12 @@ from kvern.kernels.packed import Packed
 from kvern.kernels.product_hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, fetch, place_of, write
 from kvern.kernels.scaled_product import STEP
 
-PART = gl.constexpr(128)
-"""Outputs of sums that stand in registers beside those they are added to."""
+OUTPUTS = gl.constexpr(128)
+"""Of a tile."""
+INPUTS = 256
+"""Of a step, where scales are not of fewer."""
 RING = 192 << 10
 """Bytes of tiles that are on their way, or are multiplied."""
-
-
-@gluon.jit
-def _products(values, weights, stage, part, HALF: gl.constexpr, OUTPUT: gl.constexpr):
-    """The sums of a step, with a tile's outputs from OUTPUT on."""
-    tile = weights.index(stage).slice(OUTPUT, PART).permute((1, 0))
-    part = warpgroup_mma(values.index(2 * stage + HALF), tile, part, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[part])
-
-
-@gluon.jit
-def _add(total, part, x_by, scale, line, SCALED: gl.constexpr, STEPS: gl.constexpr):
-    """SCALED: times the scales of both that are of less than rows; those of 128 outputs are one."""
-    if STEPS > 0:
-        x_by *= gl.load(scale + line)
-    if SCALED:
-        return total + part.to(gl.float32) * x_by[:, None]
-    return total + part
 
 
 @gluon.jit
@@ -51,34 +35,34 @@ def _sums(
     x_scale, scale, values, weights, ready, empty, taken, begin, steps, last_step, line, x_runs, output, runs,
     HALF: gl.constexpr, PER: gl.constexpr, X_STEPS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Of the first and the other 128 outputs of a tile, if it has them."""
+    """Of a tile, times the scales of both that are of less than rows; those of its outputs are one."""
     STAGES: gl.constexpr = empty.shape[0]
     ROWS: gl.constexpr = values.shape[1]
     INTEGERS: gl.constexpr = weights.dtype == gl.int8
     SCALED: gl.constexpr = X_STEPS + STEPS > 0
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
-    part = gl.zeros([ROWS, PART], gl.int32 if INTEGERS else gl.float32, layout)
-    first = gl.zeros([ROWS, PART], gl.int32 if INTEGERS and not SCALED else gl.float32, layout)
-    second = first
-    x_by = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
+    part = gl.zeros([ROWS, OUTPUTS], gl.int32 if INTEGERS else gl.float32, layout)
+    total = gl.zeros([ROWS, OUTPUTS], gl.int32 if INTEGERS and not SCALED else gl.float32, layout)
     for step in range(steps):
         at = gl.minimum(begin + step, last_step)
         run = at // STEPS if STEPS > 0 else at
+        by = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))
         if X_STEPS > 0:
-            x_by = gl.load(x_scale + line * x_runs + at // X_STEPS)
+            by = gl.load(x_scale + line * x_runs + at // X_STEPS)
         stage = taken % STAGES
         mbarrier.wait(ready.index(stage), (taken // STAGES) & 1)
-        part = _products(values, weights, stage, part, HALF, 0)
-        if weights.shape[1] > PART:
-            first = _add(first, part, x_by, scale, output // PER * runs + run, SCALED, STEPS)
-            part = _products(values, weights, stage, part, HALF, PART)
-            mbarrier.arrive(empty.index(stage), count=1)
-            second = _add(second, part, x_by, scale, (output + PART) // PER * runs + run, SCALED, STEPS)
+        tile = weights.index(stage).permute((1, 0))
+        part = warpgroup_mma(values.index(2 * stage + HALF), tile, part, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if STEPS > 0:
+            by *= gl.load(scale + (output // PER * runs + run))
+        if SCALED:
+            total += part.to(gl.float32) * by[:, None]
         else:
-            mbarrier.arrive(empty.index(stage), count=1)
-            first = _add(first, part, x_by, scale, output // PER * runs + run, SCALED, STEPS)
+            total += part
         taken += 1
-    return first.to(gl.float32), second.to(gl.float32), taken
+    return total.to(gl.float32), taken
 
 
 @gluon.jit
@@ -88,11 +72,11 @@ def _joined(total, partial, arrived, place, split, SPLITS: gl.constexpr):
     Numbers lie in memory as in registers, four of a thread beside one another.
     """
     HALF: gl.constexpr = total.shape[0]
-    SIZE: gl.constexpr = HALF * PART
+    SIZE: gl.constexpr = HALF * OUTPUTS
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     inside = gl.arange(0, SIZE, flat)
     first = partial + place * (SPLITS * SIZE)
-    total = gl.permute(gl.reshape(total, [4, 2, 8, PART // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    total = gl.permute(gl.reshape(total, [4, 2, 8, OUTPUTS // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     total = gl.convert_layout(gl.reshape(total, [SIZE]), flat, assert_trivial=True)
     gl.store(first + split * SIZE + inside, total)
     gl.thread_barrier()
@@ -103,9 +87,9 @@ def _joined(total, partial, arrived, place, split, SPLITS: gl.constexpr):
         for other in range(SPLITS):
             total += gl.load(first + other * SIZE + inside, cache_modifier=".cg")
         gl.atomic_xchg(arrived + place, 0)
-    total = gl.permute(gl.reshape(total, [PART // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
-    return gl.convert_layout(gl.reshape(total, [HALF, PART]), layout, assert_trivial=True), last
+    total = gl.permute(gl.reshape(total, [OUTPUTS // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
+    return gl.convert_layout(gl.reshape(total, [HALF, OUTPUTS]), layout, assert_trivial=True), last
 
 
 @gluon.jit
@@ -113,13 +97,13 @@ def _finish(
     total, out_tiles, staged, bias, x_by, scale, partial, arrived, place, split, row, output, outputs,
     PER: gl.constexpr, X_STEPS: gl.constexpr, STEPS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Write sums of 128 outputs, times the scales of whole rows."""
+    """Write the sums of a tile, times the scales of whole rows."""
     layout: gl.constexpr = total.type.layout
     last = True
     if SPLITS > 1:
         total, last = _joined(total, partial, arrived, place, split, SPLITS)
     if last:
-        column = output + gl.arange(0, PART, gl.SliceLayout(0, layout))
+        column = output + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
         if X_STEPS == 0:
             total *= x_by[:, None]
         if STEPS == 0:
@@ -139,39 +123,24 @@ def _multiply(
     tiles, columns, group, steps, rows, outputs = sizes
     STAGES: gl.constexpr = empty.shape[0]
     ROWS: gl.constexpr = values.shape[1]
-    WIDE: gl.constexpr = weights.shape[1]
-    PARTS: gl.constexpr = WIDE // PART
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
     taken = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         block, column = place_of(tile // SPLITS, group, columns)
         split = tile % SPLITS
         row = (2 * block + HALF) * ROWS
         if row < rows:
-            output = column * WIDE
+            output = column * OUTPUTS
             line = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), rows - 1)
             x_by = gl.load(x_scale + line * x_runs)
-            first, second, taken = _sums(
+            total, taken = _sums(
                 x_scale, scale, values, weights, ready, empty, taken, split * steps, steps, last_step, line, x_runs,
                 output, runs, HALF, PER, X_STEPS, STEPS,
             )  # fmt: skip
-            place = (tile // SPLITS * 2 + HALF) * PARTS
-            turned = 0
-            if SPLITS > 1 and PARTS > 1:
-                turned = split & 1
-                kept = first
-                first = gl.where(turned == 1, second, first)
-                second = gl.where(turned == 1, kept, second)
             _finish(
-                first, out_tiles, staged, bias, x_by, scale, partial, arrived, place + turned, split, row,
-                output + turned * PART, outputs, PER, X_STEPS, STEPS, SPLITS,
+                total, out_tiles, staged, bias, x_by, scale, partial, arrived, tile // SPLITS * 2 + HALF, split, row,
+                output, outputs, PER, X_STEPS, STEPS, SPLITS,
             )  # fmt: skip
-            if PARTS > 1:
-                turned = 1 - turned
-                _finish(
-                    second, out_tiles, staged, bias, x_by, scale, partial, arrived, place + turned, split, row,
-                    output + turned * PART, outputs, PER, X_STEPS, STEPS, SPLITS,
-                )  # fmt: skip
         else:
             for _ in range(steps):
                 stage = taken % STAGES
@@ -185,14 +154,14 @@ def _multiply(
 def _codes_kernel(
     x_tiles, weight_tiles, out_tiles, bias, x_scale, scale, partial, arrived, tiles, columns, group, steps, rows,
     outputs, last_step, x_runs, runs, PER: gl.constexpr, X_STEPS: gl.constexpr, STEPS: gl.constexpr,
-    SPLITS: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr,
+    SPLITS: gl.constexpr, ROWS: gl.constexpr, INPUTS: gl.constexpr, STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = weight_tiles.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, INPUTS], dtype)
     values = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS // 2, INPUTS], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, INPUTS], shared)
-    staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS // 2, PART], out_tiles.layout)
+    staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS // 2, OUTPUTS], out_tiles.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -228,17 +197,12 @@ def _codes_kernel(
     )  # fmt: skip
 
 
-def outputs_of_tiles(weight: Packed, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """The most outputs of `product_codes`' tiles for a matrix without zeros; 0: the kernel does not know it.
-
-    Scales of less than rows are those of 128 outputs, of which tiles have one part: they take registers.
-    """
+def tiles_codes(weight: Packed, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether `product_codes` knows a matrix: without zeros, and scales of less than rows are those of whole tiles."""
     known = weight.code in ("e4m3", "int8") and dtype.itemsize == 2 and hopper_multiplies(torch.int8, inputs, outputs)
     if not known or weight.zero is not None:
-        return 0
-    if weight.group == inputs:
-        return 256
-    return PART.value if weight.group % STEP == 0 and weight.outputs_per_scale % PART.value == 0 else 0
+        return False
+    return weight.group == inputs or (weight.group % STEP == 0 and weight.outputs_per_scale % OUTPUTS.value == 0)
 
 
 def product_codes(
@@ -252,34 +216,31 @@ def product_codes(
 ) -> torch.Tensor:
     """`(x * x_scale) @ weight.T + bias`: [T, outputs] of a dtype of 16 bits, by a matrix that the kernel knows.
 
-    Steps are of 128 inputs where scales are of fewer than the shape's.
-
     x         [T, inputs] contiguous, of the dtype of the weight's codes
     x_scale   [T, inputs / n] float32, contiguous: of runs of n inputs, which are all or a multiple of 128
-    arrived   if the shape has splits: int32 zeros, four for a tile at most, which are zero again afterwards
+    arrived   if the shape has splits: int32 zeros, two for a tile, which are zero again afterwards
 
     A row's result does not depend on how many rows there are. Raises ValueError where there are too few zeros.
     """
     (rows, inputs), outputs, scale = x.shape, weight.codes.shape[0], weight.scale
     assert scale is not None and weight.zero is None
     groups = inputs if x_scale.shape[1] == 1 else triton.cdiv(inputs, x_scale.shape[1]), weight.group
-    step = shape.inputs if all(group == inputs or group % shape.inputs == 0 for group in groups) else STEP
+    step = INPUTS if all(group == inputs or group % INPUTS == 0 for group in groups) else STEP
     x_steps, steps = (0 if group == inputs else group // step for group in groups)
-    blocks, columns = triton.cdiv(rows, ROWS), triton.cdiv(outputs, shape.outputs)
+    blocks, columns = triton.cdiv(rows, ROWS), triton.cdiv(outputs, OUTPUTS.value)
     group = triton.cdiv(blocks, triton.cdiv(blocks, shape.group))  # so that few are empty
     tiles = triton.cdiv(blocks, group) * group * columns
     partial = out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if shape.splits > 1:
-        parts = tiles * 2 * (shape.outputs // PART.value)
-        if parts > arrived.shape[0]:
+        if 2 * tiles > arrived.shape[0]:
             raise ValueError(f"{rows} x {outputs} numbers are too many for programs that share inputs")
-        size = parts * shape.splits * (ROWS // 2) * PART.value
+        size = tiles * shape.splits * ROWS * OUTPUTS.value
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
     tiles *= shape.splits
     _codes_kernel[(min(processors(x.device), tiles),)](
         tiles_of(x, ROWS // 2, step),
-        tiles_of(weight.codes, shape.outputs, step),
-        tiles_of(out, ROWS // 2, PART.value),
+        tiles_of(weight.codes, OUTPUTS.value, step),
+        tiles_of(out, ROWS // 2, OUTPUTS.value),
         bias,
         x_scale,
         scale,
@@ -299,9 +260,8 @@ def product_codes(
         steps,
         shape.splits,
         ROWS,
-        shape.outputs,
         step,
-        RING // ((ROWS + shape.outputs) * step),
+        RING // ((ROWS + OUTPUTS.value) * step),
         PRODUCER_REGISTERS,
         CONSUMER_REGISTERS,
         num_warps=4,

@@ -78,13 +78,8 @@ class ProductShape(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """How `product_codes` is cut: outputs of a tile of 128 rows, inputs of a step, programs that share a tile's inputs.
+    """How `product_codes` is cut: `splits` programs share a tile's inputs; `group`: as of `ProductShape`."""
 
-    `group`: as of `ProductShape`.
-    """
-
-    outputs: int
-    inputs: int
     splits: int
     group: int
 

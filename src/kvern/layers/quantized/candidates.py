@@ -47,8 +47,6 @@ class CodesStream(NamedTuple):
 class CodesTiles(NamedTuple):
     """How a product of many rows of codes is cut on Hopper: as `TileShape`."""
 
-    outputs: int
-    inputs: int
     splits: int
     group: int
     kind: str = "tiles"
@@ -151,8 +149,8 @@ CODES_STREAMS: Mapping[int, tuple[CodesStream, ...]] = {
     64: (CodesStream(64, 64, 128, 6, 2), CodesStream(64, 128, 128, 4, 1), CodesStream(64, 64, 128, 4, 4)),
 }
 CODES_TILES: Mapping[int, tuple[CodesTiles, ...]] = {
-    128: (CodesTiles(128, 256, 1, 1), CodesTiles(128, 256, 2, 1), CodesTiles(128, 256, 4, 1)),
-    256: (CodesTiles(128, 256, 1, 2), CodesTiles(128, 256, 2, 2)),
+    128: (CodesTiles(1, 1), CodesTiles(2, 1), CodesTiles(4, 1)),
+    256: (CodesTiles(1, 2), CodesTiles(2, 2)),
 }
 """What is timed instead on Hopper GPUs, both, of matrices that their kernels know."""
 DETERMINISTIC = MatmulShape(32, 64, 128, 4, 4)
@@ -172,13 +170,13 @@ def one_way(dtype: torch.dtype) -> MatmulShape:
     return DETERMINISTIC if dtype.itemsize < 4 else FLOAT32_DETERMINISTIC
 
 
-def codes_candidates(most: int, streams: bool = False, wide: int = 0) -> tuple[OfCodes, ...]:
+def codes_candidates(most: int, streams: bool = False, tiles: bool = False) -> tuple[OfCodes, ...]:
     """What is timed for up to so many rows, but for one, where codes are multiplied by codes.
 
-    On Hopper, `streams`: if matrices are streamed; `wide`: if there are tiles, of so many outputs at most.
+    On Hopper, `streams`: if few rows are multiplied by a stream of the matrix; `tiles`: if many rows are in tiles.
     """
     streamed: tuple[OfCodes, ...] = CODES_STREAMS.get(most, ()) if streams else ()
-    own = streamed + tuple(shape for shape in CODES_TILES.get(most, ()) if shape.outputs <= wide)
+    own = streamed + (CODES_TILES.get(most, ()) if tiles else ())
     return own or CODES_CANDIDATES[min((key for key in CODES_CANDIDATES if key >= most), default=max(CODES_CANDIDATES))]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvern.kernels.arrange import arrange, scaled_lanes
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
-from kvern.kernels.codes_hopper import outputs_of_tiles, product_codes
+from kvern.kernels.codes_hopper import product_codes, tiles_codes
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, StreamPackedShape, StreamShape, TileShape
 from kvern.kernels.packed_product import packed_product, packed_row
 from kvern.kernels.plain_weights import plain_product
@@ -153,8 +153,8 @@ class PackedProducts:
         if most == 1:
             return (*shapes, *streams)
         coded = self._multiplies_codes()
-        streamed, wide = self._hopper_codes() if coded else (False, 0)
-        codes = codes_candidates(most, streamed, wide) if coded else ()
+        streamed, tiled = self._hopper_codes() if coded else (False, False)
+        codes = codes_candidates(most, streamed, tiled) if coded else ()
         own = self._method.own_products() if most > MOST_OWN_FEW else ()
         return (*beside(shapes, bool(streams), streamed), *streams, *codes, *own)
 
@@ -176,13 +176,13 @@ class PackedProducts:
             return False
         return multiplies_codes(weight.code, [weight.group], shape.inputs, shape.device)
 
-    def _hopper_codes(self) -> tuple[bool, int]:
+    def _hopper_codes(self) -> tuple[bool, bool]:
         """Of `codes_candidates`."""
         weight, (outputs, inputs, dtype, _) = self.weight, self._method.shape
         if not self._hopper:
-            return False, 0
-        wide = outputs_of_tiles(weight, outputs, inputs, dtype)
-        return streams_codes(weight.code, weight.group, outputs, inputs), wide
+            return False, False
+        streamed = streams_codes(weight.code, weight.group, outputs, inputs)
+        return streamed, tiles_codes(weight, outputs, inputs, dtype)
 
     def choose(self, rows: int, candidate: Hashable) -> None:
         """As `LinearMethod.choose`."""
