@@ -189,7 +189,8 @@ def test_features_keep_their_promises_on_a_gpu(name: str, graphs: bool, models: 
             found = answers(llm, list(REQUESTS))
             check_promises(found)
             assert all(output.cached_tokens > 0 for output in found.values()) or not again
-        singles = {request: answers(llm, [request])[request] for request in ("plain", "adapter")}
+        # Two at a time: of a single row activations are not rounded, which may change a random model's answer.
+        singles = {request: answers(llm, [request, request])[request] for request in ("plain", "adapter")}
         assert all(tokens(output)[0][0] == tokens(found[request])[0][0] for request, output in singles.items())
 
 

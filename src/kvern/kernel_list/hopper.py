@@ -58,7 +58,9 @@ def _product_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         for rows, shapes in OWN.items():
             if rows <= 256:  # with more, shapes compile nothing else
                 for shape in shapes:
-                    known = (*(() if rows in GATED_ALONE else (None,)), *(gated if can_gate(shape) else ()))
+                    # Beside adapters gate and up are multiplied as they are, in the way that was chosen for both.
+                    plainly = rows not in GATED_ALONE or inputs.adapter_rank > 0
+                    known = (*((None,) if plainly else ()), *(gated if can_gate(shape) else ()))
                     yield from ((rows, 512, spec.hidden_size, shape, activation) for activation in known)
 
 

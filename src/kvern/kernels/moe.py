@@ -60,8 +60,8 @@ FLOAT32_TILES = Tiles(*[Tile(32, 32, 1, 4, 2)] * 2)
 
 
 def hopper_experts(dtype: torch.dtype, hidden: int, width: int) -> bool:
-    """Whether the kernels for Hopper GPUs know such experts: TMA takes rows of a multiple of 16 bytes, copies of 32."""
-    return dtype.itemsize == 2 and hidden % 16 == 0 and width % 8 == 0
+    """Whether the kernels for Hopper GPUs know such experts: rows are copied in runs of which Triton sees the end."""
+    return dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
 
 
 def rows_of_block(pairs: int, experts: int) -> int:

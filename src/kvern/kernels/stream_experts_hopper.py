@@ -75,7 +75,7 @@ def _fetch(
             fetch_weights(weight_tiles, bar, stage_weights, expert, tile % columns, step * K, wanted, outputs, GATED)
             mask = live
             if not EVEN:
-                mask = live & (inside < inputs // 8 * 8 - step * K)  # of runs of eight, which are copied at once
+                mask = live & (inside < inputs - step * K)
             async_copy.async_copy_global_to_shared(values.index(stage), source + step * K, mask=mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             fetched += 1
