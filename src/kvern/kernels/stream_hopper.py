@@ -28,8 +28,8 @@ REGISTERS = {8: 64, 16: 64, 32: 80, 64: 104, 128: 128}
 
 Those that multiply get what the warp that fetches does not need.
 """
-CODES_REGISTERS = {1 << 9: 64, 1 << 10: 64, 1 << 11: 72, 1 << 12: 96, 1 << 13: 128, 1 << 14: 160}
-"""The same, by the numbers of a tile: sums of a step stand beside those of all, and scales. The largest has 8 warps."""
+CODES_REGISTERS = {1 << 9: 64, 1 << 10: 64, 1 << 11: 72, 1 << 12: 96, 1 << 13: 128}
+"""The same, by the numbers of a tile: sums of a step stand beside those of all, and scales."""
 
 
 @gluon.jit
@@ -186,7 +186,6 @@ def _multiply(
     runs,
     SPLITS: gl.constexpr,
     KIND: gl.constexpr,
-    WARPS: gl.constexpr,
     PER: gl.constexpr,
     X_STEPS: gl.constexpr,
     STEPS: gl.constexpr,
@@ -195,10 +194,9 @@ def _multiply(
     OUTPUTS: gl.constexpr = weights.shape[1]
     ROWS: gl.constexpr = values.shape[1]
     WIDE: gl.constexpr = OUTPUTS // 2 if KIND > 0 else OUTPUTS
-    ACROSS: gl.constexpr = WARPS // 4
     INTEGERS: gl.constexpr = weights.dtype == gl.int8
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, ACROSS], [16, ROWS // ACROSS, 256 // weights.dtype.primitive_bitwidth]
+        [3, 0], [4, 1], [16, ROWS, 256 // weights.dtype.primitive_bitwidth]
     )
     if x_scale is not None:
         scaled = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
@@ -249,7 +247,6 @@ def _stream_kernel(
     INPUTS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
-    WARPS: gl.constexpr,
     PER: gl.constexpr,
     X_STEPS: gl.constexpr,
     STEPS: gl.constexpr,
@@ -272,7 +269,7 @@ def _stream_kernel(
                 _multiply,
                 (
                     out, bias, x_scale, scale, partial, arrived, weights, values, ready, empty, first, own, steps - 1,
-                    rows, outputs, x_runs, runs, SPLITS, KIND, WARPS, PER, X_STEPS, STEPS,
+                    rows, outputs, x_runs, runs, SPLITS, KIND, PER, X_STEPS, STEPS,
                 ),
             ),
             (
@@ -336,12 +333,9 @@ def stream_codes(
     return _launch(x, weight.codes, bias, shape, arrived, None, dtype, scales, (per, x_steps, steps))
 
 
-def _warps_and_registers(shape: StreamShape, codes: bool) -> tuple[int, int]:
-    """Of the warps that multiply; registers of all threads of a program, as in `REGISTERS`."""
-    if not codes:
-        return 4, REGISTERS[shape.rows]
-    warps = 4 if shape.rows * shape.outputs <= 1 << 13 else 8
-    return warps, CODES_REGISTERS[shape.rows * shape.outputs]
+def _registers(shape: StreamShape, codes: bool) -> int:
+    """Of all threads of a program, as in `REGISTERS`."""
+    return CODES_REGISTERS[shape.rows * shape.outputs] if codes else REGISTERS[shape.rows]
 
 
 def _launch(
@@ -364,7 +358,6 @@ def _launch(
     if shape.splits > 1:
         partial = torch.empty(tiles, shape.splits, shape.outputs, shape.rows, dtype=torch.float32, device=x.device)
     x_scale, scale, x_runs, runs = scales
-    warps, registers = _warps_and_registers(shape, x_scale is not None)
     _stream_kernel[(tiles, shape.splits)](
         tiles_of(x, shape.rows, shape.inputs),
         tiles_of(weight, wide, shape.inputs),
@@ -385,10 +378,9 @@ def _launch(
         shape.inputs,
         shape.stages,
         shape.splits,
-        warps,
         *of_scales,
-        num_warps=warps,
-        maxnreg=registers,
+        num_warps=4,
+        maxnreg=_registers(shape, x_scale is not None),
         launch_pdl=True,
     )
     return out
