@@ -103,7 +103,7 @@ class ModelRunner:
         return kept
 
     def _decode(self, output: SchedulerOutput) -> list[int] | None:
-        """What is sampled in a step in which kernels do all, from the batch's tokens to the next ones; None: it is another.
+        """What is sampled in a step in which kernels do all, from tokens to the next ones; None: it is another.
 
         It is short: a small model's step takes a few times as long as Python does between two of them.
         """
