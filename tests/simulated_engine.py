@@ -32,6 +32,7 @@ from tests.simulated_device import (
     sampled_token,
     searched_answers,
 )
+from tests.speculation import AnyLength
 
 LONG_ENOUGH = 3000
 """Steps after which anything that these tests start must have ended."""
@@ -67,7 +68,8 @@ class SimulatedEngine:
         self.device = SimulatedDevice(setup, self.requests)
         costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
         pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
-        self.core = EngineCore(self.scheduler, self, setup.depth, proposer=self if setup.drafts else None, pace=pace)
+        drafting = AnyLength(self) if setup.drafts else None
+        self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, pace=pace)
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
         self._preemptions: dict[Request, int] = {}
@@ -193,7 +195,7 @@ class SimulatedEngine:
             assert all(item.sampled for item in output.scheduled), "a whole prefill was split"
         return self.device.submit(output)
 
-    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """The proposer's side: drafts that are mostly right."""
         drafts = []
         for request in requests:

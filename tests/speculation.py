@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvern import LLM, RequestOutput
+from kvern.engine.drafting import Drafting
 from kvern.request import Request
 
 
@@ -16,7 +17,7 @@ class Oracle:
         self._dice = random.Random(7)
         self.guessed = 0
 
-    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         return [self._guess(request) for request in requests]
 
     def _guess(self, request: Request) -> list[int]:
@@ -30,6 +31,13 @@ class Oracle:
         return drafts
 
 
+class AnyLength(Drafting):
+    """Takes whatever is guessed, also where it is wrong all the time."""
+
+    def most(self, requests: Sequence[Request], running: int) -> list[int]:
+        return [99] * len(requests)
+
+
 @contextmanager
 def speculating(llm: LLM, outputs: Sequence[RequestOutput], accuracy: float = 0.8, most: int = 5) -> Iterator[Oracle]:
     """Let an engine verify drafts of these answers, while it is asked the same again."""
@@ -39,8 +47,8 @@ def speculating(llm: LLM, outputs: Sequence[RequestOutput], accuracy: float = 0.
         searched = output.outputs[0].cumulative_logprob is not None and output.outputs[0].logprobs is None
         answers += [[]] if searched else [answer.token_ids for answer in output.outputs]
     oracle = Oracle(answers, core.scheduler._arrivals, accuracy, most)
-    core.proposer = oracle
+    core.drafting = AnyLength(oracle)
     try:
         yield oracle
     finally:
-        core.proposer = None
+        core.drafting = None

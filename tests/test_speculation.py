@@ -153,7 +153,7 @@ def test_adapters_in_the_batch(tiny_model: Path, tmp_path: Path) -> None:
 class Parrot:
     """Guesses that the last token comes again and again."""
 
-    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         return [[request.token_ids[-1]] * 3 for request in requests]
 
 

@@ -167,7 +167,7 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "serve m --tool-call-parser xlam",
             "--tool-call-parser xlam is refused: there is no such parser; tool_parser is",
         ),
-        ("serve m --speculative-config {}", "speculative decoding exists for proposers of installed packages alone"),
+        ("serve m --speculative-config {}", "speculative decoding is --proposer ngram"),
         ("serve m --rope-scaling {}", "--rope-scaling is refused: give it by --hf-overrides"),
         ("serve m --speculative-config.method ngram", "--speculative-config.method is refused: speculative decoding"),
         ("serve m --lora-modules {}", "it must have a name and a path"),

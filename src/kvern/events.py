@@ -40,6 +40,9 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     prefill_tokens: int = 0
     """Computed in runs of more than one, but for drafts."""
     steps: int = 0
+    draft_tokens: int = 0
+    """That were verified; `accepted_tokens` of them were right."""
+    accepted_tokens: int = 0
     preemptions: int = 0
     running: int = 0
     waiting: int = 0

@@ -128,7 +128,7 @@ class State(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """What scheduler, cache and runner know of one sequence of a spec. Only the engine core changes it.
 
@@ -186,6 +186,9 @@ class Request:
     """Of the tokens in flight, those that are not sampled if drafts are rejected."""
     draft_token_ids: list[int] = field(default_factory=list)
     """What may follow `token_ids`, as a proposer guessed."""
+    drafts_right: float = 0.0
+    drafts_wrong: float = 0.0
+    """What became of its drafts, of which the later ones count for more."""
     asked_tier: bool = False
     """Since it waits; blocks are loaded for it once at most."""
     waiting_since: int = 0

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from kvern.engine.beams import BeamSearch
 from kvern.engine.branching import Branching
+from kvern.engine.drafting import Drafting
 from kvern.engine.pace import Pace
-from kvern.engine.proposer import takes_drafts
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
@@ -30,7 +30,6 @@ from kvern.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, TokenL
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
-    from kvern.engine.proposer import Proposer
     from kvern.step import StepResult
     from kvern.tokenizer import Tokenizer
     from kvern.worker.executor import Executor
@@ -47,7 +46,7 @@ class EngineCore:
 
     The `tokenizer` is called for when beams first end at stop strings. With `prepares` a request is held until the
     executor is prepared for its grammar; without, its first step waits for that. `note` is told the ids of a step's
-    requests before it begins. `proposer` guesses at tokens for steps to verify; None: nobody does. `pace` says how long
+    requests before it begins. `drafting` guesses at tokens for steps to verify; None: nobody does. `pace` says how long
     steps with decodes should take; None: however long.
     """
 
@@ -59,14 +58,14 @@ class EngineCore:
         tokenizer: "Callable[[], Tokenizer] | None" = None,
         prepares: bool = False,
         note: Callable[[list[str]], None] | None = None,
-        proposer: "Proposer | None" = None,
+        drafting: Drafting | None = None,
         pace: Pace | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._branching = Branching(scheduler)
         self._prepares = prepares
         self._note = note
-        self.proposer = proposer
+        self.drafting = drafting
         self._pace = Pace() if pace is None else pace
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
@@ -202,6 +201,8 @@ class EngineCore:
                 if self._note is not None:
                     self._note(output.request_ids)
                 self._pace.began(output)
+                if self.drafting is not None:
+                    self.drafting.began()
                 self._in_flight.append((output, requests, self.executor.submit(output)))
                 if len(self._in_flight) < self._depth:
                     return []
@@ -224,19 +225,24 @@ class EngineCore:
             self._undo(output)
             raise
         self._pace.ended()
+        if self.drafting is not None:
+            drafts, accepted = self.drafting.ended(output, requests, result.token_ids)
+            self._counted.draft_tokens += drafts
+            self._counted.accepted_tokens += accepted
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
-        if self.proposer is not None:
-            self._propose(
-                self.proposer, [r for r, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
-            )
+        if self.drafting is not None:
+            answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
+            self.drafting.propose(answered, len(self.scheduler.running))
         return events
 
     def _undo(self, output: SchedulerOutput) -> None:
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
         self._in_flight.clear()
         self._pace.forget()
+        if self.drafting is not None:
+            self.drafting.forget()
         self.scheduler.undo(output.step)
         self.executor.abandon()
 
@@ -320,12 +326,6 @@ class EngineCore:
             )
         self._forget_unused()
         return events
-
-    def _propose(self, proposer: "Proposer", requests: Iterable[Request]) -> None:
-        """Have the continuations of requests that got tokens guessed."""
-        going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
-        for request, drafts in zip(going, proposer.propose(going), strict=True):
-            request.draft_token_ids = drafts
 
     def _report(self, request: Request, slot: int, result: ModelRunnerOutput) -> list[TokenEvent]:
         """What may follow a beam has come; the answers, if that ends its search."""

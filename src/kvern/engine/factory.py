@@ -11,6 +11,7 @@ from kvern.cache.manager import KVCacheManager
 from kvern.cache.tier import KVTier
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
+from kvern.engine.drafting import Drafting
 from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
@@ -57,13 +58,13 @@ def build_core(
         return encoder, spec, layout
     executor, layout = start(config, folder, spec, startup)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
+    drafting = None if config.proposer is None else Drafting(PROPOSERS.find(config.proposer)(config, spec))
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
     with startup.stage("pace"):
         pace = make_pace(config, executor, layout, streams)
-    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, proposer, pace)
+    core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, drafting, pace)
     return core, spec, layout
 
 

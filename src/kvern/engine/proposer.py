@@ -18,15 +18,17 @@ from kvern.request import Request
 class Proposer(Protocol):
     """Asked on the host, between steps."""
 
-    def propose(self, requests: Sequence[Request]) -> Sequence[list[int]]:
-        """For each request the tokens that may follow its `token_ids`; none where there is no guess.
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[list[int]]:
+        """For each request the tokens that may follow its `token_ids`, at most so many; none where there is no guess.
 
         As many of the first as `in_flight` says are sampled already, and not used.
         """
         ...
 
 
-PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins("proposer", "kvern.proposers")
+PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins(
+    "proposer", "kvern.proposers", own=("kvern.engine.ngram",)
+)
 """By the name that the option `proposer` gives."""
 
 

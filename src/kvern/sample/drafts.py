@@ -3,7 +3,7 @@
     known token, draft, draft, draft  --one step-->  sampled behind each of them:  a, b, c, d
                    a      x      c                   kept: a and b, as b was sampled behind what is right
 
-The host does not wait for it: rows count on the device how many of their tokens are computed.
+On a GPU the host does not wait for it: rows count on the device how many of their tokens are computed.
 """
 
 from collections.abc import Sequence
@@ -48,4 +48,25 @@ def verify(
     agree[:-1] = rows.tokens[slots.long(), positions] == sampled
     kept = torch.minimum(agree[places_of].cumprod(1).sum(1) + 1, lengths)
     rows.advance(scheduled, starts, lengths - kept)
+    return kept
+
+
+def kept_of(
+    scheduled: Sequence[ScheduledTokens], drafts: Sequence[tuple[int, int, list[int]]], sampled: list[int]
+) -> list[list[int]]:
+    """For each request the tokens that are kept of what was `sampled` behind all tokens of a step, which the host has.
+
+    drafts  as in `SchedulerOutput`: (slot, first position, token ids)
+    """
+    guesses = {slot: token_ids for slot, _, token_ids in drafts}
+    kept, first = [], 0
+    for item in scheduled:
+        run = sampled[first : first + item.sampled]
+        right = 0
+        for draft, token in zip(guesses.get(item.slot, ()), run, strict=False):
+            if draft != token:
+                break
+            right += 1
+        kept.append(run[: right + 1])
+        first += item.sampled
     return kept

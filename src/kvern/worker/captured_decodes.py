@@ -1,4 +1,4 @@
-"""Steps of decodes on a CPU, captured once for each number of requests: then one call does all that the model does."""
+"""Steps of decodes on a CPU, captured once for each number of tokens: then one call does all that the model does."""
 
 import logging
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kvern.step import ScheduledTokens
 
 logger = logging.getLogger("kvern")
 
-MOST_REQUESTS = 64
+MOST_TOKENS = 64
 """Of a step: while one is captured, what all layers compute is held at once, and larger ones gain little."""
 
 
@@ -60,9 +60,11 @@ class CapturedDecodes:
         self._is_whole = not self._looks_up and decoder.spec.logit_scale == 1.0 and decoder.spec.logit_softcap is None
 
     def decode(self, scheduled: Sequence[ScheduledTokens]) -> list[int] | None:
-        """Compute a step in which each request has one token, sample what follows, and let the rows go on.
+        """Compute a step in which each token is sampled behind, sample what follows, and let the rows go on.
 
-        Returns a token for each request. None: it is another step, is not captured, or PyTorch has a part in it.
+        Returns what was sampled behind each token. None: it is another step, is not captured, or PyTorch has a part in
+        it. Drafts are decodes of the same row that begin one behind the other: each attends to what those before it
+        have written.
         """
         decodes = self._decodes(scheduled) if self._is_whole else None
         return None if decodes is None else decodes.run(_READ, _CHOOSE)[0].tolist()
@@ -79,26 +81,31 @@ class CapturedDecodes:
             if self._table is not None and decodes.looked_up is not None:
                 decodes.looked_up.copy_(self._table(inputs.token_ids))
         hidden, logits, following = decodes.run(_SCORE if self._looks_up else _READ, _SCORE)
-        slots = [item.slot for item in scheduled]
+        slots: list[int] = decodes.slots.tolist()
         return Scored(slots, decodes.index, following, hidden, self._decoder.scaled(logits))
 
     def choose(self, count: int) -> list[int]:
-        """Sample for the step that was scored, of so many requests, and let the rows go on: their tokens."""
+        """Sample for the step that was scored, of so many tokens, and let the rows go on: what follows each."""
         (chosen,) = self._sizes[count].run(_CHOOSE, _CHOOSE)
         token_ids: list[int] = chosen.tolist()
         return token_ids
 
     def _decodes(self, scheduled: Sequence[ScheduledTokens]) -> "_Decodes | None":
         """Ready to run for a step; None: it is another, or is not captured."""
-        if not self._captures or is_recorded() or not 0 < len(scheduled) <= MOST_REQUESTS:
+        if not self._captures or is_recorded():
             return None
+        slots, starts = [item.slot for item in scheduled], [item.start for item in scheduled]
         if any(item.count != 1 or item.sampled != 1 for item in scheduled):
+            if any(item.count != item.sampled for item in scheduled):
+                return None
+            slots = [item.slot for item in scheduled for _ in range(item.count)]
+            starts = [item.start + place for item in scheduled for place in range(item.count)]
+        if not 0 < len(slots) <= MOST_TOKENS:
             return None
-        decodes = self._sizes.get(len(scheduled))
+        decodes = self._sizes.get(len(slots))
         if decodes is None:
-            decodes = _Decodes(len(scheduled), self._table)
-        decodes.slots[:] = [item.slot for item in scheduled]
-        decodes.starts[:] = [item.start for item in scheduled]
+            decodes = _Decodes(len(slots), self._table)
+        decodes.slots[:], decodes.starts[:] = slots, starts
         if decodes.program is None:
             try:
                 with torch.inference_mode():
@@ -107,7 +114,7 @@ class CapturedDecodes:
                 logger.debug("steps of decodes are not captured: %s", error)
                 self._captures = False
                 return None
-            self._sizes[len(scheduled)], decodes.is_computed = decodes, not self._looks_up
+            self._sizes[len(slots)], decodes.is_computed = decodes, not self._looks_up
         return decodes
 
     def _capture(self, requests: Tensor, looked_up: Tensor | None) -> Program:

@@ -58,14 +58,14 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class SampledStep:
-    """A step of decodes that is computed, and of which nothing is reported but the token of each request."""
+    """A step of decodes that is computed, and of which nothing is reported but the tokens of each request."""
 
-    token_ids: Sequence[int]
+    token_ids: list[list[int]]
 
     def result(self) -> ModelRunnerOutput:
         """What `kvern.step.StepResult` wants."""
         places = len(self.token_ids)
-        return ModelRunnerOutput([[token] for token in self.token_ids], [None] * places, [None] * places)
+        return ModelRunnerOutput(self.token_ids, [None] * places, [None] * places)
 
 
 class PendingStep:

@@ -11,7 +11,7 @@ from kvern.device.rows import BatchRows
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import LanguageModel
 from kvern.sample.beams import DeviceCandidates
-from kvern.sample.drafts import verify
+from kvern.sample.drafts import kept_of, verify
 from kvern.step import ScheduledTokens, SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
@@ -71,8 +71,8 @@ class ModelRunner:
         """Compute the scheduled tokens and sample where the scheduler says so."""
         if output.changes_rows:
             self._change_rows(output)
-        token_ids = self._decode(output)
-        return self._compute(output) if token_ids is None else SampledStep(token_ids)
+        sampled = self._decode(output)
+        return self._compute(output) if sampled is None else SampledStep(self._kept(output, sampled))
 
     @torch.inference_mode()
     def _change_rows(self, output: SchedulerOutput) -> None:
@@ -92,8 +92,18 @@ class ModelRunner:
         self._rows.grow(output.grown)
         self._rows.draft(output.drafts)
 
+    def _kept(self, output: SchedulerOutput, sampled: list[int]) -> list[list[int]]:
+        """For each request its tokens of those that were sampled behind all tokens of the step."""
+        if not output.drafts:
+            return [[token] for token in sampled]
+        kept = kept_of(output.scheduled, output.drafts, sampled)
+        rejected = [item.sampled - len(token_ids) for item, token_ids in zip(output.scheduled, kept, strict=True)]
+        starts = torch.tensor([item.start for item in output.scheduled], dtype=torch.int32)
+        self._rows.advance(output.scheduled, starts, torch.tensor(rejected))
+        return kept
+
     def _decode(self, output: SchedulerOutput) -> list[int] | None:
-        """The tokens of a step in which kernels do all, from the batch's tokens to the next ones; None: it is another.
+        """What is sampled in a step in which kernels do all, from tokens to the next ones; None: it is another.
 
         It is short: a small model's step takes a few times as long as Python does between two of them.
         """
@@ -107,15 +117,16 @@ class ModelRunner:
         """Any step."""
         scheduled = self._rows.certain(output.scheduled)
         drafted = bool(output.drafts) or scheduled is not output.scheduled
-        if self._captured is not None and not drafted and not self._adapts(scheduled):
+        if self._captured is not None and scheduled is output.scheduled and not self._adapts(scheduled):
             scored = self._captured.score(scheduled)
             if scored is not None:
                 needs = self._needed(scored.slots)
+                self._rows.draft(output.drafts)  # capturing a step has written what it chooses in their place
                 if not needs & BESIDE_KERNELS:
-                    return SampledStep(self._captured.choose(len(scored.slots)))
+                    return SampledStep(self._kept(output, self._captured.choose(len(scored.slots))))
                 if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
                     scored = replace(scored, logits=scored.logits.clone())
-                return self._sample(scheduled, scored, needs, None, drafted=False)
+                return self._sample(scheduled, scored, needs, None, drafted)
         batch = build_input_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         wanted = tokens_wanted(batch, runs)

@@ -1,0 +1,128 @@
+"""Drafts for requests, as many as are worth a step's time.
+
+    step with drafts --ended--> what a row costs, how often drafts of a request are right --propose--> Proposer
+
+A draft costs a row of the next step, and gives a token if it and all before it are right. Without drafts a step of N
+requests gives N tokens. So the k-th draft is worth its row if its chance exceeds what a row costs, as a share of what a
+token costs: `acceptance ** k > row * N / step`. Both are learnt as steps return.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from kvern.engine.proposer import Proposer, takes_drafts
+from kvern.request import Request, State
+from kvern.step import SchedulerOutput
+
+MOST = 16
+"""Drafts of a request in a step."""
+KEPT = 0.98
+"""Of the weight of what earlier steps took, by each that follows."""
+KEPT_OF_REQUEST = 0.9
+"""Of the weight of what became of a request's earlier drafts, by each step with others."""
+FIRST_SHARE = 0.25
+"""What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
+LONGEST = 5.0
+"""Times the mean: a step that takes longer was held up by something else."""
+PROBED = 64
+"""Tokens after which a request whose drafts were not worth their rows gets one again."""
+
+
+class StepTimes:
+    """What steps without prompts take, as a line: `base + row * rows`, of which later steps count for more."""
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        if self._weight > 1 and seconds > LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows):
+            return
+        for name, value in (
+            ("_weight", 1.0),
+            ("_rows", rows),
+            ("_seconds", seconds),
+            ("_squares", rows * rows),
+            ("_products", rows * seconds),
+        ):
+            setattr(self, name, KEPT * getattr(self, name) + value)
+
+    @property
+    def _mean_rows(self) -> float:
+        return self._rows / self._weight
+
+    def share_of_row(self, requests: int) -> float:
+        """What a row costs, as a share of what a token costs in a step of so many requests without drafts."""
+        if self._weight == 0:
+            return FIRST_SHARE
+        mean, seconds = self._mean_rows, self._seconds / self._weight
+        variance = self._squares / self._weight - mean * mean
+        if variance < 0.1:
+            return FIRST_SHARE
+        row = max(0.0, (self._products / self._weight - mean * seconds) / variance)
+        step = max(seconds + row * (requests - mean), row * requests)
+        return row * requests / step if step > 0 else FIRST_SHARE
+
+
+class Drafting:
+    """Has a `proposer` guess, and learns from steps, in the order in which they were submitted."""
+
+    def __init__(self, proposer: Proposer, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._proposer, self._clock = proposer, clock
+        self._times = StepTimes()
+        self._begun: deque[float] = deque()
+        self._ended = 0.0
+
+    def began(self) -> None:
+        """A step was submitted."""
+        self._begun.append(self._clock())
+
+    def forget(self) -> None:
+        """Steps in flight are abandoned."""
+        self._begun.clear()
+
+    def ended(
+        self, output: SchedulerOutput, requests: Sequence[Request], kept: Sequence[Sequence[int]]
+    ) -> tuple[int, int]:
+        """The oldest step returned, with these tokens for its requests: its drafts, and how many were right."""
+        if not self._begun:
+            return 0, 0  # it was submitted before anybody guessed
+        begun, now = self._begun.popleft(), self._clock()
+        seconds, self._ended = now - max(begun, self._ended), now
+        if all(item.count == item.sampled for item in output.scheduled):
+            self._times.add(output.token_count, seconds)
+        drafts = accepted = 0
+        for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
+            if item.sampled > 1 and token_ids:
+                right = len(token_ids) - 1
+                drafts += item.sampled - 1
+                accepted += right
+                request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + right
+                request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + (right < item.sampled - 1)
+        return drafts, accepted
+
+    def propose(self, requests: Iterable[Request], running: int) -> None:
+        """Guess how requests go on that got tokens, in an engine that runs so many."""
+        going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
+        counts = self.most(going, running)
+        most = [count and count + request.in_flight for request, count in zip(going, counts, strict=True)]
+        for request, count, drafts in zip(going, most, self._proposer.propose(going, most), strict=True):
+            request.draft_token_ids = drafts[:count]
+
+    def most(self, requests: Sequence[Request], running: int) -> list[int]:
+        """How many drafts of each are worth their rows in the next step, beside so many requests that run."""
+        share = self._times.share_of_row(running)
+        return [self._of(request, share) for request in requests]
+
+    @staticmethod
+    def _of(request: Request, share: float) -> int:
+        if share >= 1:
+            return 0
+        right, wrong = request.drafts_right, request.drafts_wrong
+        acceptance = (right + 1) / (right + wrong + 2)
+        if share <= acceptance**MOST:
+            return MOST
+        count = int(math.log(share) / math.log(acceptance))
+        return count or int(request.output_length % PROBED == 0)

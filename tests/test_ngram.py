@@ -1,0 +1,133 @@
+"""Guesses by what a text says twice, and how many of them are worth their rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvern import LLM, SamplingParams
+from kvern.engine import ngram
+from kvern.engine.drafting import MOST, Drafting, StepTimes
+from kvern.engine.ngram import LONGEST, PLACES, Text
+from kvern.request import PromptInput, Request, RequestSpec
+from kvern.sampling_params import ResolvedParams
+from kvern.step import ScheduledTokens, SchedulerOutput
+
+
+def as_it_read(token_ids: list[int], count: int) -> list[int]:
+    """Slowly: of the last places that end with the same two tokens, the one that reads the same for longest."""
+    end = len(token_ids) - 1
+    places = [place for place in range(1, end) if token_ids[place - 1 : place + 1] == token_ids[end - 1 :]][::-1]
+    if not places:
+        return []
+
+    def length(place: int) -> int:
+        same = 0
+        while same < min(LONGEST, place + 1) and token_ids[place - same] == token_ids[end - same]:
+            same += 1
+        return same
+
+    found = max(places[:PLACES], key=length)
+    text = list(token_ids)
+    for ahead in range(count):
+        text.append(text[found + 1 + ahead])
+    return text[end + 1 :]
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.integers(1, 12), st.data())
+def test_a_text_goes_on_as_it_read(token_ids: list[int], count: int, data: st.DataObject) -> None:
+    """However it grows."""
+    text, known = Text(), 0
+    while known < len(token_ids):
+        known = data.draw(st.integers(known + 1, len(token_ids)))
+        if known > 1:
+            assert text.continued(token_ids[:known], count) == as_it_read(token_ids[:known], count)
+
+
+def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "READ_AT_ONCE", 10)
+    text, token_ids = Text(), [1, 2, 3, 4, 5, 6] * 4
+    assert [text.continued(token_ids, 2) for _ in range(3)] == [[], [], [1, 2]]
+
+
+class Nothing:
+    """Guesses nothing."""
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [[] for _ in requests]
+
+
+class Steps:
+    """Steps that take so many seconds, and so many more for each token, and what is learnt of them."""
+
+    def __init__(self, base: float, row: float) -> None:
+        self._base, self._row, self._now = base, row, 0.0
+        self.drafting = Drafting(Nothing(), lambda: self._now)
+
+    def run(self, requests: list[Request], drafts: int, right: int) -> tuple[int, int]:
+        output = SchedulerOutput(1)
+        output.scheduled = [ScheduledTokens(slot, 9, drafts + 1, drafts + 1) for slot in range(len(requests))]
+        self.drafting.began()
+        self._now += self._base + self._row * len(requests) * (drafts + 1)
+        return self.drafting.ended(output, requests, [[0] * (right + 1)] * len(requests))
+
+
+def requests(count: int) -> list[Request]:
+    return [
+        Request(RequestSpec(str(i), PromptInput([1, 2, 3]), ResolvedParams(), 100), generated=[4]) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("base", "row", "count", "right", "expected"),
+    [
+        (10.0, 0.1, 1, 4, MOST),  # rows cost next to nothing, and all drafts are right
+        (10.0, 0.1, 1, 0, 1),  # none is right: only now and then one is tried
+        (0.0, 1.0, 8, 4, 0),  # a row costs what a token costs: nothing can be gained
+        (10.0, 1.0, 30, 2, 0),  # of four drafts two are right, and a row costs three quarters of a token
+    ],
+)
+def test_drafts_are_as_many_as_pay(base: float, row: float, count: int, right: int, expected: int) -> None:
+    steps, running = Steps(base, row), requests(count)
+    for _ in range(40):
+        assert steps.run(running, 4, right) == (4 * count, right * count)
+        steps.run(running, 0, 0)
+    assert set(steps.drafting.most(running, count)) == {expected}
+
+
+def test_times_of_steps_are_a_line() -> None:
+    times = StepTimes()
+    for rows in (1, 4, 2, 9) * 30:
+        times.add(rows, 3.0 + 0.5 * rows)
+    times.add(4, 500.0)  # somebody else had the machine
+    assert times.share_of_row(1) == pytest.approx(0.5 / 3.5)
+    assert times.share_of_row(6) == pytest.approx(6 * 0.5 / 6.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cpu_kernels": False, "prefix_cache": False}, {"kv_cache_tokens": 96}], ids=str
+)
+def test_answers_are_those_without(options: dict[str, Any], tiny_model: Path) -> None:
+    """Of texts that say all twice, whose drafts are right and wrong; with preemptions, where the cache is small."""
+    common: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 64, "max_batch_requests": 8}
+    small: dict[str, Any] = common | {"kv_cache_tokens": 512, "block_size": 4} | options
+    prompts = [[5, 9, 17, 33] * 4, [5, 9, 17, 33, 2] * 3, [100] * 12, [7, 8, 9, 7, 8]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.3, seed=4, max_tokens=40, ignore_eos=True, n=2),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=40, repetition_penalty=0.5, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=40, logit_bias={7: 50.0, 8: 49.0}, ignore_eos=True),
+    ]
+    with LLM(str(tiny_model), **small) as plain, LLM(str(tiny_model), proposer="ngram", **small) as guessing:
+        for _ in range(2):
+            answers = [
+                [[answer.token_ids for answer in output.outputs] for output in llm.generate(prompts, params)]
+                for llm in (plain, guessing)
+            ]
+            assert answers[0] == answers[1]
+        counted = guessing._engine.statistics()
+        assert 0 < counted.accepted_tokens <= counted.draft_tokens
+        guessing._engine.core.scheduler.check_integrity()
