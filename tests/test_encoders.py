@@ -208,12 +208,21 @@ def test_options_that_do_not_go_with_an_encoder(options: dict[str, Any], reason:
         LLM(str(folders["bert"]), threads=1, **options)
 
 
-def test_a_gpu_is_refused(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"quantization": "int8"},
+            "quantization on a GPU does not go with bert, which is an encoder: there",
+        ),
+        ({"deterministic": True}, "deterministic on a GPU does not go with bert"),
+    ],
+)
+def test_what_encoders_do_on_cpus_alone(options: dict[str, Any], reason: str, folders: dict[str, Path]) -> None:
     spec = spec_from_config(read_config(folders["bert"]))
-    with pytest.raises(
-        ConfigError, match="device cuda does not go with bert, which is an encoder: encoders run on CPUs"
-    ):
-        check_encoder(EngineConfig(), spec, torch.device("cuda"))
+    check_encoder(EngineConfig(**options), spec, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=reason):
+        check_encoder(EngineConfig(**options), spec, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class Metrics:
         self._generation_tokens.inc(statistics.generation_tokens - seen.generation_tokens)
         self._prefill_tokens.inc(statistics.prefill_tokens - seen.prefill_tokens)
         self._step_tokens.observe((statistics.computed_tokens - seen.computed_tokens) / steps)
-        self._step_requests.observe(statistics.running)
+        self._step_requests.observe((statistics.scheduled - seen.scheduled) / steps)
         self._step_seconds.observe(seconds)
 
     def engine(self, ready: bool) -> None:
