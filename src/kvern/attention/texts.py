@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvern.device.text_batch import TextBatch
 from kvern.device.transfer import upload
-from kvern.kernels.attention_texts import text_attention, text_shape
+from kvern.kernels.attention_prefill import prefill_shape
+from kvern.kernels.attention_texts import text_attention
 from kvern.mixer_spec import AttentionSpec
 
 
@@ -22,7 +23,7 @@ class PackedTexts:
     def __init__(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, batch: TextBatch) -> None:
         """`dtype`: of the activations."""
         self._layers, self._dtype, self._batch = layers, dtype, batch
-        self._shape = text_shape(layers[0].head_dim, dtype.itemsize)
+        self._shape = prefill_shape(layers[0].head_dim, element_size=dtype.itemsize)
         longest_first = sorted(enumerate(batch.lengths), key=lambda text: -text[1])
         tiles = [(text, first) for text, length in longest_first for first in range(0, length, self._shape.queries)]
         device = batch.starts.device

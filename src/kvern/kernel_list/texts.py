@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels.attention_texts import text_attention, text_shape
+from kvern.kernels.attention_prefill import prefill_shape
+from kvern.kernels.attention_texts import text_attention
 from kvern.kernels.text_means import text_means
 from kvern.mixer_spec import AttentionSpec
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
-SHORT, TIMED = (1, 67, 5, 130), (20, 500, 260, 140, 380) * 26
+SHORT, TIMED = (1, 67, 5), (20, 500, 260, 140, 380) * 26
 """Lengths of texts that stand one behind the other."""
 
 
@@ -23,7 +24,7 @@ def _starts(inputs: Inputs, lengths: Sequence[int]) -> torch.Tensor:
 
 def _attention(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, lengths: Sequence[int]) -> Call:
     """Of queries, keys and values that lie side by side, as a product makes them."""
-    shape = text_shape(attention.head_dim, inputs.dtype.itemsize)
+    shape = prefill_shape(attention.head_dim, element_size=inputs.dtype.itemsize)
     heads, head_dim, tokens = attention.heads, attention.head_dim, sum(lengths)
     query, key, value = torch.split(inputs.numbers(tokens, 3 * heads, head_dim), heads, 1)
     out = torch.empty(tokens, heads, head_dim, dtype=inputs.dtype, device=inputs.device)

@@ -123,13 +123,6 @@ def _text_attention_kernel(
     tl.store(target, (gathered / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-def text_shape(head_dim: int, element_size: int = 2) -> PrefillShape:
-    """Tiles for a head dimension, the accumulator of which must stay in registers."""
-    if element_size == 4:
-        return PrefillShape(32, 32 if head_dim <= 128 else 16, 4, 2)
-    return PrefillShape(64, 32, 8, 2) if head_dim > 128 else PrefillShape(128, 64, 8, 3)
-
-
 def text_attention(
     query: torch.Tensor,
     key: torch.Tensor,
