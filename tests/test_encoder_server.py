@@ -63,6 +63,7 @@ def check_cuts(server: Served, folder: Path, tokenizer: Tokenizer) -> None:
         ({"truncate_prompt_tokens": 9999}, [begin, *of_text[: LENGTH - 2], end]),
         ({"truncate_prompt_tokens": 7}, [begin, *of_text[:5], end]),
         ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, [begin, *of_text[-5:], end]),
+        ({"truncate_prompt_tokens": 1}, [begin]),
         ({"truncate_prompt_tokens": 7, "add_special_tokens": False}, of_text[:7]),
         ({"truncate_prompt_tokens": 7, "input": of_text}, of_text[:7]),
     ):

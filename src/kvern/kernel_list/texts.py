@@ -29,21 +29,12 @@ def _attention(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, length
     query, key, value = torch.split(inputs.numbers(tokens, 3 * heads, head_dim), heads, 1)
     out = torch.empty(tokens, heads, head_dim, dtype=inputs.dtype, device=inputs.device)
     tiles = [(text, first) for text, length in enumerate(lengths) for first in range(0, length, shape.queries)]
+    texts = _starts(inputs, lengths), inputs.integers(lengths)
+    cut = inputs.integers(text for text, _ in tiles), inputs.integers(first for _, first in tiles)
 
     def launch() -> torch.Tensor:
-        text_attention(
-            query,
-            key,
-            value,
-            _starts(inputs, lengths),
-            inputs.integers(lengths),
-            inputs.integers(text for text, _ in tiles),
-            inputs.integers(first for _, first in tiles),
-            out,
-            shape,
-            scale=attention.scale,
-            window=attention.window,
-        )
+        scale, window = attention.scale, attention.window
+        text_attention(query, key, value, *texts, *cut, out, shape, scale=scale, window=window)
         return out
 
     def reference() -> torch.Tensor:

@@ -145,6 +145,8 @@ def text_attention(
                             within it
     out                 [T, heads, head_dim]; only the rows of these texts are written
 
+    The rows of one text, gaps included, have less than 2**31 entries.
+
     Computes 4 * heads * head_dim operations for each pair of tokens that see each other.
     """
     _, heads, head_dim = query.shape

@@ -29,13 +29,13 @@ class Encoding:
         """The tokens of a prompt, whose answer may have `answer` tokens. Raises InvalidRequest."""
         longest = max_model_len if self.most is None else max(max_model_len, LONGEST_TRUNCATED)
         token_ids = tokenizer.encode(text, self.add_special_tokens, most_tokens=longest)
-        if self.most is None or not self.keeps_special:
+        if self.most is None or not self.keeps_special or len(token_ids) <= self.most:
             return self.cut(token_ids, max_model_len, answer)
         of_text = tokenizer.encode(text, add_special_tokens=False)
         added = len(token_ids) - len(of_text)
         before = next((at for at in range(added) if token_ids[at : at + len(of_text)] == of_text), added)
         within = replace(self, most=max(self.most - added, 0)).cut(of_text, max_model_len, answer)
-        return [*token_ids[:before], *within, *token_ids[before + len(of_text) :]]
+        return [*token_ids[:before], *within, *token_ids[before + len(of_text) :]][: self.most]
 
     def cut(self, token_ids: list[int], max_model_len: int, answer: int | None) -> list[int]:
         """What stays of the tokens of a prompt."""

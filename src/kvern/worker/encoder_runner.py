@@ -1,5 +1,6 @@
 """Steps of an encoder: texts in, what the model makes of each out; nothing outlives a step."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -138,14 +139,11 @@ def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, plan: Plan) -> 
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     free, _ = memory.free_and_total()
-    text = PromptInput([0] * longest)
-    try:
+    text, taken = PromptInput([0] * longest), None
+    with contextlib.suppress(torch.OutOfMemoryError):
         runner.start([text]).result()
-    except torch.OutOfMemoryError:
-        taken = free + 1
-    else:
         taken = torch.cuda.max_memory_allocated(device) - before
-    if taken > free:
+    if taken is None or taken > free:
         raise ConfigError(
             f"a text of max_model_len {longest} tokens does not fit into the {free / 2**20:.0f} MiB of GPU memory that "
             "are left beside the weights: lower max_model_len, raise gpu_memory_share, or free memory"
