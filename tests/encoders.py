@@ -7,7 +7,12 @@ from typing import Any
 
 import tokenizers
 import torch
+from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from kvern.layers.build import Build
+from kvern.models.encoder import Encoder
+from kvern.models.registry import spec_from_config
 
 LENGTH = 80
 _COMMON = {
@@ -51,6 +56,24 @@ def make_encoder(kind: str, folder: Path, *, labels: int = 0, **fields: Any) -> 
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     model.save_pretrained(folder)
+    _save_tokenizer(kind, folder)
+    return folder
+
+
+def make_random(kind: str, folder: Path, *, labels: int = 0, **fields: Any) -> Path:
+    """As `make_encoder`, where transformers is not installed."""
+    architecture = "ModelForSequenceClassification" if labels else "Model"
+    named = {"model_type": kind, "architectures": [architecture], "id2label": {"0": "A"}, "torch_dtype": "float32"}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_COMMON | ENCODERS[kind] | named | fields))
+    spec = spec_from_config(json.loads((folder / "config.json").read_text()))
+    outline = Encoder(spec, Build(torch.float32, torch.device("cpu"), 1))
+    generator, weights = torch.Generator().manual_seed(1), {}
+    for name, target in outline.tensor_targets().items():
+        deviation = 0.3 if len(target.shape) == 1 else target.shape[1] ** -0.5
+        gain = "norm" in name and name.endswith("weight")
+        weights[name] = torch.randn(target.shape, generator=generator) * deviation + gain
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _save_tokenizer(kind, folder)
     return folder
 

@@ -13,28 +13,46 @@ from kvern.request import PromptInput, RequestSpec
 from kvern.sampling_params import SamplingParams
 
 BUDGET, MOST_TEXTS = 10, 4
-FAULTY = 666
+FAULTY, LATE_FAULTY = 666, 667
+
+
+class Read:
+    """What a reader has read; a fault of the device shows here."""
+
+    def __init__(self, texts: Sequence[PromptInput]) -> None:
+        self.texts = texts
+
+    def result(self) -> list[bytes]:
+        if any(LATE_FAULTY in text.token_ids for text in self.texts):
+            raise RuntimeError("this token was not read")
+        return [bytes(text.token_ids) for text in self.texts]
 
 
 class Reader:
-    """Gives back the tokens of texts, and cannot read one token."""
+    """Gives back the tokens of texts, and cannot read one token; `abandoned` counts the faults."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
+        self.abandoned, self.broken = 0, False
 
-    def run(self, texts: Sequence[PromptInput]) -> list[bytes]:
+    def start(self, texts: Sequence[PromptInput]) -> Read:
         self.steps.append([text.token_ids[0] for text in texts])
         if any(FAULTY in text.token_ids for text in texts):
             raise RuntimeError("this token cannot be read")
-        return [bytes(text.token_ids) for text in texts]
+        return Read(texts)
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+        if self.broken:
+            raise RuntimeError("the device is broken")
 
 
 class Loop:
     """A core with its reader; texts are named by their first token."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, depth: int = 1, **options: Any) -> None:
         self.reader, self.noted = Reader(), list[list[str]]()
-        self.core = EncoderCore(self.reader, EngineConfig(**options), BUDGET, MOST_TEXTS, self.noted.append)
+        self.core = EncoderCore(self.reader, EngineConfig(**options), BUDGET, MOST_TEXTS, depth, self.noted.append)
 
     def add(self, number: int, length: int = 1, *, last: int = 0, **fields: Any) -> None:
         prompt = PromptInput([number] * (length - 1) + [last or number])
@@ -65,6 +83,7 @@ def test_steps_are_filled_in_the_order_of_arrival() -> None:
         5,
     )
     assert statistics.waiting == 0 and not loop.core.step()
+    assert statistics.scheduled == 10 and statistics.running == 0
 
 
 @pytest.mark.parametrize(
@@ -121,3 +140,36 @@ def test_a_text_that_cannot_be_read_ends_alone() -> None:
 def test_there_are_no_adapters() -> None:
     with pytest.raises(InvalidAdapter, match="the model is an encoder, which takes no adapters"):
         Loop().core.read_adapter("folder")
+
+
+def test_the_next_step_begins_before_the_result_of_one_is_awaited() -> None:
+    loop = Loop(depth=2)
+    for number in range(3):
+        loop.add(number, 8)
+    assert loop.core.step() == [] and loop.reader.steps == [[0]]
+    statistics = loop.core.statistics()
+    assert (statistics.running, statistics.waiting) == (1, 2)
+    assert [event.request_id for event in loop.core.step()] == ["0#0"] and loop.reader.steps == [[0], [1]]
+    loop.core.finish(["1#0"])
+    assert loop.core.step() == [] and loop.reader.steps == [[0], [1], [2]]
+    assert [event.request_id for event in loop.run()] == ["2#0"]
+    assert not loop.core.has_work
+
+
+@pytest.mark.parametrize("fault", [FAULTY, LATE_FAULTY])
+def test_steps_in_flight_outlive_one_that_fails(fault: int) -> None:
+    loop = Loop(depth=2)
+    for number in range(6):
+        loop.add(number, 4, last=fault if number == 2 else 0)
+    events = {event.request_id: event for event in loop.run()}
+    assert sorted(events) == [f"{number}#0" for number in range(6)] and loop.reader.abandoned == 2
+    assert events.pop("2#0").finish_reason == "abort"
+    assert all(event.finish_reason == "stop" for event in events.values())
+
+
+def test_a_broken_device_ends_the_engine() -> None:
+    loop = Loop()
+    loop.reader.broken = True
+    loop.add(0, 2, last=FAULTY)
+    with pytest.raises(RuntimeError, match="the device is broken"):
+        loop.core.step()

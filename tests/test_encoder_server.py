@@ -41,6 +41,10 @@ def test_embeddings_outlive_an_engine(tmp_path: Path) -> None:
         assert ranked["results"][0]["index"] == best
         refused = ask(server, "/v1/embeddings", 400, input=["a", [5] * (LENGTH + 1)])["error"]["message"]
         assert refused.startswith(f"the text has {LENGTH + 1} tokens, and xlm-roberta reads {LENGTH} at most")
+        for given in ({"input": 5}, {"input": []}, {"input": None}):
+            assert ask(server, "/v1/embeddings", 400, **given)["error"]["message"].startswith("input is ")
+        check_cuts(server, folder, tokenizer)
+        assert server.figure("step_requests_sum") >= server.figure("step_requests_count") > 0
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -48,6 +52,26 @@ def test_embeddings_outlive_an_engine(tmp_path: Path) -> None:
         ):
             message = ask(server, path, 400, **body)["error"]["message"]
             assert message.startswith("xlm-roberta is an encoder: it gives embeddings and generates nothing")
+
+
+def check_cuts(server: Served, folder: Path, tokenizer: Tokenizer) -> None:
+    """Of texts that are too long, beginnings within the tokenizer's own tokens."""
+    long = " ".join(DOCUMENTS * 20)
+    begin, *of_text, end = tokenizer.encode(long)
+    for body, token_ids in (
+        ({"truncate_prompt_tokens": -1}, [begin, *of_text[: LENGTH - 2], end]),
+        ({"truncate_prompt_tokens": 9999}, [begin, *of_text[: LENGTH - 2], end]),
+        ({"truncate_prompt_tokens": 7}, [begin, *of_text[:5], end]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, [begin, *of_text[-5:], end]),
+        ({"truncate_prompt_tokens": 1}, [begin]),
+        ({"truncate_prompt_tokens": 7, "add_special_tokens": False}, of_text[:7]),
+        ({"truncate_prompt_tokens": 7, "input": of_text}, of_text[:7]),
+    ):
+        answer = ask(server, "/v1/embeddings", **{"input": long} | body)
+        assert answer["usage"]["prompt_tokens"] == len(token_ids), body
+        assert answer["data"][0]["embedding"] == pytest.approx(expected_vector(folder, token_ids), abs=TOLERANCE)
+    message = ask(server, "/v1/embeddings", 400, input=long, truncate_prompt_tokens=0)["error"]["message"]
+    assert message.startswith("truncate_prompt_tokens is 0")
 
 
 def test_relevance_by_both_texts_together(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvern import LLM, EngineConfig
+from kvern.cli.main import main
 from kvern.engine.relevance import sigmoid
 from kvern.errors import ConfigError, InvalidRequest, UnsupportedModel
 from kvern.models.embedder import spec_of_folder
@@ -208,12 +209,21 @@ def test_options_that_do_not_go_with_an_encoder(options: dict[str, Any], reason:
         LLM(str(folders["bert"]), threads=1, **options)
 
 
-def test_a_gpu_is_refused(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"quantization": "int8"},
+            "quantization on a GPU does not go with bert, which is an encoder: there",
+        ),
+        ({"deterministic": True}, "deterministic on a GPU does not go with bert"),
+    ],
+)
+def test_what_encoders_do_on_cpus_alone(options: dict[str, Any], reason: str, folders: dict[str, Path]) -> None:
     spec = spec_from_config(read_config(folders["bert"]))
-    with pytest.raises(
-        ConfigError, match="device cuda does not go with bert, which is an encoder: encoders run on CPUs"
-    ):
-        check_encoder(EngineConfig(), spec, torch.device("cuda"))
+    check_encoder(EngineConfig(**options), spec, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=reason):
+        check_encoder(EngineConfig(**options), spec, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +238,11 @@ def test_a_gpu_is_refused(folders: dict[str, Path]) -> None:
             "id2label names 3 labels",
         ),
         ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is unknown"),
+        (
+            "modernbert",
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types names 3 layers, and num_hidden_layers is 4",
+        ),
         ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling is 'max'"),
     ],
 )
@@ -246,6 +261,33 @@ def test_pooling_that_is_not_known(tmp_path: Path) -> None:
     (folder / "modules.json").write_text(json.dumps(dense))
     with pytest.raises(UnsupportedModel, match=r"bert passes its states through 'sentence_transformers.models.Dense'"):
         spec_of_folder(folder, read_config(folder))
+
+
+def test_texts_are_as_sentence_transformers_takes_them(tmp_path: Path) -> None:
+    folder = make_encoder("bert", tmp_path)
+    file = folder / "sentence_bert_config.json"
+    file.write_text(json.dumps({"max_seq_length": 20, "do_lower_case": True}))
+    with LLM(str(folder), threads=1, cpu_kernels=False) as llm:
+        assert llm.embed("Red FOXES") == llm.embed("red foxes")
+        assert llm.embed([[5] * 20])
+        with pytest.raises(InvalidRequest, match="the text has 21 tokens, and bert reads 20 at most"):
+            llm.embed([[5] * 21])
+    with LLM(str(folder), threads=1, cpu_kernels=False, max_model_len=LENGTH) as llm:
+        assert llm.embed([[5] * LENGTH])
+    file.write_text(json.dumps({"max_seq_length": "20"}))
+    with pytest.raises(UnsupportedModel, match=r"max_seq_length of sentence_bert_config.json is '20'"):
+        spec_of_folder(folder, read_config(folder))
+
+
+@pytest.mark.parametrize("command", [["chat"], ["run", "in.jsonl", "out.jsonl"]])
+def test_nothing_is_generated_at_the_command_line(
+    command: list[str], folders: dict[str, Path], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"prompt": "a"}')
+    assert main([*command, "--model", str(folders["bert"]), "--no-cpu-kernels"]) == 2
+    assert capsys.readouterr().err.startswith("kvern: error: bert is an encoder: it gives embeddings and generates")
+    assert not Path("out.jsonl").exists()
 
 
 def test_an_encoder_is_no_decoder(folders: dict[str, Path]) -> None:

@@ -50,6 +50,8 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     """Share of the KV blocks that running requests hold."""
     target_itl: float = 0.0
     """Seconds that steps with decodes should take; 0: there is no such limit."""
+    scheduled: int = 0
+    """Sequences of all steps, each counted in every step that it had a part in."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:

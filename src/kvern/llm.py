@@ -286,6 +286,10 @@ class LLM:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
         return self._engine.inputs.chat_prompt(messages, tools, add_generation_prompt)
 
+    def check_generates(self) -> None:
+        """Raises InvalidRequest if the model generates no text: it gives embeddings, or judges texts."""
+        self._engine.inputs.check_generates()
+
     def statistics(self) -> EngineStatistics:
         """What the engine has done since it started."""
         return self._engine.statistics()

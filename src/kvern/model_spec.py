@@ -206,7 +206,8 @@ class EncoderSpec:
 
     `positions` is the length of the table of learned positions, of which a text's first token takes the row
     `first_position`; 0: there is no such table. `types` is that of the table of kinds of tokens, 0: there is none; the
-    second text of a pair is of `second_type`, others are of 0. A norm follows the sum of the embeddings. `post_norm`: a
+    second text of a pair is of `second_type`, others are of 0. Texts have `usual_len` tokens at most if nobody says
+    otherwise; None: as many as there are positions. A norm follows the sum of the embeddings. `post_norm`: a
     norm also follows each sum of a block; else norms stand before its parts, but for the first attention, and one at
     the end. `pooling` says how the states of a text become one: their mean, the first ("cls"), or the last. `head`
     judges it; None: it is the text's embedding.
@@ -216,6 +217,7 @@ class EncoderSpec:
     first_position: int = 0
     types: int = 0
     second_type: int = 0
+    usual_len: int | None = None
     post_norm: bool = False
     pooling: Pooling = "mean"
     head: HeadSpec | None = None

@@ -43,6 +43,7 @@ class Tokenizer:
     def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         self._variables = dict(variables or {})
+        self._lowers = read_json(self.folder / "sentence_bert_config.json").get("do_lower_case") is True
         self._config = read_json(self.folder / "tokenizer_config.json")
         self._backend = load_backend(self.folder / "tokenizer.json")
         self._special_tokens = special_tokens(self._config, read_json(self.folder / "special_tokens_map.json"))
@@ -90,11 +91,15 @@ class Tokenizer:
             raise PromptTooLong(message, len(text) // self.longest_token, most_tokens)
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """Return the token ids of each text. Raises InvalidRequest."""
+        """Return the token ids of each text, in small letters if sentence-transformers' file says so.
+
+        Raises InvalidRequest.
+        """
         backend = self._require()
         try:
             # of the library's ways to encode, this one lets other threads run meanwhile
-            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            lowered = [text.lower() for text in texts] if self._lowers else list(texts)
+            encodings = backend.encode_batch_fast(lowered, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # the library calls a string it cannot take a TypeError
             raise InvalidRequest(f"the prompt is not valid Unicode text: {shown(''.join(texts))}") from error
         return [list(encoding.ids) for encoding in encodings]

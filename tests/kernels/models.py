@@ -62,6 +62,15 @@ LARGE_MODELS: dict[str, dict[str, Any]] = {
     | {"rope_scaling": {"rope_type": "default"}},
 }
 
+TINY_ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": TINY | {"hidden_size": 60, "num_attention_heads": 3, "num_hidden_layers": 1},
+    "modernbert": TINY | {"num_hidden_layers": 3, "local_attention": 10, "pad_token_id": 0},
+}
+LARGE_ENCODERS: dict[str, dict[str, Any]] = {
+    name: fields | {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    for name, fields in TINY_ENCODERS.items()
+}
+
 
 def spec_of(model: str, models: dict[str, dict[str, Any]] = TINY_MODELS) -> ModelSpec:
     """The description of a model, by its type."""

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernel_list import KERNELS, Inputs, Kernel
+from kvern.kernel_list import KERNELS, Inputs, Kernel, kernels_of
 from kvern.kernel_list.quantized import FORMS, kinds_of_forms
-from tests.kernels.models import LARGE_MODELS, TINY_MODELS, spec_of
+from tests.kernels.models import LARGE_MODELS, TINY_ENCODERS, TINY_MODELS, spec_of
 
 PACKED = ("fp8_blocks", "int4_zero")
 """Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""
@@ -42,7 +42,12 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     caches = [made(), made(cache_dtype=torch.int8), made(packed=())]
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]
     forms = [(spec, inputs) for spec in specs for inputs in caches]
-    idle = [kernel.name for kernel in KERNELS if not any(list(kernel.launched(*form)) for form in forms)]
+    forms += [(spec_of(name, TINY_ENCODERS), caches[-1]) for name in TINY_ENCODERS]
+    idle = [
+        kernel.name
+        for kernel in KERNELS
+        if not any(kernel in kernels_of(form[0]) and list(kernel.launched(*form)) for form in forms)
+    ]
     assert not idle
 
 

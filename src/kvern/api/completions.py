@@ -177,13 +177,13 @@ def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | 
     )
 
 
-def read_encoding(body: Mapping[str, Any], special: bool) -> Encoding | None:
+def read_encoding(body: Mapping[str, Any], special: bool, side: str = "left") -> Encoding | None:
     """`add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`; None: nothing special. Raises HttpError.
 
-    `special` is whether special tokens are added if nothing is said.
+    `special` is whether special tokens are added if nothing is said, `side` where prompts are cut then.
     """
     most = read_most_tokens(body)
-    side = typed(body, "truncation_side", str, "left")
+    side = typed(body, "truncation_side", str, side)
     if side not in ("left", "right"):
         message = f"truncation_side is {shown(side)}: it must be left (the end stays) or right (the beginning)"
         raise HttpError(400, message, param="truncation_side")
@@ -267,16 +267,16 @@ def parameters(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     return found
 
 
-def read_prompts(body: Mapping[str, Any]) -> list[Prompt]:
-    """The prompts of a body: one text or list of token ids, or several. Raises HttpError."""
-    prompt = body.get("prompt")
+def read_prompts(body: Mapping[str, Any], name: str = "prompt") -> list[Prompt]:
+    """The prompts of a body, in a field of that name: one text or list of token ids, or several. Raises HttpError."""
+    prompt = body.get(name)
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(first, int)):
         return [prompt]  # whether all of them are ids is looked at outside the event loop
     if isinstance(prompt, list) and isinstance(first, str | list):
         if len(prompt) > MOST_PROMPTS:
-            raise HttpError(400, f"prompt holds {len(prompt)} prompts: at most {MOST_PROMPTS}", param="prompt")
+            raise HttpError(400, f"{name} holds {len(prompt)} prompts: at most {MOST_PROMPTS}", param=name)
         return list(prompt)
     raise HttpError(
-        400, f"prompt is {shown(prompt)}: it must be a text, a list of token ids, or a list of these", param="prompt"
+        400, f"{name} is {shown(prompt)}: it must be a text, a list of token ids, or a list of these", param=name
     )

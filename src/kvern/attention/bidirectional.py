@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvern.attention.compiled import CompiledAttend, CompiledAttention
 from kvern.cpu.attention import Step
+from kvern.device.text_batch import TextBatch
 from kvern.mixer_spec import AttentionSpec
 
 LOCAL_QUERIES = 256
@@ -18,14 +19,14 @@ BLOCK = 16
 
 
 class TorchAttend:
-    """An `Attend` by PyTorch for texts of these `lengths`, one behind the other.
+    """An `Attend` by PyTorch for the texts of a batch.
 
     Neighbours of the same length are one call: there is no padding, and nothing to be hidden but by windows.
     """
 
-    def __init__(self, layers: Sequence[AttentionSpec], lengths: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[AttentionSpec], batch: TextBatch) -> None:
         self._layers = layers
-        self._groups = [(length, len(list(group))) for length, group in groupby(lengths)]
+        self._groups = [(length, len(list(group))) for length, group in groupby(batch.lengths)]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attended, first = [], 0
@@ -48,8 +49,8 @@ def _attended(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) ->
     for begin in range(0, length, LOCAL_QUERIES):
         end = min(begin + LOCAL_QUERIES, length)
         seen = slice(max(0, begin + 1 - window), min(length, end - 1 + window))
-        distance = torch.arange(begin, end)[:, None] - torch.arange(seen.start, seen.stop)
-        mask = distance.abs() < window
+        places = torch.arange(length, device=query.device)
+        mask = (places[begin:end, None] - places[seen]).abs() < window
         yield F.scaled_dot_product_attention(
             query[:, :, begin:end], key[:, :, seen], value[:, :, seen], mask, scale=spec.scale
         )
@@ -63,8 +64,9 @@ class CompiledTexts:
         blocks = most_tokens // BLOCK + most_texts
         self._attention = CompiledAttention(layers, blocks, BLOCK, dtype, dtype, one_cache=True)
 
-    def attend(self, lengths: Sequence[int]) -> CompiledAttend:
-        """An `Attend` for texts of these lengths, one behind the other."""
+    def attend(self, batch: TextBatch) -> CompiledAttend:
+        """An `Attend` for the texts of a batch."""
+        lengths = batch.lengths
         blocks = [-(-length // BLOCK) for length in lengths]
         firsts = list(accumulate(blocks[:-1], initial=0))
         table = torch.tensor(firsts, dtype=torch.int32)[:, None] + torch.arange(max(blocks), dtype=torch.int32)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from kvern.device.timing import time_calls
-from kvern.kernel_list import KERNELS, Call, Inputs
+from kvern.kernel_list import Call, Inputs, kernels_of
 from kvern.kernel_list.quantized import PackedKind
 from kvern.model_spec import ModelSpec
 
@@ -61,6 +61,6 @@ def measured_calls(
     `packed` are the matrices that are stored quantized.
     """
     inputs = Inputs(device, dtype, packed=packed)
-    for kernel in KERNELS:
+    for kernel in kernels_of(spec):
         for arguments in kernel.timed(spec, inputs):
             yield measure(kernel.name, partial(kernel.make, spec, inputs, *arguments))

@@ -54,7 +54,9 @@ class ChatCommand:
 
         params = self.sampling.params()
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
-        conversation = Conversation(load(engine), params, self.system, sys.stdout.write)
+        llm = load(engine)
+        llm.check_generates()
+        conversation = Conversation(llm, params, self.system, sys.stdout.write)
         for line in terminal_lines() if sys.stdin.isatty() and sys.stdout.isatty() else sys.stdin:
             if not conversation.take(line.strip()):
                 break

@@ -74,7 +74,9 @@ class RunCommand:
             seed=engine.seed,
             overwrite=self.overwrite,
         )
-        result = job.run(load(engine))
+        llm = load(engine)
+        llm.check_generates()
+        result = job.run(llm)
         print_table(result)
         if result.interrupted:
             sys.stderr.write(

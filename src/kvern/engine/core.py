@@ -189,6 +189,7 @@ class EngineCore:
             output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()))
             if output.scheduled or output.loads:
                 self._counted.steps += 1
+                self._counted.scheduled += len(output.scheduled)
                 self._counted.computed_tokens += output.token_count
                 self._counted.prefill_tokens += sum(
                     item.count for item in output.scheduled if item.count > (item.sampled or 1)

@@ -1,9 +1,10 @@
 """The loop of an encoder: a step reads whole texts, as many as fit, and then each of them has ended.
 
-    add / abort --> waiting, in the policy's order --step--> runner --> TokenEvents
+    add / abort --> waiting, in the policy's order --start--> steps in flight --result--> TokenEvents
 
 There is no KV cache and nothing that a step leaves for the next one. What waits is taken in order until the budget of
 tokens is full; a text that is longer than that runs alone. Texts of a step do not see each other, and are not padded.
+On a GPU the next step is made while the one before is computed.
 
 A step that raises is run again in halves, until the text that raises stands alone and ends.
 """
@@ -13,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvern.adapters.peft import Adapter
@@ -25,11 +26,23 @@ from kvern.request import FinishReason, Progress, PromptInput, RequestSpec
 logger = logging.getLogger("kvern")
 
 
+class PendingTexts(Protocol):
+    """A step that a runner has started."""
+
+    def result(self) -> list[bytes]:
+        """Wait for what the model makes of each text."""
+        ...
+
+
 class TextRunner(Protocol):
     """Reads texts."""
 
-    def run(self, texts: Sequence[PromptInput]) -> list[bytes]:
-        """What the model makes of each."""
+    def start(self, texts: Sequence[PromptInput]) -> PendingTexts:
+        """Start reading them, in one step."""
+        ...
+
+    def abandon(self) -> None:
+        """Get ready for other steps behind one that raised. Raises if there can be none."""
         ...
 
 
@@ -43,11 +56,22 @@ class Text:
     arrived_in: int
 
 
+@dataclass(frozen=True)
+class RunningStep:
+    """A step in flight, begun then by the monotonic clock."""
+
+    texts: list[Text]
+    pending: PendingTexts
+    began: float
+    aborted: set[str] = field(default_factory=set)
+    """Names of texts that somebody ended meanwhile."""
+
+
 class EncoderCore:
     """Drives a runner, as `EngineCore` drives an executor. Not thread-safe: one thread calls it.
 
-    A step has `most_tokens` at most, but for a single text, and `most_texts`. `note` is told the ids of a step's
-    requests before it begins.
+    A step has `most_tokens` at most, but for a single text, and `most_texts`; `depth` of them are in flight at most.
+    `note` is told the ids of a step's requests before it begins.
     """
 
     def __init__(
@@ -56,11 +80,13 @@ class EncoderCore:
         config: EngineConfig,
         most_tokens: int,
         most_texts: int,
+        depth: int = 1,
         note: Callable[[list[str]], None] | None = None,
     ) -> None:
         self._runner, self._note = runner, note
         self._policy, self._aging_steps = config.policy, config.aging_steps
-        self._most_tokens, self._most_texts = most_tokens, most_texts
+        self._most_tokens, self._most_texts, self._depth = most_tokens, most_texts, depth
+        self._running: deque[RunningStep] = deque()
         self._waiting: dict[str, Text] = {}
         """In the order of arrival."""
         self._order: list[tuple[int, int, int, Text]] = []
@@ -72,7 +98,7 @@ class EncoderCore:
     @property
     def has_work(self) -> bool:
         """A call of `step` would do something."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._running)
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue a text. There is never any progress that an earlier engine could have made."""
@@ -89,28 +115,43 @@ class EncoderCore:
     ) -> None:
         """End requests from outside; ended ones are ignored."""
         for request_id in request_ids:
-            self._waiting.pop(request_id, None)
+            if self._waiting.pop(request_id, None) is None:
+                for step in self._running:
+                    step.aborted.add(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Read some texts; the events that end them. A step that raises an Exception ends the one that causes it."""
-        texts = self._next()
-        if not texts:
+        """Start a step if there is one; the events of the oldest, once `depth` are in flight or no more can be started.
+
+        A step that raises an Exception ends the text that causes it.
+        """
+        if texts := self._next():
+            self._counted.steps += 1
+            self._counted.computed_tokens += (tokens := sum(text.spec.prompt_length for text in texts))
+            self._counted.prefill_tokens += tokens
+            self._counted.scheduled += len(texts)
+            if self._note is not None:
+                self._note([text.name for text in texts])
+            began = time.monotonic()
+            for text in texts:
+                del self._waiting[text.name]
+            try:
+                pending = self._runner.start([text.spec.prompt for text in texts])
+            except Exception as error:
+                return self._blame(texts, error)
+            self._running.append(RunningStep(texts, pending, began))
+            if len(self._running) < self._depth:
+                return []
+        if not self._running:
             return []
-        self._counted.steps += 1
-        self._counted.computed_tokens += (tokens := sum(text.spec.prompt_length for text in texts))
-        self._counted.prefill_tokens += tokens
-        if self._note is not None:
-            self._note([text.name for text in texts])
-        began = time.monotonic()
+        step = self._running.popleft()
         try:
-            results = self._runner.run([text.spec.prompt for text in texts])
+            results = step.pending.result()
         except Exception as error:
-            return self._blame(texts, error)
-        for text in texts:
-            del self._waiting[text.name]
+            return self._blame([text for text in step.texts if text.name not in step.aborted], error)
         return [
-            TokenEvent(text.name, finish_reason="stop", queue_seconds=began - text.arrived_at, embedding=result)
-            for text, result in zip(texts, results, strict=True)
+            TokenEvent(text.name, finish_reason="stop", queue_seconds=step.began - text.arrived_at, embedding=result)
+            for text, result in zip(step.texts, results, strict=True)
+            if text.name not in step.aborted
         ]
 
     def _next(self) -> list[Text]:
@@ -137,19 +178,22 @@ class EncoderCore:
 
     def _blame(self, texts: list[Text], error: Exception) -> list[TokenEvent]:
         """End the text whose step failed, or have halves of the step run apart from each other."""
+        self._runner.abandon()
         if len(texts) > 1:
+            self._waiting.update((text.name, text) for text in texts)
             logger.warning("a step of %d requests failed; they are run again in halves", len(texts), exc_info=error)
             middle = len(texts) // 2
             self._failed.extendleft((texts[middle:], texts[:middle]))
             return []
-        (text,) = texts
-        logger.error("request %s ends: its step failed", text.name, exc_info=error)
-        del self._waiting[text.name]
-        return [TokenEvent(text.name, finish_reason="abort", stop_reason=f"its step failed: {in_a_line(error)}")]
+        for text in texts:
+            logger.error("request %s ends: its step failed", text.name, exc_info=error)
+        reason = f"its step failed: {in_a_line(error)}"
+        return [TokenEvent(text.name, finish_reason="abort", stop_reason=reason) for text in texts]
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
         self._counted.waiting = len(self._waiting)
+        self._counted.running = sum(len(step.texts) for step in self._running)
         return self._counted
 
     def spare_seconds(self) -> float:

@@ -54,7 +54,8 @@ def build_core(
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     if spec.encoder is not None:
         runner, layout = start_encoder(config, folder, spec, startup)
-        encoder = EncoderCore(runner, config, layout.max_batch_tokens, layout.max_batch_requests, note)
+        sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
+        encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
     executor, layout = start(config, folder, spec, startup)
     scheduler = make_scheduler(config, folder, layout, executor.tier)

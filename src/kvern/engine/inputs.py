@@ -79,8 +79,8 @@ class InputProcessor:
 
         Raises InvalidRequest, InvalidParameter or NotCompiled.
         """
-        if self._refusal is not None and not options.get("embed"):
-            raise InvalidRequest(self._refusal)
+        if not options.get("embed"):
+            self.check_generates()
         check_wide_integer("priority", options.get("priority"))
         asked = EMBEDDING if options.get("embed") else params or SamplingParams()
         resolved = self._resolve(asked)
@@ -104,6 +104,11 @@ class InputProcessor:
             grammar=grammar,
             **options,
         )
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest for a model that generates no text."""
+        if self._refusal is not None:
+            raise InvalidRequest(self._refusal)
 
     def chat_prompt(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True

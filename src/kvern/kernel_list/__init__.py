@@ -12,10 +12,12 @@ from kvern.kernel_list import (
     packed_hopper,
     quantized,
     rounding,
+    texts,
 )
 from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.model_spec import ModelSpec
 
-__all__ = ["KERNELS", "Call", "Inputs", "Kernel"]
+__all__ = ["KERNELS", "Call", "Inputs", "Kernel", "kernels_of"]
 
 KERNELS: tuple[Kernel, ...] = (
     *dense.KERNELS,
@@ -29,4 +31,12 @@ KERNELS: tuple[Kernel, ...] = (
     *packed_experts.KERNELS,
     *hopper.KERNELS,
     *packed_hopper.KERNELS,
+    *texts.KERNELS,
 )
+ENCODER_GROUPS = frozenset({"texts", "rotary", "activation"})
+"""What steps of an encoder are made of, beside what PyTorch does."""
+
+
+def kernels_of(spec: ModelSpec) -> tuple[Kernel, ...]:
+    """Those that a model may launch."""
+    return tuple(kernel for kernel in KERNELS if spec.encoder is None or kernel.group in ENCODER_GROUPS)

@@ -9,7 +9,7 @@ from kvern.errors import InvalidRequest, KvernError, UnsupportedModel
 from kvern.files import open_regular, read_object
 from kvern.model_spec import ModelSpec, Pooling
 from kvern.models.header import read_entries
-from kvern.models.pooling import POOLING_FILE, read_pooling
+from kvern.models.pooling import POOLING_FILE, read_pooling, read_usual_len
 from kvern.models.registry import Config, spec_from_config
 
 POOLINGS: Mapping[str, Pooling] = {
@@ -26,18 +26,18 @@ def spec_of_folder(folder: Path, config: Config) -> ModelSpec:
     """The model that `config` describes, with the weights in `folder`.
 
     One that was trained for embeddings need not have an output layer: it then generates nothing, and the logits that
-    are computed beside its states are those of a tied one. How an encoder pools, its folder says. Raises
-    UnsupportedModel.
+    are computed beside its states are those of a tied one. How an encoder pools, and how long its texts usually are,
+    its folder says. Raises UnsupportedModel.
     """
     spec = spec_from_config(config)
     if spec.encoder is not None:
-        if spec.is_classifier or not (folder / POOLING_FILE).is_file():
-            return spec
         try:
-            pooling = POOLINGS[read_pooling(folder, spec.model_type, POOLINGS)]
+            encoder = replace(spec.encoder, usual_len=read_usual_len(folder))
+            if not spec.is_classifier and (folder / POOLING_FILE).is_file():
+                encoder = replace(encoder, pooling=POOLINGS[read_pooling(folder, spec.model_type, POOLINGS)])
         except InvalidRequest as error:
             raise UnsupportedModel(str(error)) from None
-        return replace(spec, encoder=replace(spec.encoder, pooling=pooling))
+        return replace(spec, encoder=encoder)
     if spec.tie_word_embeddings or not (folder / POOLING_FILE).is_file() or _has_head(folder, spec):
         return spec
     return replace(spec, tie_word_embeddings=True, generates=False)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.device.text_batch import TextBatch
 from kvern.layers.attention import Attend
 from kvern.layers.block import Places, PostNormLayer, SequentialLayer
 from kvern.layers.build import Build
@@ -94,16 +95,24 @@ class Encoder(WeightedModel):
         _, states = self.norm.after(hidden, update)
         return states
 
-    def read(self, token_ids: Tensor, positions: Tensor, types: Tensor, attend: Attend, lengths: list[int]) -> Tensor:
-        """What texts of these lengths, one behind the other, mean: float32 `[S, hidden]`, or `[S, 1]` by the head."""
-        ends = torch.tensor(lengths).cumsum(0)
-        wanted = {"mean": None, "cls": ends - torch.tensor(lengths), "lasttoken": ends - 1}[self.pooling]
-        states = self(token_ids, positions, types, attend, wanted)
+    def read(self, batch: TextBatch, attend: Attend) -> Tensor:
+        """What the texts of a batch mean: float32 `[S, hidden]`, or `[S, 1]` by the head."""
+        wanted = None if self.pooling == "mean" else batch.starts.long()
+        if wanted is not None and self.pooling == "lasttoken":
+            wanted = wanted + batch.counts - 1
+        states = self(batch.token_ids, batch.positions, batch.types, attend, wanted)
         if wanted is None:
-            means = [part.mean(0, dtype=torch.float32) for part in states.split(lengths)]
-            states = torch.stack(means).to(states.dtype if self.head is not None else torch.float32)
+            states = self._means(states, batch).to(states.dtype if self.head is not None else torch.float32)
         found: Tensor = states if self.head is None else self.head(states)
         return found.float()
+
+    def _means(self, states: Tensor, batch: TextBatch) -> Tensor:
+        """Of the states of each text, float32 `[S, hidden]`."""
+        if "texts" in self.build.kernels:
+            from kvern.kernels.text_means import text_means
+
+            return text_means(states, batch.starts, batch.counts)
+        return torch.stack([part.mean(0, dtype=torch.float32) for part in torch.split(states, list(batch.lengths))])
 
 
 def _pre_norm_layer(places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> SequentialLayer:

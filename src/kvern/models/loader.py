@@ -114,16 +114,17 @@ def load_encoder(
     spec: ModelSpec,
     *,
     dtype: torch.dtype,
+    device: torch.device,
     max_model_len: int,
     load_format: Literal["auto", "dummy"] = "auto",
     kernels: frozenset[str] = frozenset(),
     deterministic: bool = False,
     quantization: str | None = None,
 ) -> Encoder:
-    """Build the encoder that `spec` describes, on the CPU, and load its weights from `folder`; as `load_model`."""
+    """Build the encoder that `spec` describes and load its weights from `folder`; as `load_model`."""
     stored = None if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored or [], quantization=quantization)
-    build = Build(dtype, torch.device("cpu"), max_model_len, kernels, linear, deterministic)
+    build = Build(dtype, device, max_model_len, kernels, linear, deterministic)
     return _filled(Encoder, spec, build, folder, stored)
 
 

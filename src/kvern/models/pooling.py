@@ -12,6 +12,8 @@ from kvern.files import read_object, read_whole, reason
 POOLING_FILE = "1_Pooling/config.json"
 MODULES_FILE = "modules.json"
 """What the states of a text go through, in their order; scaling to length 1 is done whether it is named or not."""
+TEXTS_FILE = "sentence_bert_config.json"
+"""How texts become tokens: `max_seq_length`, and `do_lower_case`, which a `Tokenizer` reads."""
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -43,6 +45,17 @@ def read_pooling(folder: Path, model: str, supported: Mapping[str, str]) -> str:
                 f"{', '.join(KNOWN_MODULES)} are supported"
             )
     return supported[modes[0]]
+
+
+def read_usual_len(folder: Path) -> int | None:
+    """How many tokens of a text sentence-transformers takes at most; None: all. Raises InvalidRequest."""
+    try:
+        most = read_object(folder / TEXTS_FILE).get("max_seq_length")
+    except FileNotFoundError:
+        return None
+    if most is not None and (type(most) is not int or most < 1):
+        raise InvalidRequest(f"max_seq_length of {TEXTS_FILE} is {shown(most)}: it must be 1 or more, or null")
+    return most
 
 
 def _modes(pooling: Mapping[str, Any]) -> list[str]:

@@ -104,7 +104,7 @@ class Metrics:
         self._drafts.inc(statistics.draft_tokens - seen.draft_tokens)
         self._accepted.inc(statistics.accepted_tokens - seen.accepted_tokens)
         self._step_tokens.observe((statistics.computed_tokens - seen.computed_tokens) / steps)
-        self._step_requests.observe(statistics.running)
+        self._step_requests.observe((statistics.scheduled - seen.scheduled) / steps)
         self._step_seconds.observe(seconds)
 
     def engine(self, ready: bool) -> None:

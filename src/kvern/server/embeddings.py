@@ -39,7 +39,11 @@ class Embeddings:
         client = service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
         asked = read_embedding(body)
-        ask = service.ask(model, asked.common, asked.prompts, SamplingParams(), key, embed=True)
+        prompts = asked.prompts
+        if asked.encoding is not None:
+            encoding = asked.encoding.within(client.inputs.max_model_len - (not client.inputs.model.is_encoder))
+            prompts = [await client.inputs.encoded(prompt, encoding, None) for prompt in prompts]
+        ask = service.ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
         body.clear()
         has_read()
-        return embedding_answer(await service.run(ask), model, asked.encoding, asked.dimensions)
+        return embedding_answer(await service.run(ask), model, asked.number_format, asked.dimensions)

@@ -104,7 +104,7 @@ class OllamaApi:
         model, shown = self._model(body), named(body)
         client = self._service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
-        prompts = read_prompts({"prompt": body.get("prompt" if is_old else "input")})
+        prompts = read_prompts(body, "prompt" if is_old else "input")
         dimensions = typed(body, "dimensions", int, None)
         ask = self._service.ask(model, read_common(body), prompts, SamplingParams(), request.state.key, embed=True)
         let_go(request, body)

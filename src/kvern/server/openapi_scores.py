@@ -23,6 +23,8 @@ from kvern.server.openapi_schemas import (
 )
 
 COMPARED: Schema = {"anyOf": [NAMED, record({"text": NAMED}, "text")]}
+POSITIVE: Schema = {"type": "integer", "minimum": 1}
+CUT: Schema = optional({"anyOf": [POSITIVE, {"type": "integer", "enum": [-1]}]})
 LOGPROB = record(
     {
         "index": WHOLE,
@@ -50,8 +52,11 @@ def score_paths(models: list[str], vocab_size: int) -> dict[str, Schema]:
                     {
                         **common_fields(models),
                         "input": prompts(vocab_size),
-                        "dimensions": optional({"type": "integer", "minimum": 1}),
+                        "dimensions": optional(POSITIVE),
                         "encoding_format": optional(one_of("float", "base64")),
+                        "add_special_tokens": optional(SWITCH),
+                        "truncate_prompt_tokens": CUT,
+                        "truncation_side": optional(one_of("left", "right")),
                     },
                     "input",
                 ),
@@ -113,11 +118,10 @@ def _pairs(models: list[str], names: tuple[str, str]) -> Schema:
 
 
 def _limits() -> dict[str, Schema]:
-    positive: Schema = {"type": "integer", "minimum": 1}
     return {
         "instruction": optional(TEXT),
-        "truncate_prompt_tokens": optional({"anyOf": [positive, {"type": "integer", "enum": [-1]}]}),
-        "max_tokens_per_doc": optional(positive),
+        "truncate_prompt_tokens": CUT,
+        "max_tokens_per_doc": optional(POSITIVE),
     }
 
 

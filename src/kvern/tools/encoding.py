@@ -1,6 +1,6 @@
 """How the text of a prompt becomes its tokens, where a request says something about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvern.tokenizer import Tokenizer
 
@@ -13,21 +13,33 @@ LONGEST_TRUNCATED = 1 << 17
 @dataclass(frozen=True)
 class Encoding:
     """`add_special_tokens` puts those before the text that the tokenizer names; of more than `most` tokens, if that is
-    given, the last ones stay, or with `keeps_end` false the first."""
+    given, the last ones stay, or with `keeps_end` false the first. `keeps_special`: a text is cut within the special
+    tokens that are put around it."""
 
     add_special_tokens: bool
     most: int | None = None
     keeps_end: bool = True
+    keeps_special: bool = False
+
+    def within(self, room: int) -> "Encoding":
+        """The same of texts without an answer, for which there is room for so many tokens."""
+        return self if self.most is None else replace(self, most=room if self.most < 0 else min(self.most, room))
 
     def encode(self, tokenizer: Tokenizer, text: str, max_model_len: int, answer: int | None) -> list[int]:
         """The tokens of a prompt, whose answer may have `answer` tokens. Raises InvalidRequest."""
         longest = max_model_len if self.most is None else max(max_model_len, LONGEST_TRUNCATED)
         token_ids = tokenizer.encode(text, self.add_special_tokens, most_tokens=longest)
-        return self.cut(token_ids, max_model_len, answer)
+        if self.most is None or not self.keeps_special or len(token_ids) <= self.most:
+            return self.cut(token_ids, max_model_len, answer)
+        of_text = tokenizer.encode(text, add_special_tokens=False)
+        added = len(token_ids) - len(of_text)
+        before = next((at for at in range(added) if token_ids[at : at + len(of_text)] == of_text), added)
+        within = replace(self, most=max(self.most - added, 0)).cut(of_text, max_model_len, answer)
+        return [*token_ids[:before], *within, *token_ids[before + len(of_text) :]][: self.most]
 
     def cut(self, token_ids: list[int], max_model_len: int, answer: int | None) -> list[int]:
         """What stays of the tokens of a prompt."""
         if self.most is None:
             return token_ids
         most = max(max_model_len - (answer or 1), 1) if self.most == ROOM_FOR_ANSWER else self.most
-        return token_ids[-most:] if self.keeps_end else token_ids[:most]
+        return token_ids[max(len(token_ids) - most, 0) :] if self.keeps_end else token_ids[:most]

@@ -12,6 +12,7 @@ from kvern.layers.linear_format import LinearMethods
 from kvern.mixer_spec import AttentionSpec, DeltaNetSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
+from kvern.models.encoder import Encoder
 from kvern.worker.memory import GIGABYTE, DeviceMemory
 from kvern.worker.plan import EIGHT_BIT, LARGEST_HEAD, REQUIRED_KERNELS
 
@@ -115,10 +116,18 @@ def check_latents(config: EngineConfig, spec: ModelSpec, device: torch.device) -
             raise ConfigError(f"{what} does not go with {spec.model_type}, which attends to latents: {reason}")
 
 
-def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:
-    """Raise ConfigError for what kvern cannot do with an encoder."""
+def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *, quantized: bool = False) -> None:
+    """Raise ConfigError for what kvern cannot do with an encoder, whose checkpoint may be quantized."""
+    on_gpu = device.type != "cpu"
     refused = {
-        f"device {device.type}": (device.type != "cpu", "encoders run on CPUs alone: use device cpu"),
+        "quantization on a GPU": (
+            on_gpu and (quantized or config.quantization is not None),
+            "there weights are plain: leave quantization out, or use device cpu",
+        ),
+        "deterministic on a GPU": (
+            on_gpu and config.deterministic,
+            "there a text's last bits depend on its step: leave deterministic off, or use device cpu",
+        ),
         f"proposer {config.proposer}": (config.proposer is not None, "nothing is generated: leave proposer out"),
         f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "there is no KV cache: leave kv_tier out"),
         f"kv_cache_dtype {config.kv_cache_dtype}": (
@@ -157,7 +166,8 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods) -> 
     """Bytes of the model's weights, from its description and how they are stored."""
     # Tables of rotations are no weights, and arithmetic without data makes PyTorch import its compiler, for seconds.
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
-    return Decoder(
+    make = Decoder if spec.encoder is None else Encoder
+    return make(
         dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=linear)
     ).weight_bytes
 

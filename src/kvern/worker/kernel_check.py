@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvern.kernel_list import KERNELS, Inputs, Kernel
+from kvern.kernel_list import Inputs, Kernel, kernels_of
 from kvern.model_spec import ModelSpec
 from kvern.worker import ahead
 from kvern.worker.kernel_processes import compile_in_processes
@@ -41,7 +41,7 @@ def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
     with ThreadPoolExecutor(THREADS, initializer=use) as pool:
         running = [
             (kernel.group, pool.submit(launch, kernel, arguments))
-            for kernel in KERNELS
+            for kernel in kernels_of(spec)
             for arguments in kernel.launched(spec, inputs)
         ]
         broken: dict[str, BaseException] = {}
@@ -54,7 +54,7 @@ def working_kernels(spec: ModelSpec, inputs: Inputs) -> frozenset[str]:
     for name, error in broken.items():
         reason = (str(error) or type(error).__name__).splitlines()[0]
         logger.warning("the kernels for %s do not work here, PyTorch does their work: %s", name, reason)
-    known = (kernel.group for kernel in KERNELS)
+    known = (kernel.group for kernel in kernels_of(spec))
     return frozenset(group for group in known if inputs.hopper or not group.startswith("hopper")) - frozenset(broken)
 
 

@@ -26,7 +26,7 @@ from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 import kvern
-from kvern.kernel_list import KERNELS, Inputs, Kernel
+from kvern.kernel_list import Inputs, Kernel, kernels_of
 from kvern.model_spec import ModelSpec
 
 logger = logging.getLogger("kvern")
@@ -71,7 +71,7 @@ def compile_in_processes(spec: ModelSpec, inputs: Inputs) -> None:
     What does not compile is left for the launch to report.
     """
     target = triton.runtime.driver.active.get_current_target()
-    forms = [(kernel, given) for kernel in KERNELS for given in kernel.launched(spec, inputs)]
+    forms = [(kernel, given) for kernel in kernels_of(spec) for given in kernel.launched(spec, inputs)]
     done = _mark(spec, inputs, forms, target)
     if target.backend != "cuda" or done.exists() or "fork" not in multiprocessing.get_all_start_methods():
         return

@@ -137,12 +137,13 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    """The longest sequence: the option, which the model's own context bounds. Raises ConfigError."""
+    """The longest sequence: the option, which the model's own context bounds, or what is usual. Raises ConfigError."""
     if config.max_model_len is not None and config.max_model_len > spec.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, above the model's {spec.max_position_embeddings}: lower it"
         )
-    return config.max_model_len or spec.max_position_embeddings
+    usual = None if spec.encoder is None else spec.encoder.usual_len
+    return config.max_model_len or min(usual or spec.max_position_embeddings, spec.max_position_embeddings)
 
 
 def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:

@@ -279,7 +279,7 @@ def usable_kernels(
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
-        packed=packed_kinds(spec, dtype, methods),
+        packed=() if spec.encoder is not None else packed_kinds(spec, dtype, methods),
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)
