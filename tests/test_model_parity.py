@@ -219,6 +219,7 @@ FLIPS: dict[str, tuple[str, Callable[[ModelSpec], ModelSpec]]] = {
         "olmo2",
         with_fields(block_norms={"attention_out": "post_feedforward_layernorm", "mlp_out": "post_attention_layernorm"}),
     ),
+    "dense for sparse MLPs": ("gemma3n", with_mlp(sparsity=0.0)),
     "layer norm for rms": ("llama", lambda spec: replace(spec, norm=replace(spec.norm, kind="layer"))),
 }
 

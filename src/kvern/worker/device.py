@@ -141,6 +141,7 @@ def check_kernels(spec: ModelSpec, device: torch.device) -> None:
     norm = spec.query_key_norm
     parts = {
         "layers with inputs, experts or numbers beside attention and MLP": spec.augmented,
+        "several residual streams": spec.altup is not None,
         "layers that attend to the keys of others": any(item.cache_of is not None for item in attentions),
         "values made of keys, or normalised": any(item.keys_are_values for item in attentions)
         or (norm is not None and norm.values),
