@@ -29,6 +29,9 @@ SIZES: Mapping[str, int] = {
     "head_dim": 1 << 12,
     "q_lora_rank": 1 << 16,
     "kv_lora_rank": 1 << 16,
+    "index_n_heads": 1 << 12,
+    "index_head_dim": 1 << 12,
+    "index_topk": 1 << 24,
     "qk_nope_head_dim": 1 << 12,
     "qk_rope_head_dim": 1 << 12,
     "v_head_dim": 1 << 12,
@@ -160,6 +163,7 @@ def _check_mixer(
         return
     if isinstance(mixer, LatentAttentionSpec):
         head_dim = mixer.qk_rope_head_dim
+        _check_indexer(mixer)
     elif mixer.heads % mixer.kv_heads:
         raise ValueError(f"{mixer.heads} attention heads cannot share {mixer.kv_heads} key-value heads evenly")
     else:
@@ -173,6 +177,18 @@ def _check_mixer(
         isinstance(number, int | float) and math.isfinite(number) for number in (*frequencies, factor)
     ):
         raise ValueError(f"the rotary embedding's scaling does not give {rope.dim // 2} finite frequencies")
+
+
+def _check_indexer(mixer: LatentAttentionSpec) -> None:
+    if mixer.indexer is None:
+        return
+    if mixer.q_lora_rank is None:
+        raise ValueError("an indexer reads the latents of queries, and q_lora_rank is None")
+    if mixer.indexer.head_dim < mixer.qk_rope_head_dim:
+        raise ValueError(
+            f"index_head_dim is {mixer.indexer.head_dim}: {mixer.qk_rope_head_dim} entries (qk_rope_head_dim) are "
+            "rotated"
+        )
 
 
 def _check_experts(moe: MoeSpec) -> None:
