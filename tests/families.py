@@ -19,7 +19,7 @@ from tests.fallback_families import FALLBACKS, MIXED_TYPES
 from tests.gemma3n_family import GEMMA3N
 from tests.gemma4_families import GEMMA4, WINDOW
 from tests.gpt_oss_family import GPT_OSS
-from tests.latent_families import LATENT
+from tests.latent_families import INDEXED, LATENT
 from tests.state_families import GRANITE, STATE_FAMILIES
 
 _COMMON: dict[str, Any] = {
@@ -232,6 +232,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     **LATENT,
+    **INDEXED,
     "minimax_m2": (
         "minimax_m2",
         {
@@ -316,7 +317,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Fields of a checkpoint that sees images are those around its `text_config`, which has the common ones."""
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
 """Those with layers that keep states."""
-CPU_ALONE = (*STATE_FAMILIES, *LATENT, *GEMMA4, *GEMMA3N)
+CPU_ALONE = (*STATE_FAMILIES, *LATENT, *GEMMA4, *GEMMA3N, *INDEXED)
 """Those that are refused on a GPU."""
 
 

@@ -35,6 +35,13 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         _COMMON | {"n_group": 4, "topk_group": 2, "rope_parameters": STRETCHED, "attention_bias": True},
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        _COMMON | {"n_routed_experts": 6, "v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+}
+
+INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": (
         "deepseek_v32",
         _COMMON
@@ -46,9 +53,5 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
             "index_head_dim": 12,
             "index_topk": 7,
         },
-    ),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
-        _COMMON | {"n_routed_experts": 6, "v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
 }

@@ -91,8 +91,8 @@ class MlpSpec:
     """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` if not `gated`.
 
     `gate_scale` multiplies what the gate gives, before its activation, `out_scale` what the MLP gives; both if `gated`.
-    `sparsity` > 0: of what the gate gives, that share is made 0 before its activation, as of numbers that are spread
-    normally; of the rest what exceeds the cutoff stays.
+    `sparsity` > 0: of what the gate gives, before its activation, what exceeds a cutoff stays, and all else is 0; that
+    share of numbers that are spread normally is below it.
     """
 
     width: int

@@ -48,7 +48,11 @@ class ScaledMLP(GatedMLP):
 
 
 class SparseMLP(GatedMLP):
-    """Of a row of the gate only what exceeds its mean by so many standard deviations counts, about `1 - sparsity`."""
+    """Of a row of gates what exceeds a cutoff is activated, all others are 0.
+
+    The cutoff lies so many standard deviations above the row's mean that a share `sparsity` of normally spread numbers
+    is below it.
+    """
 
     def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
