@@ -1,6 +1,7 @@
 """Gemma 3n: its streams, tables and tensors, and what is refused of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.model_spec import MlpSpec
+from kvern.models.limits import check_spec
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
@@ -82,6 +84,13 @@ def test_what_cannot_be_described_is_refused_by_name(changes: dict[str, Any], re
     with pytest.raises(UnsupportedModel, match=reason) as caught:
         spec_from_config(read_config(folder) | changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"per_layer": None}, {"layer_scalars": True}])
+def test_streams_go_with_layers_of_one_kind(changes: dict[str, Any], folder: Path) -> None:
+    spec = spec_from_config(read_config(folder))
+    with pytest.raises(ValueError, match="several residual streams go with layers that have"):
+        check_spec(replace(spec, **changes))
 
 
 def test_gpus_and_calibrations_are_refused(folder: Path) -> None:

@@ -112,6 +112,18 @@ def check_spec(spec: ModelSpec) -> None:
         _check("layer", layer, LayerSpec)
         _check_layer(layer, spec.max_position_embeddings)
     _check_borrowing(spec)
+    _check_streams(spec)
+
+
+def _check_streams(spec: ModelSpec) -> None:
+    """Several residual streams go through layers of one kind alone."""
+    if spec.altup is None:
+        return
+    parts = spec.per_layer is not None and not spec.layer_scalars
+    if not parts or any(layer.mixer is None or layer.mlp is None or layer.experts for layer in spec.layers):
+        raise ValueError(
+            "several residual streams go with layers that have a mixer, an MLP and inputs of their own, and no more"
+        )
 
 
 def _check_borrowing(spec: ModelSpec) -> None:
