@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from tests.fallback_families import FALLBACKS, MIXED_TYPES
+from tests.gemma3n_family import GEMMA3N
 from tests.gemma4_families import GEMMA4, WINDOW
 from tests.gpt_oss_family import GPT_OSS
-from tests.latent_families import LATENT
+from tests.latent_families import INDEXED, LATENT
 from tests.state_families import GRANITE, STATE_FAMILIES
 
 _COMMON: dict[str, Any] = {
@@ -231,6 +232,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     **LATENT,
+    **INDEXED,
     "minimax_m2": (
         "minimax_m2",
         {
@@ -310,11 +312,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     **GEMMA4,
+    **GEMMA3N,
 }
 """Fields of a checkpoint that sees images are those around its `text_config`, which has the common ones."""
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
 """Those with layers that keep states."""
-CPU_ALONE = (*STATE_FAMILIES, *LATENT, *GEMMA4)
+CPU_ALONE = (*STATE_FAMILIES, *LATENT, *GEMMA4, *GEMMA3N, *INDEXED)
 """Those that are refused on a GPU."""
 
 
@@ -374,8 +377,7 @@ def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 def reference_state(folder: Path, token_ids: list[int]) -> torch.Tensor:
     """The state `[hidden]` behind the last token, before the output layer."""
     with torch.inference_mode():
-        outputs = _reference(folder)(torch.tensor([token_ids]), output_hidden_states=True)
-    state: torch.Tensor = outputs.hidden_states[-1][0, -1]
+        state: torch.Tensor = _reference(folder).base_model(torch.tensor([token_ids])).last_hidden_state[0, -1]
     return state
 
 

@@ -40,3 +40,18 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
         _COMMON | {"n_routed_experts": 6, "v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
 }
+
+INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": (
+        "deepseek_v32",
+        _COMMON
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": STRETCHED,
+            "index_n_heads": 14,
+            "index_head_dim": 12,
+            "index_topk": 7,
+        },
+    ),
+}

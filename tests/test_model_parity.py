@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
+from kvern.layers.attention import NO_ADAPTERS, Context, StepAdapters, rows_of
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.states import new_states
 from kvern.layers.unquantized import Unquantized, UnquantizedMethod
-from kvern.mixer_spec import AttentionSpec, LatentAttentionSpec
+from kvern.mixer_spec import AttentionSpec, IndexerSpec, LatentAttentionSpec
 from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, load_weights, read_config
@@ -32,8 +32,18 @@ class DenseAttend:
         self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        self.stored[layer] = key, value
+        self.store(layer, key, value)
         return self.over_cache(layer, query)
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.stored[layer] = key, value
+
+    def cache(self, layer: int) -> torch.Tensor:
+        return self.stored[layer][0][None, None]
+
+    def contexts(self, layer: int) -> list[Context]:
+        count = len(self.stored[layer][0])
+        return [Context(slice(0, count), torch.arange(count))]
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         spec = self.layers[layer]
@@ -219,6 +229,8 @@ FLIPS: dict[str, tuple[str, Callable[[ModelSpec], ModelSpec]]] = {
         "olmo2",
         with_fields(block_norms={"attention_out": "post_feedforward_layernorm", "mlp_out": "post_attention_layernorm"}),
     ),
+    "more keys than are selected": ("deepseek_v32", with_latent(indexer=IndexerSpec(14, 12, 8))),
+    "dense for sparse MLPs": ("gemma3n", with_mlp(sparsity=0.0)),
     "layer norm for rms": ("llama", lambda spec: replace(spec, norm=replace(spec.norm, kind="layer"))),
 }
 

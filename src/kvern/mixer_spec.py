@@ -46,13 +46,23 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """What selects `top_k` keys for each query, by `heads` queries and one key of `head_dim` entries of each token."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class LatentAttentionSpec:
     """One layer's multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 
     A token is kept as a latent of `kv_lora_rank` numbers, of which each head makes a key of `qk_nope_head_dim` and a
     value of `v_head_dim` entries, and as one key of `qk_rope_head_dim` entries, rotated, that all heads share. Queries
     come out of `q_lora_rank` numbers (None: of the hidden state at once). Both are normalised, with `epsilon`. `scale`
-    multiplies query-key products.
+    multiplies query-key products. `indexer`: queries attend to the keys that it selects (None: to all before them); its
+    own key of a token is kept behind the token's latent.
     """
 
     heads: int
@@ -63,11 +73,13 @@ class LatentAttentionSpec:
     v_head_dim: int
     scale: float
     epsilon: float = 1e-6
+    indexer: IndexerSpec | None = None
 
     @property
     def over_latents(self) -> AttentionSpec:
         """What it is to those who keep and read the cache: all heads' queries over one key that is value, too."""
-        width = self.kv_lora_rank + self.qk_rope_head_dim
+        index = 0 if self.indexer is None else self.indexer.head_dim
+        width = self.kv_lora_rank + self.qk_rope_head_dim + index
         return AttentionSpec(self.heads, 1, width, self.scale, value_dim=self.kv_lora_rank)
 
 

@@ -13,6 +13,7 @@
     |   |-- mlp: MlpSpec | MoeSpec | None   None: this layer is a mixer alone
     |   `-- experts: MoeSpec | None         beside the MLP
     |-- per_layer: PerLayerSpec | None      inputs of each layer's own
+    |-- altup: AltUpSpec | None             several residual streams
     |-- encoder: EncoderSpec | None         None: a decoder, which generates
     `-- renames: Rename, ...                from the checkpoint's names to Llama's
 
@@ -90,6 +91,8 @@ class MlpSpec:
     """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` if not `gated`.
 
     `gate_scale` multiplies what the gate gives, before its activation, `out_scale` what the MLP gives; both if `gated`.
+    `sparsity` > 0: of what the gate gives, before its activation, what exceeds a cutoff stays, and all else is 0; that
+    share of numbers that are spread normally is below it.
     """
 
     width: int
@@ -98,6 +101,7 @@ class MlpSpec:
     bias: bool = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
+    sparsity: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,13 +145,25 @@ class MoeSpec:
 class PerLayerSpec:
     """Inputs `[width]` of each token for each layer, beside what the layer before it hands on (Gemma 3n and 4).
 
-    They are rows of a table with `vocab_size` tokens, and a projection of the token's embedding. Behind its MLP each
+    They are rows of a table with `vocab_size` tokens, of which later ones take the first row, and a projection of the
+    token's embedding. Behind its MLP each
     layer projects the residual to `width`, and multiplies the activation of that by its input.
     """
 
     width: int
     vocab_size: int
     activation: Activation
+
+
+@dataclass(frozen=True)
+class AltUpSpec:
+    """So many residual `streams`, of which layers compute one and correct all (AltUp, Gemma 3n).
+
+    Beside attention a product of rank `laurel_rank` is added (LAuReL). Layers have inputs of their own, too.
+    """
+
+    streams: int
+    laurel_rank: int
 
 
 @dataclass(frozen=True)
@@ -291,6 +307,7 @@ class ModelSpec:
     is_classifier: bool = False
     encoder: EncoderSpec | None = None
     per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
     layer_scalars: bool = False
 
     @property

@@ -297,7 +297,7 @@ def _places(blocks: int, generator: torch.Generator) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma2", "cohere", "olmo2", "phi", "gemma4", "gemma4_experts", "gemma4_vision"]
+    "family", ["qwen3", "gemma2", "cohere", "olmo2", "phi", "gemma4", "gemma4_experts", "gemma4_vision", "gemma3n"]
 )
 def test_a_model_of_kernels_is_that_of_pytorch(family: str, tmp_path: Path) -> None:
     """With one block table for both: a prompt, then one token more, which is the only one wanted."""

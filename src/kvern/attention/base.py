@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from kvern.device.input_batch import InputBatch
-from kvern.layers.attention import Attend, PagedAttend
+from kvern.layers.attention import Attend, Context, PagedAttend
 from kvern.mixer_spec import AttentionSpec
 from kvern.step import BlockCopy
 
@@ -87,6 +87,17 @@ def sinks_of(layers: Sequence[AttentionSpec], sinks: Mapping[int, torch.Tensor] 
     """For each layer its sinks [heads] float32, of those that `Decoder.sinks` has by index; None: it has none."""
     given = sinks or {}
     return [given[index] if layer.sinks else None for index, layer in enumerate(layers)]
+
+
+def contexts_of(block_table: torch.Tensor, requests: torch.Tensor, block_size: int) -> list[Context]:
+    """Of `requests` [3, R] int64: rows of `block_table` [slots, blocks] int32, first positions, numbers of tokens."""
+    found, token = [], 0
+    for slot, start, count in requests.t().tolist():
+        blocks = block_table[slot, : -(-(start + count) // block_size)].long()
+        places = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[: start + count]
+        found.append(Context(slice(token, token + count), places))
+        token += count
+    return found
 
 
 def copy_cache_blocks(caches: Sequence[torch.Tensor], copies: Sequence[BlockCopy]) -> None:

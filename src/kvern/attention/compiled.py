@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvern.attention.base import copy_cache_blocks, sinks_of
+from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
 from kvern.attention.eight_bit import EightBit, store_tokens
 from kvern.attention.torch_sdpa import zero_cache
 from kvern.cpu.attention import CachedLayer, Step
 from kvern.device.input_batch import InputBatch
+from kvern.layers.attention import Context
 from kvern.mixer_spec import AttentionSpec
 from kvern.step import BlockCopy
 
@@ -89,10 +90,16 @@ class CompiledAttend:
     def scales(self, layer: int) -> torch.Tensor | None:
         return self._backend.layer_scales[layer]
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         cache, scales = self.cache(layer), self.scales(layer)
         for kind, (stored, new) in enumerate(zip(cache, (key, value), strict=False)):
             store_tokens(stored.flatten(0, 1), self.slot_mapping, new, None if scales is None else scales[kind])
+
+    def contexts(self, layer: int) -> list[Context]:
+        return contexts_of(*self._step.tensors, self.cache(layer).shape[2])
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        self.store(layer, key, value)
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:

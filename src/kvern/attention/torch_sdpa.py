@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvern.attention.base import copy_cache_blocks, sinks_of
+from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
 from kvern.attention.eight_bit import EightBit, of_query_heads, store_tokens
 from kvern.cpu.large_pages import zeros
 from kvern.device.input_batch import InputBatch
-from kvern.layers.attention import rows_of
+from kvern.layers.attention import Context, rows_of
 from kvern.mixer_spec import AttentionSpec
 from kvern.step import BlockCopy
 
@@ -121,7 +121,7 @@ class TorchAttention:
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
         windows = {layer.window for layer in self._layers}
-        return TorchAttend(self, batch.slot_mapping, {window: list(self._gathers(batch, window)) for window in windows})
+        return TorchAttend(self, batch, {window: list(self._gathers(batch, window)) for window in windows})
 
     def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
         """One group for each set of similar decodes and one for each longer run of tokens."""
@@ -216,12 +216,10 @@ class TorchAttention:
 class TorchAttend:
     """One step over the cache of `backend`: for each window size, the keys of each group of requests."""
 
-    def __init__(
-        self, backend: TorchAttention, slot_mapping: torch.Tensor, gathers: dict[int | None, list[Gather]]
-    ) -> None:
+    def __init__(self, backend: TorchAttention, batch: InputBatch, gathers: dict[int | None, list[Gather]]) -> None:
         self._backend = backend
         self._gathers = gathers
-        self.slot_mapping = slot_mapping
+        self._batch, self.slot_mapping = batch, batch.slot_mapping
 
     def cache(self, layer: int) -> torch.Tensor:
         return self._backend.caches[layer]
@@ -229,10 +227,18 @@ class TorchAttend:
     def scales(self, layer: int) -> torch.Tensor | None:
         return self._backend.scales(layer)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         scales = self.scales(layer)
         for kind, (store, new) in enumerate(zip(self._backend._stores[layer], (key, value), strict=False)):
             store_tokens(store.tokens, self.slot_mapping, new, None if scales is None else scales[kind])
+
+    def contexts(self, layer: int) -> list[Context]:
+        batch = self._batch
+        requests = torch.tensor([batch.slots, batch.starts, batch.counts])
+        return contexts_of(batch.block_table, requests, self.cache(layer).shape[2])
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        self.store(layer, key, value)
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:

@@ -109,7 +109,7 @@ class Step:
     """
 
     def __init__(self, block_table: Tensor, requests: Tensor) -> None:
-        self._tensors = (block_table, requests)  # whose addresses are kept
+        self.tensors = (block_table, requests)  # whose addresses are kept
         self._step = _Step(block_table.data_ptr(), block_table.stride(0), requests.data_ptr(), requests.shape[1])
         self.address = ctypes.addressof(self._step)
 

@@ -49,6 +49,26 @@ class PagedAttend(Attend, Protocol):
         """
 
 
+class Context(NamedTuple):
+    """What a request's tokens of a step, those of `tokens`, see: the `places [keys]` int64 of its keys in the cache.
+
+    A place is block * block_size + offset; the last ones are the tokens' own, which are stored by then.
+    """
+
+    tokens: slice
+    places: Tensor
+
+
+class ReadableAttend(PagedAttend, Protocol):
+    """A `PagedAttend` whose cache others read, too."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store keys and values `[T, kv_heads, head_dim]`, and attend to nothing."""
+
+    def contexts(self, layer: int) -> list[Context]:
+        """Of each request of the step."""
+
+
 class StepAdapters(NamedTuple):
     """Which adapters a step's rows use, in the form that the adapted linear layers take; None: no row uses one.
 
@@ -167,6 +187,10 @@ class BorrowingAttention(Attention):
 def make_attention(index: int, model: ModelSpec, layer: LayerSpec, build: Build) -> "Attention | LatentAttention":
     """The attention of a layer, out of kernels where they can do what it needs."""
     if isinstance(layer.mixer, LatentAttentionSpec):
+        if layer.mixer.indexer is not None:
+            from kvern.layers.indexed_attention import IndexedAttention
+
+            return IndexedAttention(index, model, layer.mixer, layer.rope, build)
         from kvern.layers.latent_attention import LatentAttention
 
         return LatentAttention(index, model, layer.mixer, layer.rope, build)

@@ -60,10 +60,15 @@ class AugmentedLayer(SequentialLayer):
             fed = self.experts(hidden, fed)
         hidden = self._add(hidden, self.mlp_out(fed))
         if self.per_layer_input_gate is not None:
-            assert own is not None
-            gate = self.per_layer_input_gate(hidden, adapters.wanted)
-            gated = self._gated(self._beside((gate, rows_of(own, wanted))))
-            hidden = self._add(hidden, self.per_layer_out(self.per_layer_projection(gated, adapters.wanted)))
+            hidden = self._add(hidden, self.of_own(hidden, own, wanted, adapters))
         if self.scalar is not None:
             hidden = self._multiply(hidden, self.scalar.factor)
         return hidden, None
+
+    def of_own(self, hidden: Tensor, own: Tensor | None, wanted: Tensor | None, adapters: StepAdapters) -> Tensor:
+        """What is made of the layer's own input, gated by the rows `hidden` that are wanted."""
+        assert self.per_layer_input_gate is not None and own is not None
+        gate = self.per_layer_input_gate(hidden, adapters.wanted)
+        gated = self._gated(self._beside((gate, rows_of(own, wanted))))
+        added: Tensor = self.per_layer_out(self.per_layer_projection(gated, adapters.wanted))
+        return added

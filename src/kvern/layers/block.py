@@ -224,6 +224,10 @@ def block_class(spec: ModelSpec, layer: LayerSpec, build: Build) -> type[Sequent
             raise UnsupportedModel(
                 f"{spec.model_type}: inputs, experts and scalars beside parallel blocks or a residual scale"
             )
+        if spec.altup is not None:
+            from kvern.layers.altup import AltUpLayer
+
+            return AltUpLayer
         from kvern.layers.augmented import AugmentedLayer
 
         return AugmentedLayer

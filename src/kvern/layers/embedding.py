@@ -60,3 +60,11 @@ class LookupTable(Embedding):
 
     def _stored(self, stored: LinearFormat, shape: LinearShape, build: Build) -> LinearMethod:
         return stored.table(shape, build)
+
+
+class ShortTable(LookupTable):
+    """One without rows for the last tokens, which take the first row."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        [count] = self.outputs.values()
+        return super().forward(torch.where(ids < count, ids, 0))

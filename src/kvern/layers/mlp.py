@@ -1,7 +1,9 @@
 """The feed-forward half of a block. `rows` are the adapters of its rows, if any has one."""
 
+from statistics import NormalDist
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvern.layers.activation import activation_of, gated_activation_of
@@ -45,6 +47,26 @@ class ScaledMLP(GatedMLP):
         return out.mul_(self.spec.out_scale)
 
 
+class SparseMLP(GatedMLP):
+    """Of a row of gates what exceeds a cutoff is activated, all others are 0.
+
+    The cutoff lies so many standard deviations above the row's mean that a share `sparsity` of normally spread numbers
+    is below it.
+    """
+
+    def __init__(self, hidden_size: int, spec: MlpSpec, build: Build) -> None:
+        super().__init__(hidden_size, spec, build)
+        self.width, self.deviations = spec.width, NormalDist().inv_cdf(spec.sparsity)
+
+    def forward(self, x: Tensor, rows: Any = None) -> Tensor:
+        gate_up = self.gate_up_proj(x, rows)
+        gate = gate_up[:, : self.width].float()
+        spread, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
+        gate_up[:, : self.width] = gate.sub_(mean + spread * self.deviations).relu_()
+        out: Tensor = self.down_proj(self.activation(gate_up), rows)
+        return out
+
+
 class PlainMLP(Module):
     """`down(activation(up(x)))`."""
 
@@ -61,6 +83,8 @@ class PlainMLP(Module):
 
 def make_mlp(hidden_size: int, spec: MlpSpec, build: Build) -> nn.Module:
     """The MLP of a specification."""
+    if spec.sparsity:
+        return SparseMLP(hidden_size, spec, build)
     if spec.gated and (spec.gate_scale, spec.out_scale) != (1.0, 1.0):
         return ScaledMLP(hidden_size, spec, build)
     if spec.gated and "activation" in build.kernels and spec.activation != "relu2":

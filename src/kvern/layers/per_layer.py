@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvern.layers.build import Build
-from kvern.layers.embedding import LookupTable
+from kvern.layers.embedding import LookupTable, ShortTable
 from kvern.layers.module import Module
 from kvern.layers.norm import make_norm
 from kvern.model_spec import ModelSpec, PerLayerSpec
@@ -20,7 +20,8 @@ class PerLayerInputs(Module):
         super().__init__()
         outputs = len(model.layers) * spec.width
         scale = math.sqrt(spec.width)
-        self.table = LookupTable(spec.vocab_size, outputs, scale, build, name="embed_tokens_per_layer")
+        table = LookupTable if spec.vocab_size >= model.vocab_size else ShortTable
+        self.table = table(spec.vocab_size, outputs, scale, build, name="embed_tokens_per_layer")
         self.projection = build.column(model.hidden_size, {"per_layer_model_projection": outputs})
         self.norm = make_norm(model.norm, spec.width, "per_layer_projection_norm", build)
         self.width, self._on_rows = spec.width, build.on_rows

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
+from kvern.layers.altup import Streams
 from kvern.layers.attention import NO_ADAPTERS, Attend, Sinks, StepAdapters, WantedAttend, rows_of
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class
 from kvern.layers.build import Build
@@ -58,6 +59,7 @@ class Decoder(WeightedModel):
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
         self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)
+        self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build)
         kinds = [{isinstance(mixer, RecurrentSpec) for mixer in layer.mixers} for layer in spec.layers]
         self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
@@ -121,6 +123,8 @@ class Decoder(WeightedModel):
         own: list[tuple[Tensor, ...]] = [()] * len(self.layers)
         if self.per_layer is not None and looked_up is not None:
             own = [(part,) for part in self.per_layer(looked_up, hidden)]
+        if self.streams is not None:
+            hidden = self.streams.enter(hidden)
         for index, layer in enumerate(self.layers):
             rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
             if index != self._last_storing:
@@ -132,6 +136,8 @@ class Decoder(WeightedModel):
                 rotations = self._rotations(positions.index_select(0, wanted))
                 inner = adapters if adapters is NO_ADAPTERS else StepAdapters(adapters.wanted, adapters.wanted)
                 own = [tuple(rows_of(part, wanted) for part in parts) for parts in own]
+        if self.streams is not None:
+            hidden = self.streams.leave(hidden)
         _, normal = self.norm.after(hidden, update)
         return normal
 

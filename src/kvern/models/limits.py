@@ -29,6 +29,9 @@ SIZES: Mapping[str, int] = {
     "head_dim": 1 << 12,
     "q_lora_rank": 1 << 16,
     "kv_lora_rank": 1 << 16,
+    "index_n_heads": 1 << 12,
+    "index_head_dim": 1 << 12,
+    "index_topk": 1 << 24,
     "qk_nope_head_dim": 1 << 12,
     "qk_rope_head_dim": 1 << 12,
     "v_head_dim": 1 << 12,
@@ -66,6 +69,8 @@ SIZES: Mapping[str, int] = {
     "hidden_size_per_layer_input": 1 << 12,
     "vocab_size_per_layer_input": 1 << 22,
     "num_kv_shared_layers": MOST_LAYERS,
+    "altup_num_inputs": 1 << 6,
+    "laurel_rank": 1 << 16,
     "num_mtp_modules": MOST_LAYERS,
     "num_nextn_predict_layers": MOST_LAYERS,
     "max_position_embeddings": 1 << 24,
@@ -76,6 +81,7 @@ POSITIVE = frozenset(
     {"vocab_size", "hidden_size", "max_position_embeddings", "heads", "kv_heads", "head_dim", "width", "experts"}
     | {"top_k", "groups", "top_groups", "theta", "dim", "window", "trained_len"}
     | {"key_heads", "value_heads", "key_dim", "value_dim", "kernel", "channels", "state_dim"}
+    | {"streams", "laurel_rank"}
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 )
 
@@ -84,7 +90,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raise ValueError for a size that no model has."""
     for name, most in SIZES.items():
         value = config.get(name)
-        if value is not None and not (type(value) is int and 0 <= value <= most):
+        sizes = value if name == "intermediate_size" and isinstance(value, list) else [value]  # one for each layer
+        if value is not None and not all(type(size) is int and 0 <= size <= most for size in sizes):
             raise ValueError(f"{name} is {value!r:.60}: it must be a whole number of at most {most}")
     if isinstance(text := config.get("text_config"), dict):
         check_config(text)
@@ -105,6 +112,18 @@ def check_spec(spec: ModelSpec) -> None:
         _check("layer", layer, LayerSpec)
         _check_layer(layer, spec.max_position_embeddings)
     _check_borrowing(spec)
+    _check_streams(spec)
+
+
+def _check_streams(spec: ModelSpec) -> None:
+    """Several residual streams go through layers of one kind alone."""
+    if spec.altup is None:
+        return
+    parts = spec.per_layer is not None and not spec.layer_scalars
+    if not parts or any(layer.mixer is None or layer.mlp is None or layer.experts for layer in spec.layers):
+        raise ValueError(
+            "several residual streams go with layers that have a mixer, an MLP and inputs of their own, and no more"
+        )
 
 
 def _check_borrowing(spec: ModelSpec) -> None:
@@ -124,17 +143,23 @@ def _check_layer(layer: LayerSpec, length: int) -> None:
     for moe in (layer.mlp, layer.experts):
         if isinstance(moe, MoeSpec):
             _check_experts(moe)
-    if (
-        isinstance(layer.mlp, MlpSpec)
-        and not layer.mlp.gated
-        and (layer.mlp.gate_scale, layer.mlp.out_scale) != (1.0, 1.0)
-    ):
-        raise ValueError("an MLP without a gate has scales: only one with a gate may")
+    if isinstance(layer.mlp, MlpSpec):
+        _check_mlp(layer.mlp)
     experts = layer.mlp if isinstance(layer.mlp, MoeSpec) else None
     if layer.mlp is not None and layer.mlp.activation == "clamped_swiglu" and (experts is None or experts.shared_width):
         raise ValueError("the activation is clamped_swiglu, which only experts that are chosen have")
     for mixer in layer.mixers:
         _check_mixer(mixer, layer.rope, length)
+
+
+def _check_mlp(mlp: MlpSpec) -> None:
+    scaled = (mlp.gate_scale, mlp.out_scale) != (1.0, 1.0)
+    if not mlp.gated and scaled:
+        raise ValueError("an MLP without a gate has scales: only one with a gate may")
+    if not 0 <= mlp.sparsity < 1:
+        raise ValueError(f"the sparsity of an MLP is {mlp.sparsity}: it must be from 0 to less than 1")
+    if mlp.sparsity and (scaled or not mlp.gated):
+        raise ValueError("an MLP with a sparsity has scales or no gate: it must have a gate, and no scales")
 
 
 def _check_mixer(
@@ -150,6 +175,7 @@ def _check_mixer(
         return
     if isinstance(mixer, LatentAttentionSpec):
         head_dim = mixer.qk_rope_head_dim
+        _check_indexer(mixer)
     elif mixer.heads % mixer.kv_heads:
         raise ValueError(f"{mixer.heads} attention heads cannot share {mixer.kv_heads} key-value heads evenly")
     else:
@@ -163,6 +189,18 @@ def _check_mixer(
         isinstance(number, int | float) and math.isfinite(number) for number in (*frequencies, factor)
     ):
         raise ValueError(f"the rotary embedding's scaling does not give {rope.dim // 2} finite frequencies")
+
+
+def _check_indexer(mixer: LatentAttentionSpec) -> None:
+    if mixer.indexer is None:
+        return
+    if mixer.q_lora_rank is None:
+        raise ValueError("an indexer reads the latents of queries, and q_lora_rank is None")
+    if mixer.indexer.head_dim < mixer.qk_rope_head_dim:
+        raise ValueError(
+            f"index_head_dim is {mixer.indexer.head_dim}: {mixer.qk_rope_head_dim} entries (qk_rope_head_dim) are "
+            "rotated"
+        )
 
 
 def _check_experts(moe: MoeSpec) -> None:

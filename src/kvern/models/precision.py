@@ -17,11 +17,21 @@ KINDS = {
     "embed_tokens": "embeddings",
     "per_layer.table": "embeddings of each layer",
     "per_layer.projection": "inputs of each layer",
+    "streams.entering": "residual streams",
+    "streams.leaving": "residual streams",
+    "altup.router": "residual streams",
+    "altup.prediction": "residual streams",
+    "altup.correction": "residual streams",
+    "laurel.left": "product beside attention",
+    "laurel.right": "product beside attention",
     "per_layer_input_gate": "inputs of each layer",
     "per_layer_projection": "inputs of each layer",
     "self_attn.qkv_proj": "attention q, k, v",
     "self_attn.in_proj": "attention queries, latents",
     "self_attn.q_b_proj": "attention queries",
+    "self_attn.indexer.wq_b": "indexer",
+    "self_attn.indexer.wk": "indexer",
+    "self_attn.indexer.weights_proj": "indexer",
     "self_attn.expansion": "attention keys, values",
     "self_attn.o_proj": "attention out",
     "linear_attn.in_proj": "delta net in",
@@ -79,7 +89,7 @@ def shares(decoder: Decoder) -> list[Share]:
 
 def _of_module(path: str, module: Loadable, seen: set[int]) -> Iterator[tuple[str, str, int, int]]:
     """(kind, format, parameters, bytes) of the matrices of a module that are not among the `seen`, and of the rest."""
-    place = re.sub(r"^layers\.\d+\.", "", path)
+    place = re.sub(r"^layers\.\d+\.|\.\d+$", "", path)
     kind = KINDS.get(place, place)
     for method in methods_of(module):
         if id(method) not in seen:

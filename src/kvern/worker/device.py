@@ -9,7 +9,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
-from kvern.mixer_spec import AttentionSpec, DeltaNetSpec
+from kvern.mixer_spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder
@@ -116,6 +116,19 @@ def check_latents(config: EngineConfig, spec: ModelSpec, device: torch.device) -
             raise ConfigError(f"{what} does not go with {spec.model_type}, which attends to latents: {reason}")
 
 
+def check_indexers(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for what kvern cannot do with attention to selected keys."""
+    if config.deterministic and any(_indexed(layer.mixer) for layer in spec.layers):
+        raise ConfigError(
+            f"deterministic does not go with {spec.model_type}, whose queries attend to what an indexer selects: "
+            "PyTorch computes that, and a token's results depend on the batch: leave deterministic off"
+        )
+
+
+def _indexed(mixer: object) -> bool:
+    return isinstance(mixer, LatentAttentionSpec) and mixer.indexer is not None
+
+
 def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *, quantized: bool = False) -> None:
     """Raise ConfigError for what kvern cannot do with an encoder, whose checkpoint may be quantized."""
     on_gpu = device.type != "cpu"
@@ -150,6 +163,8 @@ def check_kernels(spec: ModelSpec, device: torch.device) -> None:
     norm = spec.query_key_norm
     parts = {
         "layers with inputs, experts or numbers beside attention and MLP": spec.augmented,
+        "indexers of what queries attend to": any(_indexed(layer.mixer) for layer in spec.layers),
+        "several residual streams": spec.altup is not None,
         "layers that attend to the keys of others": any(item.cache_of is not None for item in attentions),
         "values made of keys, or normalised": any(item.keys_are_values for item in attentions)
         or (norm is not None and norm.values),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvern.errors import UnsupportedModel
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 
-ROUTERS = re.compile(r"\.(mlp|moe)\.(gate|shared_expert_gate)$")
+ROUTERS = re.compile(r"\.((mlp|moe)\.(gate|shared_expert_gate)|altup\.\w+|indexer\.weights_proj)$")
 """Small, and what they say decides much: they are plain in all formats here."""
 EMBEDDINGS = re.compile(r"^model\.embed_tokens(_per_layer)?$")
 HEAD = re.compile(r"^lm_head$")

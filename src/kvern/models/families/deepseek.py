@@ -1,13 +1,14 @@
 """DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash: latent attention; dense layers, then experts beside shared ones.
 
-V2 chooses experts by a softmax, the others by sigmoid scores; within groups, where there are several.
+V2 chooses experts by a softmax, the others by sigmoid scores; within groups, where there are several. V3.2 attends to
+the keys that an indexer selects.
 """
 
 import math
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.mixer_spec import LatentAttentionSpec
+from kvern.mixer_spec import IndexerSpec, LatentAttentionSpec
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from kvern.models.describe import describe, read_mlp, read_rope
 from kvern.models.families.glm_moe import read_sigmoid_moe, tensor_names
@@ -90,6 +91,16 @@ def deepseek_v3(config: Config) -> ModelSpec:
     return _describe(
         config, read_sigmoid_moe(config, renormalize=True), interleaved=config.get("rope_interleave") is not False
     )
+
+
+@register_family("deepseek_v32", "DeepseekV32ForCausalLM")
+def deepseek_v32(config: Config) -> ModelSpec:
+    if others := set(config.get("layer_types") or ()) - {"indexed_attention"}:
+        raise UnsupportedModel(f"layer type {min(map(str, others))!r:.60} is unknown; known: indexed_attention")
+    spec = deepseek_v3({**config, "rope_interleave": True})
+    indexer = IndexerSpec(config["index_n_heads"], config["index_head_dim"], config["index_topk"])
+    mixer = replace(_latent_attention(config), indexer=indexer)
+    return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
 
 
 @register_family("kimi_k25", "Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")

@@ -54,11 +54,11 @@ def gemma2(config: Config) -> ModelSpec:
 def gemma3_text(config: Config) -> ModelSpec:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is true: kvern's models attend to what is before alone")
-    layers = _alternating(config, config.get("sliding_window_pattern", 6), _gemma3_ropes(config))
+    layers = _alternating(config, config.get("sliding_window_pattern", 6), gemma3_ropes(config))
     return _gemma(config, layers, query_key_norm=QueryKeyNormSpec(read_rms_norm(config, offset=1.0)))
 
 
-def _gemma3_ropes(config: Config) -> dict[str, RopeSpec]:
+def gemma3_ropes(config: Config) -> dict[str, RopeSpec]:
     """Global layers have a base of a million and may be stretched; local ones never are."""
     if "full_attention" in (config.get("rope_parameters") or {}):
         return {kind: read_rope(config, kind) for kind in ("full_attention", "sliding_attention")}

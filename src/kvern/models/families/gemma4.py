@@ -56,9 +56,8 @@ def gemma4_text(config: Config) -> ModelSpec:
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedModel("use_bidirectional_attention is all: kvern's models attend to what is before alone")
     kinds = [*read_layer_types(config, pattern=6)[:-1], "full_attention"]
-    owners = _owners(config, kinds)
+    owners = cache_owners(config, kinds)
     layers = [_layer(config, *place) for place in zip(kinds, _settings(config, kinds), owners, strict=True)]
-    borrowing = "|".join(str(place) for place, owner in enumerate(owners) if owner is not None)
     norm = read_rms_norm(config)
     return describe(
         config,
@@ -72,12 +71,11 @@ def gemma4_text(config: Config) -> ModelSpec:
         per_layer=_per_layer(config),
         layer_scalars=True,
         renames=_RENAMES,
-        # Keys and values of layers that attend to another's may be stored.
-        ignored=(rf"layers\.({borrowing})\.self_attn\.[kv]_(proj|norm)\.",) if borrowing else (),
+        ignored=tensors_without_use(owners),
     )
 
 
-def _owners(config: Config, kinds: Sequence[str]) -> list[int | None]:
+def cache_owners(config: Config, kinds: Sequence[str]) -> list[int | None]:
     """Of each layer, the one whose keys and values it attends to: the last of its kind with its own; None: its own."""
     shared = config.get("num_kv_shared_layers") or 0
     own = len(kinds) - shared
@@ -88,6 +86,12 @@ def _owners(config: Config, kinds: Sequence[str]) -> list[int | None]:
             "its own"
         )
     return [None] * own + [last[kind] for kind in kinds[own:]]
+
+
+def tensors_without_use(owners: Sequence[int | None]) -> tuple[str, ...]:
+    """Expressions of tensors that a checkpoint may have: keys and values of layers that attend to another's."""
+    borrowing = "|".join(str(place) for place, owner in enumerate(owners) if owner is not None)
+    return (rf"layers\.({borrowing})\.self_attn\.[kv]_(proj|norm)\.",) if borrowing else ()
 
 
 def _settings(config: Config, kinds: Sequence[str]) -> list[Mapping[str, Any]]:
