@@ -24,6 +24,7 @@ from kvern.worker.tiered import TIERS
 from tests.cache_folder import load_kernels
 from tests.families import CPU_ALONE, FAMILIES, make_checkpoint, reference_logits, reference_state
 from tests.host_tier import HostTier
+from tests.latent_families import LATENT
 from tests.peft_adapters import make_adapter, merge
 from tests.test_model_parity import PROMPT, logits
 
@@ -160,7 +161,7 @@ FEATURES: Mapping[str, Callable[[Path], bool]] = {
 EVERYWHERE: Mapping[str, Collection[str]] = {
     "logits": FAMILIES,
     "chunks, prefix cache": FAMILIES,
-    "GPU": FAMILIES.keys() - {*CPU_ALONE, "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"},
+    "GPU": FAMILIES.keys() - {*CPU_ALONE, *LATENT, "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"},
 }
 """What other tests show of these families: `test_model_parity.py`, `test_parity_matrix.py`, and `test_gpu.py`, some of
 which no card has run yet."""

@@ -78,6 +78,24 @@ def test_families_answer_alike(family: str, tmp_path: Path, on_device: Callable[
     assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
 
 
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+@pytest.mark.parametrize("options", [{}, SDPA, {"quantization": "int8"}], ids=str)
+def test_latents_beside_adapters_and_quantized_weights(
+    options: dict[str, Any], tmp_path: Path, on_device: Callable[..., LLM]
+) -> None:
+    made = make_checkpoint("glm4_moe_lite", tmp_path / "model")
+    modules = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    adapter = make_adapter(made, tmp_path / "one", 1, target_modules=modules)
+    places = {"max_adapters": 2, "max_adapter_rank": 16, "adapters": {"one": str(adapter)}, "max_batch_tokens": 9}
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm = on_device(made, **(OPTIONS | places | options))
+    expected = LLM(str(made), device="cpu", **(OPTIONS | places | options))
+    for _ in range(2):  # with the prompts cached
+        found = answers(llm.generate(PROMPTS, params, adapter=["one", None, "one"]))
+        assert found == answers(expected.generate(PROMPTS, params, adapter=["one", None, "one"]))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -18,7 +18,7 @@ import triton.language as tl
 from kvern.kernels.attention_decode import all_keys
 from kvern.kernels.attention_loop import first_blocks
 from kvern.kernels.attention_prefill import LOG2_E
-from kvern.kernels.launch import ASYNCHRONOUS, Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 QUERIES = 16
 """Tokens of a tile of a run."""
@@ -226,7 +226,7 @@ def latent_shape(
     rows = heads if is_decode else QUERIES * heads
     if element_size == 4:
         together, keys, warps, stages = 16, 16, 4, 1
-    elif known in ASYNCHRONOUS:
+    elif known == 90:
         together = max(16, min(64, next_power_of_2(rows)))
         keys, warps, stages = 64, 4 if together <= 32 else 8, 2
     else:
