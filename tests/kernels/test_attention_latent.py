@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention
+from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
 from tests.kernels.test_attention import Batch, make_batch
 from tests.kernels.test_norm import relative_error
 
@@ -41,16 +41,17 @@ def tiles(batch: Batch) -> Runs:
 @pytest.mark.parametrize(("heads", "latent", "rest"), SIZES)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(device: torch.device, heads: int, latent: int, rest: int, splits: int) -> None:
-    batch = make_batch(device, [0, 5, 700, 290], [1] * 4, heads, 1, latent + rest, torch.float32)
-    shape = LatentShape(16, 16, splits, 4, 4, 1)
+    """Of keys that take one part, or several."""
+    batch = make_batch(device, [0, 40, 600 if splits > 1 else 17], [1] * 3, heads, 1, latent + rest, torch.float32)
+    shape = LatentShape(16, 32, splits, 4, 4, 1)
     found = attended(batch, latent, shape, 0.3, None)
     assert relative_error(found, reference(batch, latent, 0.3)) < 1e-5
 
 
 @pytest.mark.parametrize(("splits", "heads", "latent", "rest"), [(1, *SIZES[1]), (3, *SIZES[0])])
 def test_runs(device: torch.device, splits: int, heads: int, latent: int, rest: int) -> None:
-    batch = make_batch(device, [0, 9, 300], [21, 1, 16], heads, 1, latent + rest, torch.float32)
-    found = attended(batch, latent, LatentShape(32, 16, splits, 4, 4, 1), 0.3, tiles(batch))
+    batch = make_batch(device, [0, 9, 300], [18, 1, 3], heads, 1, latent + rest, torch.float32)
+    found = attended(batch, latent, LatentShape(32, 32, splits, 4, 4, 1), 0.3, tiles(batch))
     assert relative_error(found, reference(batch, latent, 0.3)) < 1e-5
 
 
@@ -60,3 +61,10 @@ def test_16_bits(device: torch.device, splits: int) -> None:
     batch = make_batch(device, [11, 530], [1, 1], 20, 1, 48, dtype, block_size=16)
     found = attended(batch, 32, LatentShape(32, 64, splits, 4, 4, 2), 0.2, None)
     assert relative_error(found, reference(batch, 32, 0.2)) < 2e-2
+
+
+@pytest.mark.parametrize(("requests", "turns"), [(8, 1), (70, 4), (128, 1)])
+def test_decodes_are_cut_so_that_few_processors_are_idle(requests: int, turns: int) -> None:
+    shape = latent_shape(20, requests, True, 132, torch.device("cpu"))
+    assert shape.programs == turns * 132
+    assert shape.splits >= shape.programs // requests
