@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvern.cli.model_report import report_of
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, InvalidAdapter, UnsupportedModel
 from kvern.mixer_spec import LatentAttentionSpec
-from kvern.model_spec import MoeSpec
+from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
@@ -236,14 +237,20 @@ def test_the_language_model_of_a_checkpoint_that_sees_images(folder: Path, tmp_p
 
 def test_what_latents_do_not_go_with_yet_is_refused_by_name(folder: Path) -> None:
     spec, cpu = spec_from_config(read_config(folder)), torch.device("cpu")
-    refused: list[tuple[dict[str, Any], torch.device, str]] = [
-        ({}, torch.device("cuda"), "device cuda .*no kernels of it for GPUs"),
-        ({"kv_cache_dtype": "fp8"}, cpu, "kv_cache_dtype fp8 .*no scales"),
+    gpu = torch.device("cuda")
+    layer = spec.layers[0]
+    assert layer.rope is not None
+    partly = replace(spec, layers=(replace(layer, rope=replace(layer.rope, dim=layer.rope.dim - 2)),))
+    refused: list[tuple[dict[str, Any], ModelSpec, torch.device, str]] = [
+        ({}, partly, gpu, "device cuda .*as a whole: use device cpu"),
+        ({"deterministic": True}, spec, gpu, "deterministic .*depends on the batch"),
+        ({"kv_cache_dtype": "fp8"}, spec, cpu, "kv_cache_dtype fp8 .*no scales"),
     ]
-    for options, device, reason in refused:
+    for options, model, device, reason in refused:
         with pytest.raises(ConfigError, match=reason):
-            check_latents(EngineConfig(model="model", **options), spec, device)
-    check_latents(EngineConfig(model="model"), spec, cpu)
+            check_latents(EngineConfig(model="model", **options), model, device)
+    check_latents(EngineConfig(model="model"), spec, gpu)
+    check_latents(EngineConfig(model="model", deterministic=True), partly, cpu)
     with pytest.raises(UnsupportedModel, match=r"deepseek_v3 attends to latents, .* use --quantization"):
         Checkpoint(folder, cpu)
 

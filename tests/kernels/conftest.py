@@ -11,9 +11,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-from kvern.attention import triton
+from kvern.attention import latent, triton
 from kvern.kernels import delta_net, filters
 from kvern.kernels.attention_decode import DecodeShape, decode_shape
+from kvern.kernels.attention_latent import latent_shape
 from kvern.layers import tuned_linear
 from kvern.layers.few_rows import matvec_shape
 
@@ -53,6 +54,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         monkeypatch.setattr(filters, "SHARES", 2)
         monkeypatch.setattr(filters, "WEIGHED", 2048)
         monkeypatch.setattr(triton, "decode_shape", lambda *sizes: fewer(decode_shape(*sizes)))
+        monkeypatch.setattr(latent, "latent_shape", lambda *sizes: latent_shape(*sizes)._replace(splits=2))
 
 
 @pytest.fixture

@@ -39,12 +39,38 @@ LARGE_NETS = NETS | {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+LATENTS: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LARGE_LATENTS = LATENTS | {
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+}
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama": TINY,
     "gemma2": TINY | GEMMA | {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 10},
     "glm4": TINY | {"head_dim": 16, "partial_rotary_factor": 0.5},
     "qwen3_moe": TINY | {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "qwen3_5_text": TINY | NETS | {"head_dim": 16},
+    "glm4_moe_lite": TINY | LATENTS | {"num_key_value_heads": 4},
     "gpt_oss": TINY
     | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
     | {"rope_scaling": {"rope_type": "default"}},
@@ -56,6 +82,9 @@ LARGE_MODELS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 2048, "num_key_value_heads": 4, "head_dim": 128}
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
     "qwen3_5_text": LARGE | LARGE_NETS | {"num_hidden_layers": 4, "head_dim": 256, "num_key_value_heads": 4},
+    "glm4_moe_lite": LARGE
+    | LARGE_LATENTS
+    | {"hidden_size": 2048, "intermediate_size": 10240, "num_attention_heads": 20, "num_key_value_heads": 20},
     "gpt_oss": LARGE
     | {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64}
     | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}

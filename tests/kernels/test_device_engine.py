@@ -1,6 +1,7 @@
 """The engine whose batch lives on the device answers as the ordinary one; its kernels are interpreted here."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ BY_NIGHT = (
     "minimax_m2",
     "glm4_moe_groups",
     "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
 )
 FAMILIES_BY_MECHANISM = [
     *(name for name in BY_DAY if name in FAMILIES),
@@ -74,6 +78,34 @@ def test_families_answer_alike(family: str, tmp_path: Path, on_device: Callable[
     found = on_device(tmp_path, **OPTIONS).generate(PROMPTS, params)
     assert answers(found) == answers(expected)
     assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+@pytest.mark.parametrize(
+    ("options", "close"),
+    [
+        ({}, 2e-4),
+        pytest.param(SDPA, 2e-4, marks=pytest.mark.nightly),
+        pytest.param({"quantization": "int8"}, 0.1, marks=pytest.mark.nightly),  # rows are rounded, too
+    ],
+    ids=str,
+)
+def test_latents_beside_adapters_and_quantized_weights(
+    options: dict[str, Any], close: float, tmp_path: Path, on_device: Callable[..., LLM]
+) -> None:
+    made = make_checkpoint("glm4_moe_lite", tmp_path / "model", num_hidden_layers=1, mlp_layer_types=["dense"])
+    modules = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    adapter = make_adapter(made, tmp_path / "one", 1, target_modules=modules)
+    places = {"max_adapters": 2, "max_adapter_rank": 16, "adapters": {"one": str(adapter)}, "max_batch_tokens": 9}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
+    makers = partial(on_device, made), partial(LLM, str(made), device="cpu")
+    engines = [make(**(OPTIONS | places | options)) for make in makers]
+    for _ in range(2):  # with the prompts cached
+        found, expected = (
+            list(logprobs(llm.generate(PROMPTS, params, adapter=["one", None, "one"]))) for llm in engines
+        )
+        # Behind an answer's first token engines may go on with different ones.
+        assert found[::2] == pytest.approx(expected[::2], abs=close)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ class Recorded(PromptGraphs):
         pytest.param("llama", {"temperature": 0}, marks=pytest.mark.nightly),
         pytest.param("llama", {"temperature": 1.0, "seed": 3, "top_p": 0.9}, marks=pytest.mark.nightly),
         pytest.param("gemma2", {"temperature": 0, "logprobs": 2}, marks=pytest.mark.nightly),
+        pytest.param("glm4_moe_lite", {"temperature": 0}, marks=pytest.mark.nightly),
     ],
-    ids=["greedy", "options", "logprobs"],
+    ids=["greedy", "options", "logprobs", "latents"],
 )
 def test_a_replayed_step_is_the_eager_one(
     family: str,

@@ -13,7 +13,15 @@ from kvern.step import BlockCopy
 if TYPE_CHECKING:
     from kvern.device.device_batch import Queries
 
-__all__ = ["Attend", "AttentionBackend", "AttentionKernels", "PagedAttend", "copy_cache_blocks", "sinks_of"]
+__all__ = [
+    "Attend",
+    "AttentionBackend",
+    "AttentionKernels",
+    "OwnKernels",
+    "PagedAttend",
+    "copy_cache_blocks",
+    "sinks_of",
+]
 
 Batch = TypeVar("Batch", bound=InputBatch, contravariant=True)
 
@@ -62,6 +70,8 @@ class PlannedAttention(Protocol):
     ) -> None:
         """`query [T, heads, head_dim]`, whose rows may have gaps, over the layer's cache; `out [T, heads, head_dim]`.
 
+        Of a layer with `value_dim` queries have no gaps, and `out` is as wide.
+
         `scales [2, kv_heads]`: of a cache in 8 bits. `sinks [heads]` float32: of a layer that has them. Only
         `TritonKernels` and PyTorch know either.
         """
@@ -81,6 +91,16 @@ class AttentionKernels(Protocol):
     def prefill(self, queries: "Queries") -> PlannedAttention:
         """Plan for requests of any number of tokens each."""
         ...
+
+
+class OwnKernels(AttentionKernels, Protocol):
+    """Kernels of kvern's, which know all that the model's layers have."""
+
+    max_requests: int
+    """That `decode` is planned for at most."""
+
+    prefix_members: int
+    """As of an `AttentionBackend`."""
 
 
 def sinks_of(layers: Sequence[AttentionSpec], sinks: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor | None]:

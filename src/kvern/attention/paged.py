@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvern.attention.base import AttentionKernels, PlannedAttention, sinks_of
+from kvern.attention.base import AttentionKernels, OwnKernels, PlannedAttention, sinks_of
 from kvern.attention.eight_bit import EightBit, store_tokens
-from kvern.attention.triton import LONG_CONTEXT, TritonKernels
+from kvern.attention.triton import LONG_CONTEXT
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.device.transfer import upload
 from kvern.kernels.batch import copy_pool_blocks
@@ -45,7 +45,7 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device,
         phases: Phases,
-        triton: TritonKernels,
+        triton: OwnKernels,
         deterministic: bool = False,
         eight_bit: EightBit | None = None,
         sinks: Mapping[int, torch.Tensor] | None = None,
@@ -57,9 +57,12 @@ class PagedAttention:
         self.deterministic = deterministic
         self._eight_bit = eight_bit
         self.sinks = sinks_of(layers, sinks)
-        shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
+        self.value_dims = [layer.value_dim or layer.head_dim for layer in layers]
+        shapes = [(layer.stored, layer.kv_heads, layer.head_dim) for layer in layers]
         pools = {
-            shape: torch.zeros(shapes.count(shape), 2, blocks, block_size, *shape, dtype=dtype, device=device)
+            shape: torch.zeros(
+                shapes.count(shape), shape[0], blocks, block_size, *shape[1:], dtype=dtype, device=device
+            )
             for shape in dict.fromkeys(shapes)
         }
         self._pools = [pool.flatten(0, 1) for pool in pools.values()]  # of layers alike, copied by one launch
@@ -111,7 +114,7 @@ class PagedStep:
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cache, scales = self._backend.caches[layer], self.scales(layer)
-        for kind, new in enumerate((key, value)):
+        for kind, new in enumerate((key, value)[: len(cache)]):
             store_tokens(cache[kind].flatten(0, 1), self.slot_mapping, new, None if scales is None else scales[kind])
         return self.over_cache(layer, query)
 
@@ -121,7 +124,8 @@ class PagedStep:
             if self._backend.deterministic or len(wanted) > self._backend.triton.max_requests:
                 return self.over_cache(layer, query).index_select(0, wanted)
             query = query.index_select(0, wanted)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        value_dim = self._backend.value_dims[layer]
+        out = torch.empty(*query.shape[:2], value_dim, dtype=query.dtype, device=query.device)
         if wanted is not None:  # the last token of a run sees all keys, as a decode does
             self._backend.triton.decode(self._sampled())(layer, query, cache, out, scales, sinks)
             return out

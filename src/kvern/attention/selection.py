@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvern.attention.base import AttentionKernels
+from kvern.attention.base import AttentionKernels, OwnKernels
 from kvern.attention.eight_bit import LARGEST_CODE
+from kvern.attention.latent import LatentKernels
 from kvern.attention.paged import Phases
 from kvern.attention.triton import TritonKernels
 from kvern.config import EngineConfig
@@ -64,20 +65,20 @@ class AttentionChoice:
 
     phases: dict[str, str]
     libraries: Mapping[str, AttentionKernels]
-    triton: TritonKernels
+    triton: OwnKernels
     table: Sequence[str] = ()
 
 
 def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> AttentionChoice:
     """Who attends: the library `asked` for, or by "auto" the fastest. Raises ConfigError if it cannot be used."""
     hopper = None if config.deterministic else _hopper(shapes)
-    triton = TritonKernels(
-        shapes.layers, shapes.device, shapes.max_requests, config.deterministic, shapes.cache_dtype, hopper
-    )
+    triton = _own(shapes, config.deterministic, hopper)
     if asked in PACKAGES:
         return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
     only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
     if asked == "triton" or config.deterministic or shapes.device.type != "cuda" or shapes.cache_dtype in LARGEST_CODE:
+        return only
+    if any(layer.value_dim is not None for layer in shapes.layers):
         return only
     installed = {name: _version(name) for name in PACKAGES if _installed(name)}
     if not installed:
@@ -98,6 +99,14 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     if set(candidates) == {"triton", *installed}:
         measurements.remember("attention", {key: chosen})
     return AttentionChoice(chosen, candidates, triton, _table(seconds, chosen))
+
+
+def _own(shapes: Shapes, deterministic: bool, hopper: "HopperPrefill | None") -> OwnKernels:
+    """Of a model all or none of whose layers attend to latents."""
+    layers, device = shapes.layers, shapes.device
+    if any(layer.value_dim is not None for layer in layers):
+        return LatentKernels(layers, device, shapes.max_requests)
+    return TritonKernels(layers, device, shapes.max_requests, deterministic, shapes.cache_dtype, hopper)
 
 
 def _hopper(shapes: Shapes) -> "HopperPrefill | None":
@@ -165,6 +174,8 @@ def _unknown(name: str, shapes: Shapes) -> str | None:
     """What a library is known not to do of what is needed; None: nothing."""
     if any(layer.sinks for layer in shapes.layers):
         return f"kvern has no attention sinks through {name}, and the model has them"
+    if any(layer.value_dim is not None for layer in shapes.layers):
+        return f"kvern has no latent attention through {name}, and the model has it"
     if shapes.dtype not in (torch.bfloat16, torch.float16):
         return f"{name} computes in 16 bits only, and dtype is {shapes.dtype}"
     if shapes.cache_dtype != shapes.dtype:

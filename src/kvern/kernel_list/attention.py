@@ -133,7 +133,8 @@ def _into(out: torch.Tensor, launch: Callable[[], None]) -> Callable[[], torch.T
 
 
 def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
-    return list(dict.fromkeys(spec.attentions))
+    """Those with keys and values of heads."""
+    return [kind for kind in dict.fromkeys(spec.attentions) if kind.value_dim is None]
 
 
 def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -161,9 +162,9 @@ def _cuts(kind: AttentionSpec, inputs: Inputs) -> list[tuple[int, bool]]:
 
 
 def _decode_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    attention = spec.attentions[0]
-    yield from ((attention, requests, 1024, requests) for requests in (1, 32, 256))
-    yield from ((attention, requests, 1024, requests, 0, dtype) for dtype in LARGEST_CODE for requests in (32, 256))
+    for attention in _kinds(spec)[:1]:
+        yield from ((attention, requests, 1024, requests) for requests in (1, 32, 256))
+        yield from ((attention, requests, 1024, requests, 0, dtype) for dtype in LARGEST_CODE for requests in (32, 256))
 
 
 def _prefill(
@@ -209,7 +210,7 @@ def _plain_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _plain_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if inputs.hopper:
-        yield from ((spec.attentions[0], 512, dtype) for dtype in LARGEST_CODE)
+        yield from ((kind, 512, dtype) for kind in _kinds(spec)[:1] for dtype in LARGEST_CODE)
 
 
 def _runs(
@@ -269,13 +270,13 @@ def _split_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _split_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    attention = spec.attentions[0]
-    yield from ((attention, requests, queries, before) for requests, queries, before in ((1, 19, 26000), (64, 4, 1000)))
+    sizes = ((1, 19, 26000), (64, 4, 1000))
+    yield from ((attention, *size) for attention in _kinds(spec)[:1] for size in sizes)
 
 
 def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    attention = spec.attentions[0]
-    yield from ((attention, requests, queries, 0, queries >= 1024) for requests, queries in ((2, 4096), (16, 512)))
+    sizes = ((2, 4096, 0, True), (16, 512, 0, False))
+    yield from ((attention, *size) for attention in _kinds(spec)[:1] for size in sizes)
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

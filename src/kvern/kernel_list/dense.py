@@ -46,7 +46,7 @@ def _gain(spec: ModelSpec, inputs: Inputs) -> torch.Tensor:
     return inputs.numbers(spec.hidden_size, dtype=torch.float32 if spec.norm.offset else None)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
 
@@ -55,7 +55,7 @@ def _norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
     x, weight = inputs.numbers(rows, spec.hidden_size), _gain(spec, inputs)
     moved = 2 * rows * spec.hidden_size * x.element_size()
     launch = partial(rms_norm, x, weight, 1e-6)
-    return Call(f"{rows} x {spec.hidden_size}", launch, lambda: _normed(x, weight, 1e-6), moved)
+    return Call(f"{rows} x {spec.hidden_size}", launch, lambda: normed(x, weight, 1e-6), moved)
 
 
 def _add_norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
@@ -64,7 +64,7 @@ def _add_norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         total = x.double() + update.double()
-        return _normed(total, weight, 1e-6), total
+        return normed(total, weight, 1e-6), total
 
     moved = 4 * rows * spec.hidden_size * x.element_size()
     return Call(f"{rows} x {spec.hidden_size}", lambda: (add_rms_norm(x, update, weight, 1e-6), x), reference, moved)
@@ -80,7 +80,7 @@ def _norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
         yield from ((rows,) for rows in TIMED_ROWS)
 
 
-def _rotation(inputs: Inputs, tokens: int, dim: int, interleaved: bool) -> torch.Tensor:
+def rotation_table(inputs: Inputs, tokens: int, dim: int, interleaved: bool) -> torch.Tensor:
     """Cosines and signed sines [tokens, 2, 1, dim] of some angles."""
     angles = inputs.numbers(tokens, dim // 2, dtype=torch.float32)
     cosine, sine = angles.cos(), angles.sin()
@@ -91,7 +91,7 @@ def _rotation(inputs: Inputs, tokens: int, dim: int, interleaved: bool) -> torch
     return torch.stack(both, 1).unsqueeze(2).to(inputs.dtype)
 
 
-def _turned(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def turned(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """`x [T, heads, head_dim]` with the first entries of each head turned by `table [T, 2, 1, dim]`."""
     dim = table.shape[-1]
     cosine, sine = table.double().unbind(1)
@@ -109,7 +109,7 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
     positions = inputs.integers(range(tokens), torch.int64)
     places = inputs.permutation(tokens, torch.int64)
     interleaved = rope is not None and rope.interleaved
-    table = None if rope is None else _rotation(inputs, tokens, rope.dim, interleaved)
+    table = None if rope is None else rotation_table(inputs, tokens, rope.dim, interleaved)
     weight = None
     if spec.query_key_norm is not None:
         weight = inputs.numbers(heads + kv_heads, head_dim, dtype=torch.float32)
@@ -132,8 +132,8 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         parts = qkv.double().view(tokens, -1, head_dim)
         known, value = parts[:, : heads + kv_heads], parts[:, heads + kv_heads :]
-        known = known if weight is None else _normed(known, weight, 1e-6)
-        known = known if table is None else _turned(known, table, interleaved)
+        known = known if weight is None else normed(known, weight, 1e-6)
+        known = known if table is None else turned(known, table, interleaved)
         expected = cache.double()
         stored = [known[:, heads:], value]
         if scales is not None:
@@ -146,11 +146,16 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
 
 
 def _rotate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((layer, tokens) for layer in dict.fromkeys(spec.attending) for tokens in (1, ROWS))
+    yield from ((layer, tokens) for layer in _rotating(spec) for tokens in (1, ROWS))
+
+
+def _rotating(spec: ModelSpec) -> list[LayerSpec]:
+    """Those that store keys and values of heads."""
+    return [layer for layer in dict.fromkeys(spec.attending) if layer.attention.value_dim is None]
 
 
 def _rotate_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((spec.attending[0], tokens) for tokens in TIMED_ROWS)
+    yield from ((layer, tokens) for layer in _rotating(spec)[:1] for tokens in TIMED_ROWS)
 
 
 def _activate(spec: ModelSpec, inputs: Inputs, mlp: MlpSpec, rows: int) -> Call:
@@ -198,7 +203,7 @@ def _matvec(
         around = Around(gain, 1e-6, activation, inputs.numbers(1, outputs) if residual else None)
 
     def reference() -> torch.Tensor:
-        out = (x.double() if around.gain is None else _normed(x, around.gain, 1e-6)) @ weight.double().T
+        out = (x.double() if around.gain is None else normed(x, around.gain, 1e-6)) @ weight.double().T
         out = out if bias is None else out + bias.double()
         if activation is not None:
             gate, up = out.chunk(2, -1)
@@ -217,10 +222,13 @@ def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for layer in dict.fromkeys(spec.attending):
         attention, mlp = layer.attention, layer.mlp
         qkv = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-        launched.append((qkv, hidden, True, None, False, spec.qkv_bias))
-        launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.output_bias))
+        if attention.value_dim is None:
+            launched.append((qkv, hidden, True, None, False, spec.qkv_bias))
+            launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.output_bias))
         if isinstance(mlp, MoeSpec):  # the layer behind it has its norm before the product
-            launched += [(qkv, hidden, *plain, spec.qkv_bias), (mlp.experts, hidden, *plain)]
+            if attention.value_dim is None:
+                launched.append((qkv, hidden, *plain, spec.qkv_bias))
+            launched.append((mlp.experts, hidden, *plain))
             if mlp.shared_width:
                 launched += [(2 * mlp.shared_width, hidden), (hidden, mlp.shared_width)]
             if mlp.shared_gate:
@@ -228,13 +236,17 @@ def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         elif mlp in gated_mlps(spec):
             launched.append((2 * mlp.width, hidden, True, mlp.activation, False, mlp.bias))
             launched.append((hidden, mlp.width, False, None, True, mlp.bias))
+    if spec.attends_to_latents:
+        kinds = linear_shapes(spec, inputs.dtype)
+        launched += [(sum(kind.outputs), kind.inputs, *plain, kind.biased) for kind in kinds]
     yield from dict.fromkeys(launched)
 
 
 def _matvec_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     hidden, attention, mlp = spec.hidden_size, spec.attentions[0], spec.attending[0].mlp
-    yield (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden
-    yield hidden, attention.heads * attention.head_dim
+    if attention.value_dim is None:
+        yield (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden
+        yield hidden, attention.heads * attention.head_dim
     if isinstance(mlp, MlpSpec):
         yield 2 * mlp.width, hidden
         yield hidden, mlp.width

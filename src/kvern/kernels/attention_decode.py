@@ -38,7 +38,7 @@ THREE_PROGRAMS = 168
 
 
 @triton.jit
-def _all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, SHARED: tl.constexpr):
+def all_keys(starts, shared_keys, requests, WINDOW: tl.constexpr, SHARED: tl.constexpr):
     """How many keys all requests attend to."""
     keys = 0
     for first in tl.range(0, requests, 256):
@@ -111,7 +111,7 @@ def _decode_attention_kernel(
         before = prefix_parts
     pieces = 1
     if splits > 1:
-        fair = tl.cdiv(_all_keys(starts, shared_keys, requests, WINDOW, SHARED) * kv_heads, programs)
+        fair = tl.cdiv(all_keys(starts, shared_keys, requests, WINDOW, SHARED) * kv_heads, programs)
         pieces = tl.minimum(tl.maximum((length - base) // tl.maximum(fair, 1), 1), splits)
     span = tl.maximum(tl.cdiv(tl.cdiv(length - base, pieces), TILE) * TILE, SPAN)
     used = tl.cdiv(length - base, span)

@@ -193,7 +193,11 @@ def make_attention(index: int, model: ModelSpec, layer: LayerSpec, build: Build)
             return IndexedAttention(index, model, layer.mixer, layer.rope, build)
         from kvern.layers.latent_attention import LatentAttention
 
-        return LatentAttention(index, model, layer.mixer, layer.rope, build)
+        if "rotary" not in build.kernels:
+            return LatentAttention(index, model, layer.mixer, layer.rope, build)
+        from kvern.layers.fused_latent import FusedLatentAttention
+
+        return FusedLatentAttention(index, model, layer.mixer, layer.rope, build)
     borrows = layer.attention.cache_of is not None
     if "cpu_layers" in build.kernels:
         from kvern.layers.compiled import BorrowingCompiledAttention, CompiledAttention

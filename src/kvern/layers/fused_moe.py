@@ -48,17 +48,32 @@ class FusedExperts(StackedExperts):
         )
 
 
+class Counter:
+    """Adds each expert's tokens to `counts [experts]` int64."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts, self._one = counts, torch.ones(1, dtype=torch.int64, device=counts.device)
+
+    def add(self, topk_ids: Tensor) -> None:
+        """Those of tokens that take `topk_ids [T, top_k]` int64."""
+        self._counts.scatter_add_(0, topk_ids.flatten(), self._one.expand(topk_ids.numel()))
+
+
 class FusedSoftmaxRouter(SoftmaxRouter):
     """Softmax, choice, weights and counts in one kernel: float32 weights and int32 experts, `[T, top_k]`.
 
-    `counts [experts]` int64 grows by each expert's tokens.
+    `counts [experts]` int64 grows by each expert's tokens. Where groups are chosen first, PyTorch does all that.
     """
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
         super().__init__(hidden_size, spec, build)
-        self.counts = counts
+        self.counts, self._counter = counts, Counter(counts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.spec.groups > 1:
+            weights, topk_ids = super().forward(x)
+            self._counter.add(topk_ids)
+            return weights, topk_ids
         logits = self.method.multiply(x, self.bias)
         return route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
 
@@ -68,10 +83,9 @@ class CountingSigmoidRouter(SigmoidRouter):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
         super().__init__(hidden_size, spec, build)
-        self.counts = counts
-        self.one = torch.ones(1, dtype=torch.int64, device=build.device)
+        self._counter = Counter(counts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, topk_ids = super().forward(x)
-        self.counts.scatter_add_(0, topk_ids.flatten(), self.one.expand(topk_ids.numel()))
+        self._counter.add(topk_ids)
         return weights, topk_ids

@@ -28,8 +28,11 @@ from kvern.layers.rope import Rotation, make_rotate
 from kvern.mixer_spec import LatentAttentionSpec
 from kvern.model_spec import ModelSpec, NormSpec, RopeSpec
 
-HeadProducts = Callable[[Tensor], Tensor]
-"""`x [T, heads, inputs] -> [T, heads, outputs]`, each head times a matrix of its own."""
+HeadProducts = Callable[..., Tensor]
+"""`x [T, heads, inputs] -> [T, heads, outputs]`, each head times a matrix of its own.
+
+PyTorch's takes `out`, whose rows may have gaps.
+"""
 
 
 def multiply_heads(matrices: Tensor, is_compiled: bool) -> HeadProducts:
@@ -37,7 +40,13 @@ def multiply_heads(matrices: Tensor, is_compiled: bool) -> HeadProducts:
     if is_compiled:
         return partial(linear_heads, pack_heads(matrices))
     columns = matrices.transpose(1, 2).contiguous()
-    return lambda x: torch.bmm(x.transpose(0, 1), columns).transpose(0, 1)
+
+    def multiply(x: Tensor, out: Tensor | None = None) -> Tensor:
+        out = x.new_empty(*x.shape[:2], columns.shape[2]) if out is None else out
+        torch.bmm(x.transpose(0, 1), columns, out=out.transpose(0, 1))
+        return out
+
+    return multiply
 
 
 class LatentExpansion(Weighted):
@@ -110,17 +119,26 @@ class LatentAttention(Module):
         wanted: Tensor | None = None,
         adapters: StepAdapters = NO_ADAPTERS,
     ) -> Tensor:
-        spec = self.spec
         projected = self.in_proj(hidden, adapters.rows)
-        query, latent, shared = projected.split(
-            [projected.shape[1] - self._cached, spec.kv_lora_rank, spec.qk_rope_head_dim], 1
-        )
-        if spec.q_lora_rank is not None:
-            query = self.q_b_proj(self.q_a_layernorm(query), adapters.rows)
-        nope, rope = query.unflatten(1, (spec.heads, -1)).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], 2)
+        asked, cached = projected.split([projected.shape[1] - self._cached, self._cached], 1)
+        if self.spec.q_lora_rank is not None:
+            asked = self.q_b_proj(self.q_a_layernorm(asked), adapters.rows)
+        attended = self.attended(asked, cached, rotation, attend, wanted)
+        out: Tensor = self.o_proj(self.expansion.expand(attended).flatten(1), adapters.wanted)
+        return out
+
+    def attended(
+        self, asked: Tensor, cached: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None
+    ) -> Tensor:
+        """Queries `[T, heads * (qk_nope_head_dim + qk_rope_head_dim)]`, latents and shared keys -> sums of latents.
+
+        `cached [T, kv_lora_rank + qk_rope_head_dim]`; the sums are `[S, heads, kv_lora_rank]`.
+        """
+        spec = self.spec
+        latent, shared = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], 1)
+        heads = torch.unflatten(asked, 1, (spec.heads, -1))
+        nope, rope = torch.split(heads, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], 2)
         turned = self.rotate(torch.cat((rope, shared[:, None]), 1), rotation)
         query = torch.cat((self.expansion.absorb(nope), turned[:, :-1]), 2)
         key = torch.cat((self.kv_a_layernorm(latent)[:, None], turned[:, -1:]), 2)
-        attended = rows_of(attend(self.index, query, key, key[..., : spec.kv_lora_rank]), wanted)
-        out: Tensor = self.o_proj(self.expansion.expand(attended).flatten(1), adapters.wanted)
-        return out
+        return rows_of(attend(self.index, query, key, key[..., : spec.kv_lora_rank]), wanted)

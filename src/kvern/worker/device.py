@@ -14,7 +14,7 @@ from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder
 from kvern.worker.memory import GIGABYTE, DeviceMemory
-from kvern.worker.plan import EIGHT_BIT, LARGEST_HEAD, REQUIRED_KERNELS
+from kvern.worker.plan import EIGHT_BIT, LARGEST_HEAD, REQUIRED_KERNELS, largest_head
 
 
 def resolve_device(config: EngineConfig, rank: int = 0) -> torch.device:
@@ -57,7 +57,7 @@ def check_head_dim(config: EngineConfig, spec: ModelSpec) -> None:
             f"deterministic is on and attention_backend is {config.attention_backend}: only triton attends to a token "
             "the same way in any batch; leave attention_backend auto"
         )
-    largest = max(attention.head_dim for attention in spec.attentions)
+    largest = largest_head(spec)
     if config.attention_backend == "triton" and largest > LARGEST_HEAD:
         raise ConfigError(
             f"attention_backend is triton, whose heads have at most {LARGEST_HEAD} entries, but this model's have "
@@ -104,8 +104,21 @@ def check_latents(config: EngineConfig, spec: ModelSpec, device: torch.device) -
     """Raise ConfigError for what kvern cannot do with latent attention yet."""
     if not spec.attends_to_latents:
         return
+    on_gpu = device.type != "cpu"
+    rotated = all(
+        layer.rope is None or layer.rope.dim == layer.mixer.qk_rope_head_dim
+        for layer in spec.layers
+        if isinstance(layer.mixer, LatentAttentionSpec)
+    )
     refused = {
-        f"device {device.type}": (device.type != "cpu", "there are no kernels of it for GPUs: use device cpu"),
+        f"device {device.type}": (
+            on_gpu and not rotated,
+            "kernels for GPUs rotate the key that heads share as a whole: use device cpu",
+        ),
+        "deterministic": (
+            on_gpu and config.deterministic,
+            "on a GPU what heads make of latents depends on the batch: leave deterministic off, or use device cpu",
+        ),
         f"kv_cache_dtype {config.kv_cache_dtype}": (
             config.kv_cache_dtype in EIGHT_BIT,
             "a latent has no scales: leave kv_cache_dtype auto",

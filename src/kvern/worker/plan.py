@@ -111,7 +111,7 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
     if not kernels >= REQUIRED_KERNELS:
         kernels &= CPU_KERNELS
     attention: str = config.attention_backend
-    largest = max(attention.head_dim for attention in spec.attentions)
+    largest = largest_head(spec)
     if attention == "auto" and ("attention" not in kernels or largest > LARGEST_HEAD):
         attention = "torch_sdpa"
     cache_dtype: str = EIGHT_BIT.get(config.kv_cache_dtype, config.kv_cache_dtype)
@@ -134,6 +134,11 @@ def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -
         max_batch_tokens=_batch_tokens(config, first.device, requests, longest),
         gpus=tuple(item.gpu for item in findings if item.gpu is not None),
     )
+
+
+def largest_head(spec: ModelSpec) -> int:
+    """Entries of the largest head that is attended to as `LARGEST_HEAD` says; latents are in another way."""
+    return max((item.head_dim for item in spec.attentions if item.value_dim is None), default=0)
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

@@ -22,6 +22,7 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.transfer import send
+from kvern.kernels.attention_latent import QUERIES
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.batch import read_tokens, write_sampled
 from kvern.kernels.sampling import sample
@@ -95,7 +96,10 @@ class PromptGraphs:
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
         self._pool, self._stream = pool, stream
         size = attention.caches[0].element_size()
-        sizes = {prefill_shape(attention.head_dim, False, size).queries for attention in decoder.spec.attentions}
+        sizes = {
+            prefill_shape(attention.head_dim, False, size).queries if attention.value_dim is None else QUERIES
+            for attention in decoder.spec.attentions
+        }
         self._tile = sizes.pop() if len(sizes) == 1 else 0
         self.missing = deque(prompt_steps(rows.scratch, most, rows.tokens.shape[1] - 1) if self._tile else [])
         self._graphs: dict[PromptStep, PromptGraph] = {}

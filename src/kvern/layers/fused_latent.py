@@ -1,0 +1,47 @@
+"""Latent attention out of Triton kernels: norm, rotation and cache write are one launch."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kvern.kernels.store_latents import store_latents
+from kvern.layers.attention import Attend, PagedAttend
+from kvern.layers.build import Build
+from kvern.layers.latent_attention import LatentAttention
+from kvern.layers.rope import Rotation
+from kvern.mixer_spec import LatentAttentionSpec
+from kvern.model_spec import ModelSpec, RopeSpec
+
+
+class FusedLatentAttention(LatentAttention):
+    """Latent attention whose rotation is none, or of whole keys."""
+
+    def __init__(
+        self, index: int, model: ModelSpec, spec: LatentAttentionSpec, rope: RopeSpec | None, build: Build
+    ) -> None:
+        super().__init__(index, model, spec, rope, build)
+        self.rotates = rope is not None
+        self.interleaved = rope is not None and rope.interleaved
+
+    def attended(
+        self, asked: Tensor, cached: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None
+    ) -> Tensor:
+        spec, paged, norm = self.spec, cast("PagedAttend", attend), self.kv_a_layernorm
+        table, positions, _ = rotation
+        query = asked.new_empty(len(asked), spec.heads, cached.shape[1])
+        heads = torch.unflatten(asked, 1, (spec.heads, -1))
+        self.expansion.absorb(heads[..., : spec.qk_nope_head_dim], query[..., : spec.kv_lora_rank])
+        store_latents(
+            cached,
+            asked,
+            positions,
+            paged.slot_mapping,
+            table if self.rotates else None,
+            cast("Tensor", norm.weight),
+            norm.epsilon,
+            paged.cache(self.index),
+            query,
+            interleaved=self.interleaved,
+        )
+        return paged.over_cache(self.index, query, wanted)

@@ -1,0 +1,70 @@
+"""Attention to latents over the paged cache beside float64, however a launch is cut."""
+
+import pytest
+import torch
+
+from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
+from tests.kernels.test_attention import Batch, make_batch
+from tests.kernels.test_norm import relative_error
+
+SIZES = [(5, 20, 8), (16, 32, 16), (40, 24, 4)]
+"""Heads, entries of the latent, and of the rotated key."""
+
+
+def reference(batch: Batch, latent: int, scale: float) -> torch.Tensor:
+    out = []
+    for slot, start, count, token in zip(
+        *(item.tolist() for item in (batch.slots, batch.starts, batch.counts, batch.tokens)), strict=True
+    ):
+        rows = batch.cache[0, batch.table[slot].long()].double().flatten(0, 2)[: start + count]
+        scores = torch.einsum("qhd,kd->hqk", batch.query[token : token + count].double(), rows) * scale
+        at = torch.arange(start, start + count, device=rows.device)[:, None]
+        hidden = torch.arange(start + count, device=rows.device)[None] > at
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append(torch.einsum("hqk,kd->qhd", weights, rows[:, :latent]))
+    return torch.cat(out)
+
+
+def attended(batch: Batch, latent: int, shape: LatentShape, scale: float, runs: Runs | None) -> torch.Tensor:
+    query = batch.query.contiguous()
+    out = torch.full((*query.shape[:2], latent), float("nan"), dtype=query.dtype, device=query.device)
+    latent_attention(query, batch.cache[:1], batch.table, batch.slots, batch.starts, runs, out, shape, scale=scale)
+    return out
+
+
+def tiles(batch: Batch) -> Runs:
+    found = [(place, first) for place, count in enumerate(batch.counts.tolist()) for first in range(0, count, QUERIES)]
+    requests, firsts = torch.tensor(found, dtype=torch.int32, device=batch.counts.device).T.contiguous()
+    return Runs(batch.tokens, batch.counts, requests, firsts)
+
+
+@pytest.mark.parametrize(("heads", "latent", "rest"), SIZES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode(device: torch.device, heads: int, latent: int, rest: int, splits: int) -> None:
+    """Of keys that take one part, or several."""
+    batch = make_batch(device, [0, 40, 600 if splits > 1 else 17], [1] * 3, heads, 1, latent + rest, torch.float32)
+    shape = LatentShape(16, 32, splits, 4, 4, 1)
+    found = attended(batch, latent, shape, 0.3, None)
+    assert relative_error(found, reference(batch, latent, 0.3)) < 1e-5
+
+
+@pytest.mark.parametrize(("splits", "heads", "latent", "rest"), [(1, *SIZES[1]), (3, *SIZES[0])])
+def test_runs(device: torch.device, splits: int, heads: int, latent: int, rest: int) -> None:
+    batch = make_batch(device, [0, 9, 300], [18, 1, 3], heads, 1, latent + rest, torch.float32)
+    found = attended(batch, latent, LatentShape(32, 32, splits, 4, 4, 1), 0.3, tiles(batch))
+    assert relative_error(found, reference(batch, latent, 0.3)) < 1e-5
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_16_bits(device: torch.device, splits: int) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # which are all that the interpreter multiplies
+    batch = make_batch(device, [11, 530], [1, 1], 20, 1, 48, dtype, block_size=16)
+    found = attended(batch, 32, LatentShape(32, 64, splits, 4, 4, 2), 0.2, None)
+    assert relative_error(found, reference(batch, 32, 0.2)) < 2e-2
+
+
+@pytest.mark.parametrize(("requests", "turns"), [(8, 1), (70, 4), (128, 1)])
+def test_decodes_are_cut_so_that_few_processors_are_idle(requests: int, turns: int) -> None:
+    shape = latent_shape(20, requests, True, 132, torch.device("cpu"))
+    assert shape.programs == turns * 132
+    assert shape.splits >= shape.programs // requests
