@@ -34,6 +34,17 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 2.0,
         },
     ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            "head_dim": 16,
+            "v_head_dim": 12,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED_TYPES,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            **_EXPERTS,
+        },
+    ),
     "minicpm3": (
         "minicpm3",
         {
@@ -46,5 +57,5 @@ FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Model types that transformers computes: learned positions, two attentions a layer, experts, windows, softcaps, and
-values narrower than keys."""
+"""Model types that transformers computes: learned positions, two attentions a layer, experts, windows, softcaps, sinks,
+and values narrower than keys."""

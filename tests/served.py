@@ -37,6 +37,12 @@ def child_of(pid: int, module: str) -> int:
     return found
 
 
+def worked(pid: int) -> float:
+    """Seconds of processors that a process, and those of its children that have ended, have used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 class Served:
     """A running `kvern serve`."""
 
@@ -105,6 +111,10 @@ class Served:
 
     def engine_pid(self) -> int:
         return child_of(self.process.pid, "kvern.engine.process")
+
+    def worked(self) -> float:
+        """Seconds of processors that the server and its engine have used: no load of the machine changes them."""
+        return worked(self.process.pid) + worked(self.engine_pid())
 
     def child(self, module: str) -> int:
         """The process of the server that runs a module."""

@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "max_batch_requests": 4,
     "max_batch_tokens": 11,
 }
-BY_DAY = ("gpt2", "vaultgemma", "minicpm3")
+BY_DAY = ("gpt2", "vaultgemma", "mimo_v2_flash")
 
 
 def prompts() -> list[list[int]]:
@@ -152,7 +152,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "fixed attention": ("falcon", {}, "its attention cannot be replaced"),
     "masks of its own": ("doge", {"num_experts": 64}, "it makes an attention mask of its own"),
     "chunks": ("llama4_text", {}, "it has layers of the types chunked_attention"),
-    "sinks": ("gpt_oss", {"num_hidden_layers": 2}, "it has attention sinks"),
     "shared keys": ("apertus", {"num_kv_shared_layers": 1}, "layers share the keys and values of others"),
     "quantized weights": ("apertus", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized"),
     "unused window": ("apertus", {"sliding_window": 9}, "called with a window of None, and config.json says 9"),

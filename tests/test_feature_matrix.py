@@ -7,24 +7,27 @@ from the tests here and elsewhere that are marked with the features that they co
 
 import asyncio
 import itertools
+import json
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvern
 from kvern import LLM, AsyncLLM, SamplingParams
-from kvern.errors import InvalidRequest
+from kvern.errors import ConfigError, InvalidRequest
 from kvern.request import Request
 from kvern.structured_output import StructuredOutput
 from tests.combined_features import (
     ADAPTERS,
     FEATURES,
-    OPTIONS,
     PROMISED,
     ROOT,
     Alone,
@@ -37,10 +40,15 @@ from tests.combined_features import (
     streamed,
 )
 from tests.combined_questions import QUESTIONS, RECORD
+from tests.families import make_checkpoint
 from tests.feature_matrix import page
 from tests.idle import is_idle
+from tests.model_features import QUERIES  # with the tier of a table
+from tests.peft_adapters import make_adapter
 from tests.served import serving
 from tests.test_server_tools import gathered
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 
 
 def asks_with(features: frozenset[str], times: int) -> list[Ask]:
@@ -69,7 +77,7 @@ def too_little_room(asks: Sequence[Ask], alone: Alone) -> int:
 
 def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> tuple[list[Result], Run]:
     """One engine with these features answers all of them in one batch; with a prefix cache for the second time."""
-    options = dict(OPTIONS)
+    options = dict(alone.options)
     for name in of_engine:
         options |= FEATURES[name].options()
     if "preemption" in of_engine:
@@ -132,10 +140,26 @@ def check_combinations(combinations: Sequence[frozenset[str]], alone: Alone, tim
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Alone]:
-    made = Alone()
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    """Of the embedded model where a test names no family, else of a random one with its tokenizer and template."""
+    family = getattr(request, "param", None)
+    made = Alone(**({} if family is None else random_model(family, tmp_path_factory.mktemp(family))))
     yield made
     made.check()
+
+
+def random_model(family: str, folder: Path) -> dict[str, Any]:
+    """Options of an engine with a tiny model of a family, and with adapters that are called like the embedded one's."""
+    embedded = Path(kvern.__file__).parent / "embedded" / "kvern-1m"
+    config = json.loads((embedded / "config.json").read_text())
+    sizes = {name: config[name] for name in ("vocab_size", "eos_token_id", "max_position_embeddings")}
+    model = make_checkpoint(family, folder / "model", **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(embedded / name, model)
+    adapters = {
+        name: make_adapter(model, folder / name, seed, target_modules=QUERIES) for seed, name in enumerate(ADAPTERS)
+    }
+    return {"model": str(model), "adapters": {name: str(made) for name, made in adapters.items()}}
 
 
 PAIRS = [
@@ -149,6 +173,50 @@ PAIRS = [
 @pytest.mark.parametrize("features", PAIRS)
 def test_two_features(features: frozenset[str], alone: Alone) -> None:
     check_combinations([features], alone)
+
+
+OTHERS = ("qwen3_5", "gpt_oss", "deepseek_v3")
+"""Families with states, with sinks and windows, and with latents."""
+BY_DAY = ("beams+LoRA", "prefix cache+preemption")
+"""What moves most of what a family keeps of a request; all other pairs are tried at night."""
+OTHER_PAIRS = [
+    pytest.param(
+        family, param.values[0], id=f"{family}-{param.id}", marks=[] if param.id in BY_DAY else pytest.mark.nightly
+    )
+    for family in OTHERS
+    for param in PAIRS
+]
+
+
+@pytest.mark.parametrize(("alone", "features"), OTHER_PAIRS, indirect=["alone"])
+def test_two_features_of_other_models(features: frozenset[str], alone: Alone) -> None:
+    check_combinations([features], alone, times=1)
+
+
+REFUSED: dict[str, set[str]] = {
+    "qwen3_5": {"deterministic", "kv_tier"},
+    "gpt_oss": set(),
+    "deepseek_v3": {"kv_cache_dtype"},
+}
+"""What an engine of a family does not take; all features above it does."""
+ENGINE_OPTIONS: dict[str, object] = {
+    "deterministic": True,
+    "kv_tier": "tier of a table",
+    "kv_cache_dtype": "int8",
+    "quantization": "int8",
+}
+
+
+@pytest.mark.parametrize(("alone", "refused"), REFUSED.items(), indirect=["alone"], ids=REFUSED)
+def test_options_of_engines_are_taken_or_refused_by_name(alone: Alone, refused: set[str]) -> None:
+    found = set()
+    for name, value in ENGINE_OPTIONS.items():
+        try:
+            LLM(**alone.options | {"prefix_cache": True, "adapters": {}, name: value}).close()
+        except ConfigError as error:
+            assert name in str(error)
+            found.add(name)
+    assert found == refused
 
 
 RARE = ("top_n_sigma", "xtc_probability", "dynatemp_range")
@@ -167,6 +235,12 @@ def test_everything_at_once(alone: Alone) -> None:
     """Requests of several features each, all in one batch that is streamed, preempted and taken from the cache."""
     pairs = itertools.combinations(FEATURES, 2)
     assert all(any({*pair} <= features | EVERYWHERE for features in TOGETHER) for pair in pairs), "in one request each"
+    check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("alone", OTHERS, indirect=True)
+def test_everything_at_once_of_other_models(alone: Alone) -> None:
     check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
 
 

@@ -22,10 +22,13 @@ from kvern.layers.decays import CHUNK
 from kvern.mixer_spec import ShortConvSpec
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
+from kvern.step import SchedulerOutput, StepResult
 from kvern.structured_output import StructuredOutput
 from kvern.worker.device import check_state_kernels, check_states
+from kvern.worker.executor import InProcessExecutor
 from kvern.worker.memory import bytes_of_state
 from kvern.worker.plan import Findings, Room, agree, lay_out
+from kvern.worker.step_parts import StepTooLarge
 from tests.failing_runner import FailingRunner
 from tests.families import make_checkpoint, reference_greedy, reference_logits, similar_prompts
 from tests.idle import is_idle
@@ -197,6 +200,31 @@ def test_a_failed_step_leaves_no_state_behind(
         assert [output.outputs[0].token_ids for output in (*found[:3], *found[5:])] == expected
         assert runner.failures and is_idle(llm)
         assert answers(llm, prompts) == expected, "what is cached is right"
+
+
+@several_families
+def test_a_step_that_runs_out_of_memory_begins_anew_in_parts(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever states it has changed by then."""
+    with LLM(str(folder), **OPTIONS, kv_cache_tokens=512) as llm:
+        core: Any = llm._engine.core
+        worker, sizes = core.executor._worker, []
+        execute = worker.runner.execute
+
+        def small_device(output: SchedulerOutput) -> StepResult:
+            result: StepResult = execute(output)
+            if output.token_count > 3:
+                raise StepTooLarge("(0 MiB free)", final=True) from torch.OutOfMemoryError("as planned")
+            sizes.append(output.token_count)
+            return result
+
+        monkeypatch.setattr(worker.runner, "execute", small_device)
+        core.executor = InProcessExecutor(worker)
+        outputs = llm.generate(prompts, GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert sizes and max(sizes) <= 3
+        assert is_idle(llm)
 
 
 def test_forms_are_kept(folder: Path, prompts: list[list[int]]) -> None:

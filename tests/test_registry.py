@@ -106,6 +106,7 @@ def test_a_missing_setting_is_named() -> None:
         ({"model_type": "nemotron_h", **NEMOTRON, "tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"model_type": "granitemoehybrid", **GRANITE4, "mamba_d_head": 10**9}, "8000000000 numbers of a token"),
         ({"model_type": "falcon_h1", **GRANITE4, "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "dots1", **GROUPS, "topk_group": 0}, "top_groups is 0"),
         ({"model_type": "dots1", **GROUPS, "topk_group": 3}, "2 experts from 3 of 2 groups of 8 experts"),
         ({"model_type": "dots1", **GROUPS, "n_group": 3}, "2 experts from 1 of 3 groups of 8 experts"),
         ({"model_type": "dots1", **GROUPS, "num_experts_per_tok": 5}, "5 experts from 1 of 2 groups of 8 experts"),

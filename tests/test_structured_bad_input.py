@@ -1,4 +1,4 @@
-"""Forms that nobody can follow, sent to a server with 32 streams: each is refused, and no stream notices."""
+"""Forms that nobody can follow, sent to a server with eight streams: each is refused, and no stream notices."""
 
 import json
 import socket
@@ -13,8 +13,8 @@ import pytest
 from kvern import LLM, SamplingParams
 from tests.served import SMALL, Served, eventually, serving
 
-STREAMS = 32
-TOKENS = 40
+STREAMS = 8
+TOKENS = 24
 
 
 def nested(schema: Any, levels: int) -> Any:
@@ -124,7 +124,7 @@ def options_of(number: int) -> dict[str, Any]:
 
 
 class Streams:
-    """Thirty-two streams that begin anew until the block ends; their tokens are always those of `alone`."""
+    """Streams that begin anew until the block ends; their tokens are always those of `alone`."""
 
     def __init__(self, server: Served, alone: list[list[str]]) -> None:
         self._server, self._alone = server, alone

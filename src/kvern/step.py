@@ -184,6 +184,10 @@ class ModelRunnerOutput:
     """(number of a load, how many of its blocks, from the first one on, have arrived), each load once."""
 
 
+class StepLost(Exception):
+    """A step has to be undone and planned anew, through no request's fault; the cause says why."""
+
+
 class StepResult(Protocol):
     """What a step will have computed; a Future is one."""
 

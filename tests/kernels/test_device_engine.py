@@ -41,6 +41,12 @@ FAMILIES_BY_MECHANISM = [
     *(name for name in BY_DAY if name in FAMILIES),
     *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT if name in FAMILIES),
 ]
+NETS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "num_experts": 0,
+}
+"""A gated delta net of few heads, and an attention."""
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
 
 
@@ -262,9 +268,15 @@ def test_logits_processors(tmp_path: Path, on_device: Callable[..., LLM], monkey
     assert list(logprobs(found[:3])) == pytest.approx(list(logprobs(expected[:3])), abs=2e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.nightly)])
 def test_a_step_that_runs_out_of_memory_is_run_in_parts(
-    folder: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str,
+    tmp_path: Path,
+    on_device: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    folder = make_checkpoint(family, tmp_path, **(NETS if family == "qwen3_next" else {}), num_hidden_layers=2)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, **OPTIONS)
@@ -272,15 +284,16 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     forward = decoder.forward
 
     def small_card(token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        hidden: torch.Tensor = forward(token_ids, *arguments)
         if token_ids.shape[0] > 7:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return forward(token_ids, *arguments)
+        return hidden
 
     monkeypatch.setattr(decoder, "forward", small_card)
     found = llm.generate(PROMPTS, params)
     assert answers(found) == answers(expected)
     assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
-    assert "out of GPU memory in a step of 28 tokens" in caplog.text
+    assert "out of GPU memory in a step of" in caplog.text
 
 
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.nightly), "result"])
@@ -327,8 +340,7 @@ def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
     budget: int, tmp_path: Path, on_device: Callable[..., LLM]
 ) -> None:
     """Runs beside single tokens, samples that share a prompt, prompts that begin alike."""
-    nets = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
-    make_checkpoint("qwen3_next", tmp_path, num_hidden_layers=2, num_experts=0, **nets)
+    make_checkpoint("qwen3_next", tmp_path, num_hidden_layers=2, **NETS)
     options = OPTIONS | {"max_batch_tokens": budget}
     head = list(range(20, 28))
     prompts = [[*head, 7, 9], [*head, 41], [3, 4, 5]]

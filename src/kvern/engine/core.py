@@ -26,7 +26,7 @@ from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.events import EngineStatistics, TokenEvent
 from kvern.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
-from kvern.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from kvern.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -219,6 +219,9 @@ class EngineCore:
         self._pace.awaits()
         try:
             result = future.result()
+        except StepLost:
+            self._undo(output)
+            return []
         except Exception as error:
             self._undo(output)
             return self._blame(output, requests, error)

@@ -7,6 +7,9 @@ import triton.language as tl
 from kvern.kernels.eight_bit import for_kernels, stored_codes
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 
+FEW_TOKENS = 32
+"""Up to so many, a program has a single head, so that there are programs for a whole card."""
+
 
 @Launcher
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -130,7 +133,7 @@ def rotate_and_store(
     heads = query_heads + 2 * kv_heads
     tokens = qkv.shape[0]
     overlap = overlaps(qkv.device)
-    group = 1 if tokens <= 32 else min(8, next_power_of_2(heads))
+    group = 1 if tokens <= FEW_TOKENS else min(8, next_power_of_2(heads))
     _rotate_and_store_kernel[(tokens, cdiv(heads, group))](
         qkv,
         positions,

@@ -165,6 +165,12 @@ def read_experts(config: Config) -> int:
     return int(config[next((name for name in names if name in config), "num_experts")])
 
 
+def read_groups(config: Config) -> tuple[int, int]:
+    """How many groups experts stand in, and from how many of them a token takes its own; 1 where nothing is said."""
+    groups, top_groups = (config.get(name) for name in ("n_group", "topk_group"))
+    return 1 if groups is None else groups, 1 if top_groups is None else top_groups
+
+
 def check_settings(config: Config, expected: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel for a setting that a configuration has otherwise than all that are published."""
     for key, value in expected.items():

@@ -7,7 +7,8 @@
            -> call -> arguments -> body
 
 (OpenAI, "Harmony response format".) The recipient may stand before the channel, too. What is no header is text, and
-where it interrupts a message, that message's. Analysis is reasoning; whatever else calls no tool is content.
+where it interrupts a message, that message's. Analysis is reasoning; whatever else calls no tool is content,
+and so is what stands behind a call's arguments, where the format has a place for nothing.
 """
 
 import itertools
@@ -39,7 +40,7 @@ BEGUN_HEADER = re.compile(
 )
 """Of which nothing is text if the turn ends there."""
 
-Kind = Literal["content", "reasoning", "call", "nothing"]
+Kind = Literal["content", "reasoning", "call"]
 
 
 class Harmony:
@@ -149,14 +150,23 @@ class HarmonyParser(BufferedParser):
             return False
         if not text or text.startswith(BODY_ENDS):
             self.arguments("{}")
-            self._kind = "nothing"
+            self._next_message("content")
         self.state = self._body_state
         return True
 
     def _arguments_state(self) -> bool:
         if not self._json.read():
             return False
-        self._kind, self.state = "nothing", self._body_state
+        self._next_message("content")
+        self.state = self._behind_state
+        return True
+
+    def _behind_state(self) -> bool:
+        """Blanks behind arguments are a part of the call."""
+        self.buffer = self.buffer.lstrip(BLANKS)
+        if not self.buffer:
+            return False
+        self.state = self._body_state
         return True
 
     def _body_state(self) -> bool:
@@ -176,7 +186,7 @@ class HarmonyParser(BufferedParser):
             return
         if self._kind == "call":
             self.arguments(text)
-        elif self._kind != "nothing":
+        else:
             shown, self._separator = self._separator + text, ""
             self._pieces.append(Reasoning(shown) if self._kind == "reasoning" else Content(shown))
             self._written.add(self._kind)

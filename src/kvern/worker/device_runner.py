@@ -107,12 +107,11 @@ class DeviceRunner:
         try:
             return self._start(output.scheduled)
         except torch.OutOfMemoryError as error:
-            if self._states is not None:  # some layers' states have gone on already: the step cannot be run again
-                raise
             device = self._rows.device
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
             torch.cuda.empty_cache()
-            raise StepTooLarge(f"({free / 2**20:.0f} MiB free)") from error
+            # Some layers' states have gone on already.
+            raise StepTooLarge(f"({free / 2**20:.0f} MiB free)", final=self._states is not None) from error
 
     @torch.inference_mode()
     def idle(self) -> bool:

@@ -1,6 +1,7 @@
 """A step for which the memory of a device is too small is run in parts, and so are all as large that come later.
 
-The limit is found by trying: what is run again in parts is the step that failed, after its differences have come.
+The limit is found by trying: what is run again in parts is the step that failed, after its differences have come. One
+that has changed states of layers cannot be run again: it is lost, and what is planned in its place runs in parts.
 """
 
 import dataclasses
@@ -8,13 +9,20 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvern.errors import in_a_line
-from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepResult
+from kvern.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepLost, StepResult
 
 logger = logging.getLogger("kvern")
 
 
 class StepTooLarge(Exception):
-    """A device ran out of memory while it computed a step whose differences have come; the cause says where."""
+    """A device ran out of memory while it computed a step whose differences have come; the cause says where.
+
+    `final`: what it has changed already cannot be computed again.
+    """
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class StepParts:
@@ -25,7 +33,7 @@ class StepParts:
         self._token_limit: int | None = None
 
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Start a step. Raises what `execute` raises, and its cause for what cannot be cut."""
+        """Start a step. Raises what `execute` raises, its cause for what cannot be cut, and StepLost."""
         if self._token_limit is None or output.token_count <= self._token_limit:
             try:
                 return self._execute(output)
@@ -72,6 +80,8 @@ class StepParts:
             self._token_limit,
             in_a_line(error.__cause__ or error),
         )
+        if error.final:
+            raise StepLost from error
 
 
 def _is_whole(scheduled: Sequence[ScheduledTokens]) -> bool:

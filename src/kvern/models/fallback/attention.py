@@ -38,14 +38,12 @@ class Call(NamedTuple):
 
         Raises UnsupportedModel for what kvern's attention does not do.
         """
-        known = {"scaling", "sliding_window", "softcap", "is_causal", *WITHOUT_EFFECT}
+        known = {"scaling", "sliding_window", "softcap", "is_causal", "s_aux", *WITHOUT_EFFECT}
         causal = self.arguments.get("is_causal")
         if not (getattr(self.module, "is_causal", True) if causal is None else causal):
             raise UnsupportedModel("it attends in both directions")
         if self.mask is not None:
             raise UnsupportedModel("it makes an attention mask of its own")
-        if self.arguments.get("s_aux") is not None:
-            raise UnsupportedModel("it has attention sinks")
         for name, value in self.arguments.items():
             if name not in known and value is not None and value is not False:
                 raise UnsupportedModel(f"its attention is called with {name}, which kvern does not know")
@@ -59,7 +57,19 @@ class Call(NamedTuple):
             float(self.query.shape[3] ** -0.5 if scale is None else scale),
             self.arguments.get("sliding_window"),
             self.arguments.get("softcap"),
+            sinks=self.sinks is not None,
         )
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Logits `[heads]` that take part in the softmax without a value."""
+        sinks: Tensor | None = self.arguments.get("s_aux")
+        return sinks
+
+    def unanswered(self) -> Tensor:
+        """Zeros in the place of what is attended to."""
+        _, heads, tokens, _ = self.query.shape
+        return self.value.new_zeros(tokens, heads, self.value.shape[3])
 
 
 Answer = Callable[[Call], Tensor]

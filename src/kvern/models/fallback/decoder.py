@@ -16,7 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from kvern.errors import CorruptCheckpoint, in_a_line
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters
 from kvern.layers.states import StepStates
-from kvern.models.fallback.attention import IMPLEMENTATION, PagedAnswer, answered
+from kvern.models.fallback.attention import IMPLEMENTATION, Call, PagedAnswer, answered
 from kvern.models.fallback.description import read_config
 from kvern.models.implementation import TransformersSpec
 
@@ -54,8 +54,17 @@ class TransformersDecoder:
 
     @property
     def sinks(self) -> Mapping[int, Tensor]:
-        """None: such models are refused."""
-        return {}
+        """As `Decoder.sinks`: those that a forward pass of one token attends with."""
+        found: list[Tensor | None] = []
+
+        def note(call: Call) -> Tensor:
+            found.append(call.sinks)
+            return call.unanswered()
+
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        with torch.inference_mode(), answered(note):
+            self._body(input_ids=token, position_ids=token, use_cache=False)
+        return {index: sinks.detach().float() for index, sinks in enumerate(found) if sinks is not None}
 
     def own_logits(self, token_ids: Tensor) -> Tensor:
         """What the model says of one prompt `[T]` without kvern's attention: float32 `[T, vocab]`."""

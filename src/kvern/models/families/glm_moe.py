@@ -8,6 +8,7 @@ from kvern.models.describe import (
     layers_by_type,
     read_activation,
     read_experts,
+    read_groups,
     read_rms_norm,
     read_rope,
     uniform_layers,
@@ -17,14 +18,15 @@ from kvern.models.registry import Config, register_family
 
 def read_sigmoid_moe(config: Config, *, renormalize: bool) -> MoeSpec:
     """Experts with sigmoid scores, within groups if there are any, and shared ones of the same width."""
+    groups, top_groups = read_groups(config)
     return MoeSpec(
         experts=read_experts(config),
         top_k=config["num_experts_per_tok"],
         width=config["moe_intermediate_size"],
         activation=read_activation(config),
         scoring="sigmoid",
-        groups=config.get("n_group") or 1,
-        top_groups=config.get("topk_group") or 1,
+        groups=groups,
+        top_groups=top_groups,
         renormalize=config.get("norm_topk_prob", renormalize),
         routed_scale=config.get("routed_scaling_factor", 1.0),
         shared_width=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),

@@ -3,7 +3,15 @@
 from kvern.errors import UnsupportedModel
 from kvern.mixer_spec import Mamba2Spec
 from kvern.model_spec import Activation, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, Rename
-from kvern.models.describe import check_settings, describe, kinds_of, read_activation, read_attention, read_experts
+from kvern.models.describe import (
+    check_settings,
+    describe,
+    kinds_of,
+    read_activation,
+    read_attention,
+    read_experts,
+    read_groups,
+)
 from kvern.models.families.granite_hybrid import check_steps
 from kvern.models.registry import Config, register_family
 
@@ -58,14 +66,15 @@ def _mamba(config: Config, epsilon: float) -> Mamba2Spec:
 def _moe(config: Config) -> MoeSpec:
     if config.get("mlp_bias"):
         raise UnsupportedModel("mlp_bias is true: kvern's experts have no biases")
+    groups, top_groups = read_groups(config)
     return MoeSpec(
         experts=read_experts(config),
         top_k=config["num_experts_per_tok"],
         width=config["moe_intermediate_size"],
         activation=_activation(config),
         scoring="sigmoid",
-        groups=config.get("n_group") or 1,
-        top_groups=config.get("topk_group") or 1,
+        groups=groups,
+        top_groups=top_groups,
         renormalize=bool(config.get("norm_topk_prob", True)),
         routed_scale=float(config.get("routed_scaling_factor", 1.0)),
         shared_width=config["moe_shared_expert_intermediate_size"],
