@@ -26,9 +26,9 @@ PROMISES = """
 
 In `tests/test_feature_matrix.py` every request, in a batch with others, gets the answers that it gets alone, at once,
 from an engine with room and without a prefix cache. `test_two_features_of_other_models` and
-`test_everything_at_once_of_other_models` there say the same of tiny random models with states (`qwen3_5`), with sinks and
-windows (`gpt_oss`) and with latents (`deepseek_v3`), of some pairs in `make test` and of all nightly; which options of an
-engine such a model refuses, by name, is tested beside. On top of that:
+`test_everything_at_once_of_other_models` there say the same of tiny random models with states (`qwen3_5`), with sinks
+and windows (`gpt_oss`) and with latents (`deepseek_v3`): of some pairs in `make test`, of all nightly. Which options of
+an engine such a model refuses, by name, is tested beside. On top of that:
 
 """
 MORE = """
