@@ -40,12 +40,20 @@ def setups(draw: st.DrawFn) -> Setup:
         drafts=draw(st.sampled_from((0, 0, 1, 4))),
         step_rows=draw(st.sampled_from((0, 0, 1, 3, 6))),
     )
-    return with_states(setup, draw(st.sampled_from((None, None, 0, 1, 8))))
+    setup = with_states(setup, draw(st.sampled_from((None, None, 0, 1, 8))))
+    return with_window(setup, draw(st.sampled_from((None, None, (1, 1), (3, 2), (9, 1)))))
 
 
 def with_states(setup: Setup, kept: int | None) -> Setup:
     """The same for a model with states, of which so many are kept; such a model takes no drafts, and has no tier."""
     return setup if kept is None else replace(setup, kept_states=kept, drafts=0, tier_blocks=0)
+
+
+def with_window(setup: Setup, windowed: tuple[int, int] | None) -> Setup:
+    """The same for a model some of whose layers have a window and block tables of their own; it has no tier."""
+    if windowed is None or not setup.paged:
+        return setup
+    return replace(setup, windowed=windowed, tier_blocks=0, kept_states=None)
 
 
 SHARED = ([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2])
@@ -124,7 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def evict(self, count: int) -> None:
-        before = self.engine.cache.pool.free_count + self.engine.cache.tree.evictable_count
+        before = self.engine.cache.available_count
         self.engine.cache.tree.evict(count)
         assert self.engine.cache.available_count == before
         self.engine.check()
@@ -188,4 +196,5 @@ def random_setup(seed: int) -> Setup:
         drafts=dice.choice((0, 0, 1, 4)),
         step_rows=dice.choice((0, 0, 1, 3, 6)),
     )
-    return with_states(setup, dice.choice((None, None, 0, 1, 8)))
+    setup = with_states(setup, dice.choice((None, None, 0, 1, 8)))
+    return with_window(setup, dice.choice((None, None, (1, 1), (3, 2), (9, 1))))

@@ -12,6 +12,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvern.cache.windows import WindowLimits
 from kvern.engine.scheduler import SchedulerLimits
 from kvern.request import Request
 from kvern.step import (
@@ -59,6 +60,8 @@ class Setup:
     """Tokens that a step with decodes has time for; 0: as many as fit."""
     kept_states: int | None = None
     """Places for states beside those of rows; None: the model has no states."""
+    windowed: tuple[int, int] | None = None
+    """The window of some layers, and how many block tables they have; None: no layer has a window."""
     accuracy: float = 0.7
     """How probable it is that a draft is what the model says."""
 
@@ -68,7 +71,14 @@ class Setup:
 
     @property
     def blocks(self) -> int:
-        return -(-self.max_model_len // self.size) + self.spare_blocks
+        tokens = [self.max_model_len]
+        if self.window is not None:
+            tokens += [min(self.max_model_len, self.window.held_tokens + 2 * self.size)] * self.window.tables
+        return sum(-(-count // self.size) for count in tokens) + self.spare_blocks
+
+    @property
+    def window(self) -> WindowLimits | None:
+        return None if self.windowed is None else WindowLimits(*self.windowed, self.limits.max_batch_tokens)
 
     @property
     def states(self) -> int:
@@ -104,38 +114,9 @@ def simulated_logprobs(key: int) -> dict[int, float]:
     return {token: -math.inf if dice.random() < 0.2 else -3 * dice.random() for token in range(VOCABULARY)}
 
 
-def searched_answers(request: Request) -> list[tuple[list[int], str]]:
-    """Tokens and ending of what a beam search finds, best first: all continuations of all beams, one step at a time."""
-    params, stop, length = request.params, request.stop_token_ids, 0
-    width, penalty = params.beam_width or 0, params.length_penalty
-    beams: list[tuple[float, list[int]]] = [(0.0, [])]
-    ended: list[tuple[float, list[int], str]] = []
-    prompt = first_key(request)
-    for token in request.token_ids[: request.prompt_length]:
-        prompt = extend_key(prompt, token)
-    while beams:
-        length += 1
-        found = []
-        for total, tokens in beams:
-            key = prompt
-            for token in tokens:
-                key = extend_key(key, token)
-            logprobs = simulated_logprobs(key).items()
-            found += [(total + value, [*tokens, token]) for token, value in logprobs if value > -math.inf]
-        found.sort(reverse=True)
-        last = length == request.max_tokens
-        ended += [
-            (total / length**penalty, tokens, "stop" if tokens[-1] in stop else "length")
-            for total, tokens in found[:width]
-            if last or tokens[-1] in stop
-        ]
-        ended = sorted(ended, key=lambda item: -item[0])[:width]
-        beams = [item for item in found if not last and item[1][-1] not in stop][:width]
-        if beams and len(ended) == width:
-            most = request.max_tokens if params.early_stopping == "never" and penalty > 0 else length
-            if params.early_stopping is True or beams[0][0] / most**penalty <= ended[-1][0]:
-                break
-    return [(tokens, reason) for _, tokens, reason in ended[: params.n]]
+def in_table(table: int, key: int | None) -> int | None:
+    """What stands for a token in a block table of layers with a window; in that of the others the key does."""
+    return key if key is None or table < 0 else extend_key(key, VOCABULARY + table)
 
 
 @dataclass
@@ -145,6 +126,8 @@ class Row:
     request: NewRequest
     tokens: list[int]
     table: list[int]
+    windowed: list[dict[int, int]]
+    """The block tables of layers with a window."""
     namespace: int
     """And the adapter: what makes the same tokens mean something else."""
     state_index: int = -1
@@ -234,7 +217,8 @@ class SimulatedDevice:
         """Spoil what the step was to write."""
         places = [(item.slot, at) for item in output.scheduled for at in self._positions(item)]
         for slot, at in places:
-            self.memory[self.rows[slot].table[at // self.setup.size]][at % self.setup.size] = None
+            for _, block in self._blocks(self.rows[slot], at):
+                self.memory[block][at % self.setup.size] = None
         for copy in output.copies:
             self.memory[copy.target] = [None] * self.setup.size
         changed = {self.rows[slot].state_index for slot, _ in places} | {to for _, to in output.state_copies}
@@ -266,10 +250,11 @@ class SimulatedDevice:
             assert len(prefix) == positions.stop, "a token is computed before it is known"
             keys.append(prefix)
             for position in positions:
-                block, offset = row.table[position // self.setup.size], position % self.setup.size
-                assert (block, offset) not in written, "two requests write one place"
-                written.add((block, offset))
-                self.memory[block][offset] = prefix[position]
+                offset = position % self.setup.size
+                for table, block in self._blocks(row, position):
+                    assert (block, offset) not in written, "two requests write one place"
+                    written.add((block, offset))
+                    self.memory[block][offset] = in_table(table, prefix[position])
             if self.states:
                 before = prefix[positions.start - 1] if positions.start else 0
                 assert self.states[row.state_index] == before, f"row {item.slot} goes on with a state not its own"
@@ -280,6 +265,7 @@ class SimulatedDevice:
             row = self.rows[item.slot]
             read = [self.memory[row.table[at // self.setup.size]][at % self.setup.size] for at in range(len(prefix))]
             assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
+            self._check_window(row, self._positions(item), prefix)
             kept = self._verified(row, item, prefix)
             width = row.request.params.beam_width
             if width is None:
@@ -309,15 +295,35 @@ class SimulatedDevice:
             assert len(source.tokens) == fork.length, "a fork of tokens that are not known"
             tokens = [*source.tokens, fork.token_id]
             table = list(source.table)
-            self.rows[fork.slot] = Row(source.request, tokens, table, source.namespace, fork.state_index)
+            windowed = [dict(table) for table in source.windowed]
+            self.rows[fork.slot] = Row(source.request, tokens, table, windowed, source.namespace, fork.state_index)
         for request, name in zip(output.joined, self._joined_names(output), strict=True):
             namespace = first_key(self.requests[name.split("/")[0]])
             tokens, table = list(request.token_ids), list(request.block_ids)
-            self.rows[request.slot] = Row(request, tokens, table, namespace, request.state_index)
+            windowed = [dict(enumerate(grown.block_ids, grown.first)) for grown in request.windowed]
+            self.rows[request.slot] = Row(request, tokens, table, windowed, namespace, request.state_index)
         for slot, first, blocks in output.grown:
             table = self.rows[slot].table
             assert len(table) >= first, "a block table has a gap"
             table[first:] = blocks
+        for grown in output.grown_windows:
+            own = self.rows[grown.slot].windowed[grown.table]
+            assert not own or own.keys() & {grown.first - 1, grown.first}, "a block table has a gap within its window"
+            own |= enumerate(grown.block_ids, grown.first)
+
+    def _blocks(self, row: Row, position: int) -> list[tuple[int, int]]:
+        """Where a row has a token, in each of its block tables; that of layers without a window is -1."""
+        column = position // self.setup.size
+        return [(-1, row.table[column]), *((place, table[column]) for place, table in enumerate(row.windowed))]
+
+    def _check_window(self, row: Row, positions: range, prefix: list[int]) -> None:
+        """What queries at these positions see of keys within the window."""
+        if self.setup.window is None:
+            return
+        for at in range(max(0, positions.start + 1 - self.setup.window.window), positions.stop):
+            for table, block in self._blocks(row, at):
+                found = self.memory[block][at % self.setup.size]
+                assert found == in_table(table, prefix[at]), "a row sees keys and values that are not its own"
 
     def _move(self, output: SchedulerOutput, failing: bool) -> None:
         """What comes before all else: blocks are saved, adapters loaded, states and blocks copied."""

@@ -29,9 +29,10 @@ from tests.simulated_device import (
     SimulatedDevice,
     extend_key,
     first_key,
+    in_table,
     sampled_token,
-    searched_answers,
 )
+from tests.simulated_search import searched_answers
 from tests.speculation import AnyLength
 
 LONG_ENOUGH = 3000
@@ -63,7 +64,9 @@ class SimulatedEngine:
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
         self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
-        self.cache = KVCacheManager(setup.blocks, setup.size, setup.prefix_cache, tier=self.tier, states=setup.states)
+        self.cache = KVCacheManager(
+            setup.blocks, setup.size, setup.prefix_cache, tier=self.tier, states=setup.states, window=setup.window
+        )
         self.scheduler = Scheduler(setup.limits, self.cache, POLICIES[setup.policy], setup.adapter_places)
         self.device = SimulatedDevice(setup, self.requests)
         costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
@@ -233,6 +236,10 @@ class SimulatedEngine:
                     keys = list(itertools.accumulate(child.tokens, extend_key, initial=key))[1:]
                     if tree.is_written(child):
                         assert self.device.memory[child.block][: len(keys)] == keys, "a written block is not written"
+                    if tree.is_written(child) and child.window_step <= tree.completed:
+                        for table, block in enumerate(child.windowed):
+                            held = self.device.memory[block][: len(keys)]
+                            assert held == [in_table(table, key) for key in keys], "a block is not that of its node"
                     states = self.cache.states
                     kept = states is not None and child.state != NO_STATE and child not in states._copied
                     if states is not None and kept and states._kept[child] <= tree.completed:
@@ -244,7 +251,8 @@ class SimulatedEngine:
         assert not self.scheduler.running and not self.scheduler.waiting
         pool, tree = self.cache.pool, self.cache.tree
         assert all(tree.is_written(node) for node in tree._unused), "nothing is on its way, and a block is not written"
-        assert pool.free_count + tree.size == pool.capacity and tree.evictable_count == tree.size
+        idle = 0 if self.cache.windows is None else self.cache.windows.evictable_count
+        assert pool.free_count + tree.size + idle == pool.capacity and tree.evictable_count == tree.size
         if not self.setup.prefix_cache:
             assert tree.size == 0, "a group left blocks behind"
         assert self.tier is None or not any(self.tier.users.values()), "a block of the tier is never released"

@@ -1,10 +1,9 @@
 """Block pool, prefix tree and cache manager under random use, beside models that are too simple to be wrong."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 
-import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -12,12 +11,11 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import NO_STATE, Node, RadixCache
-from kvern.cache.states import StatePool
+from kvern.cache.windows import WindowedBlocks, WindowLimits
 from kvern.request import PromptInput, Request, RequestSpec, State
 from kvern.sampling_params import ResolvedParams
 from kvern.step import BlockLoad, ScheduledTokens, SchedulerOutput
@@ -56,11 +54,21 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         kept=st.sampled_from((None, None, 2, 20)),
         states=st.sampled_from((0, 0, 1, 3, 12)),
+        window=st.one_of(st.none(), st.builds(WindowLimits, *(st.integers(1, most) for most in (7, 2, 6)))),
     )
-    def start(self, block_size: int, spare: int, prefix_cache: bool, kept: int | None, states: int) -> None:
-        blocks = -(-LIMIT // block_size) + spare
+    def start(
+        self,
+        block_size: int,
+        spare: int,
+        prefix_cache: bool,
+        kept: int | None,
+        states: int,
+        window: WindowLimits | None,
+    ) -> None:
+        states, kept = (states, kept) if window is None else (0, None)
+        blocks = -(-LIMIT // block_size) * (1 if window is None else 1 + window.tables) + spare
         self.tier = None if kept is None or states else HostTier(kept)
-        self.cache = KVCacheManager(blocks, block_size, prefix_cache, tier=self.tier, states=states)
+        self.cache = KVCacheManager(blocks, block_size, prefix_cache, tier=self.tier, states=states, window=window)
         self.states: list[object] = [None] * states
         """What stands for everything before: as `key`, or () at the beginning."""
         self.seen: list[list[int]] = []
@@ -117,6 +125,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert not request.block_ids and self.cache.available_count == available
             new = self.cache.blocks_for(len(request.token_ids)) - expected // self.cache.block_size
             unused = sum(node.users == 0 for node in self.path_of(request))
+            windows = self.cache.windows
+            if windows is not None:
+                new, unused = self.lacking(windows, request, expected)
+                reserve *= 1 + windows.limits.tables
             all_states = self.cache.states is not None and len(self.running) == self.cache.states.capacity
             assert all_states or new + unused + reserve > available, "the request would have fitted"
             self.cache.forget(request)
@@ -127,6 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(request.block_ids) == self.cache.blocks_for(len(request.token_ids))
         for head in copies:
             self.memory[head.target][: head.tokens] = self.memory[head.source][: head.tokens]
+        assert len(copies) in (0, 1 if self.cache.windows is None else 1 + self.cache.windows.limits.tables)
         request.state = State.RUNNING
         self.running.append(request)
         self.read(request)
@@ -141,12 +154,22 @@ class CacheMachine(RuleBasedStateMachine):
                 return
             request.token_ids.append(next_token)
             self.move()
+        elif self.cache.windows is not None:
+            count = min(count, self.cache.windows.limits.step_tokens)
+            until = min(request.num_computed_tokens + count, len(request.token_ids))
+            if self.cache.extend(request, until) is None:
+                return
+            assert len(request.windowed) * self.cache.block_size <= (
+                self.cache.windows.limits.held_tokens + 2 * self.cache.block_size
+            )
         self.steps += 1
         for position in range(
             request.num_computed_tokens, min(request.num_computed_tokens + count, len(request.token_ids))
         ):
             block, offset = divmod(position, self.cache.block_size)
             self.memory[request.block_ids[block]][offset] = self.key(request, position)
+            for table, part in enumerate(self.windowed(request, block)):
+                self.memory[part][offset] = (table, self.key(request, position))
             if self.states:
                 before = self.key(request, position - 1) if position else ()
                 assert self.states[request.state_index] == before, "the state is not that of all tokens before"
@@ -186,6 +209,7 @@ class CacheMachine(RuleBasedStateMachine):
         child = copy(parent)
         child.token_ids = [*known, next_token]
         child.block_ids, child.nodes, child.num_computed_tokens, child.state_index = [], [], 0, NO_STATE
+        child.windowed, child.window_start, child.window_ends = [], 0, ()
         copies = self.cache.fork(parent, child)
         if copies is None:
             assert not child.block_ids and child.state_index == NO_STATE
@@ -269,6 +293,8 @@ class CacheMachine(RuleBasedStateMachine):
                 start = len(tokens) - len(node.tokens)
                 held = self.memory[node.block][: len(node.tokens)]
                 assert held == [(namespace, tokens[: start + offset + 1]) for offset in range(len(node.tokens))]
+                for table, part in enumerate(node.windowed):
+                    assert self.memory[part][: len(held)] == [(table, key) for key in held], "not those of its node"
                 if node.state != NO_STATE:
                     assert self.states[node.state] == (namespace, tokens), "a kept state is not that of its node"
 
@@ -298,6 +324,25 @@ class CacheMachine(RuleBasedStateMachine):
             block, offset = divmod(position, self.cache.block_size)
             held = self.memory[request.block_ids[block]][offset]
             assert held == self.key(request, position), "the request would read what is not its own"
+            windows = self.cache.windows
+            if windows is not None and position > request.num_computed_tokens - windows.limits.window:
+                for table, part in enumerate(self.windowed(request, block)):
+                    own = (table, self.key(request, position))
+                    assert self.memory[part][offset] == own, "the request would see what is not its own"
+
+    def windowed(self, request: Request, block: int) -> tuple[int, ...]:
+        """A request's blocks of layers with a window, in the place of one of the others."""
+        return () if self.cache.windows is None else request.windowed[block - request.window_start]
+
+    def lacking(self, windows: WindowedBlocks, request: Request, computed: int) -> tuple[int, int]:
+        """Blocks that a request needs besides those that it finds, and how many of these nobody uses."""
+        size, limits, path = self.cache.block_size, windows.limits, self.path_of(request)
+        room = min(len(request.token_ids), computed + limits.window + limits.step_tokens)
+        new = self.cache.blocks_for(len(request.token_ids)) - len(path)
+        new += (self.cache.blocks_for(room) - len(path)) * limits.tables
+        seen = [node for index, node in enumerate(path) if (index + 1) * size > computed + 1 - limits.window]
+        unused = sum(node.users == 0 for node in path)
+        return new, unused + limits.tables * sum(node.window_users == 0 for node in seen)
 
     def path_of(self, request: Request) -> list[Node]:
         if self.cache._namespace(request) is None:
@@ -310,12 +355,27 @@ class CacheMachine(RuleBasedStateMachine):
         Or that is a path which ends where a state is kept.
         """
         limit = request.most_cached
+        if self.cache.windows is not None:
+            return self.longest_seen(self.cache.windows.limits.window, request)
         if self.cache.states is not None:
             ends = (tokens for tokens, node in nodes_of(self.cache.tree, self.namespace(request)) if node.state >= 0)
             head = tuple(request.token_ids[:limit])
             return max((len(tokens) for tokens in ends if head[: len(tokens)] == tokens), default=0)
         paths = (tokens for tokens, _ in nodes_of(self.cache.tree, self.namespace(request)))
         return max((shared_length(request.token_ids[:limit], tokens) for tokens in paths), default=0)
+
+    def longest_seen(self, window: int, request: Request) -> int:
+        """The longest head, of those that end with a block or with all that is cached, whose window is cached."""
+        size, namespace = self.cache.block_size, self.namespace(request)
+        if self.cache._namespace(request) is None:
+            return 0
+        path, partial, shared = self.cache.tree.match(namespace, request.token_ids, request.most_cached)
+        kept = [bool(node.windowed) for node in path for _ in range(size)]
+        ends = [*range(0, len(kept) + 1, size)]
+        if partial is not None and partial.windowed:
+            ends.append(len(kept) + shared)
+            kept += [True] * shared
+        return max(end for end in ends if all(kept[max(0, end + 1 - window) : end]))
 
 
 TestCacheMachine = CacheMachine.TestCase
@@ -335,38 +395,3 @@ def test_what_was_forked_and_ends_before_the_next_step_leaves_no_state() -> None
     cache.free(child, 1)
     cache.check_integrity([parent])
     assert all(node.state == NO_STATE for node in parent.nodes)
-
-
-def resumed_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        KVCacheManager, "_match", lambda self, space, held, limit, step=0: self.tree.match(space, held, limit)
-    )
-
-
-def states_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "plan", lambda self, step: [])
-
-
-def states_of_removed_nodes_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "drop", lambda self, node: self._kept.pop(node))
-
-
-def states_kept_at_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = StatePool.keep
-
-    def keep_before(self: StatePool, node: Node, state_index: int, step: int) -> None:
-        assert node.parent is not None
-        keep(self, node.parent if node.parent.parent is not None else node, state_index, step)
-
-    monkeypatch.setattr(StatePool, "keep", keep_before)
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [resumed_without_a_state, states_not_copied, states_of_removed_nodes_lost, states_kept_at_other_nodes],
-)
-def test_the_machine_notices(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mistake(monkeypatch)
-    few = settings(max_examples=1000, stateful_step_count=40, report_multiple_bugs=False, phases=[Phase.generate])
-    with pytest.raises((AssertionError, ValueError, KeyError)):
-        run_state_machine_as_test(CacheMachine, settings=few)

@@ -81,7 +81,8 @@ def engine(folder: Path, **options: Any) -> LLM:
 
 @pytest.mark.parametrize("cpu_kernels", [True, False])
 def test_chunks_prefixes_and_preemptions_change_nothing(reference: Reference, cpu_kernels: bool) -> None:
-    with engine(reference.folder, cpu_kernels=cpu_kernels, kv_cache_tokens=64, max_batch_tokens=48) as llm:
+    small: dict[str, Any] = {"kv_cache_tokens": 64, "max_batch_tokens": 48, "windowed_kv_cache": "off"}
+    with engine(reference.folder, cpu_kernels=cpu_kernels, **small) as llm:
         for _ in range(2):
             check(llm.generate(reference.prompts, PARAMS), reference)
         found = llm.statistics()

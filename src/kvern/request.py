@@ -175,6 +175,11 @@ class Request:
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     nodes: "list[Node]" = field(default_factory=list)
+    window_start: int = 0
+    windowed: list[tuple[int, ...]] = field(default_factory=list)
+    """Where layers with a window have block tables of their own, the blocks in each, from the first that is held."""
+    window_ends: tuple[range, ...] = ()
+    """Blocks behind which others are likely to go on, when the window has passed."""
     state_index: int = -1
     """Where its state is, if the model has recurrent layers."""
     state_marks: tuple[int, ...] = ()

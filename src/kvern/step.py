@@ -25,6 +25,15 @@ TokenLogprobs = dict[int, Logprob]
 """By token id: the token at this place and, after it, the most probable ones."""
 
 
+class GrownTable(msgspec.Struct, frozen=True, gc=False):
+    """Blocks behind those that row `slot` has in a block table of layers with a window, from its entry `first` on."""
+
+    slot: int
+    table: int
+    first: int
+    block_ids: list[int]
+
+
 @dataclass(frozen=True)
 class NewRequest:
     """A request that joins the batch in row `slot`, with all its tokens."""
@@ -40,13 +49,17 @@ class NewRequest:
     """The place on the device of the adapter that it uses; -1: it uses none."""
     state_index: int = -1
     """Where its state is, if the model has recurrent layers."""
+    windowed: tuple[GrownTable, ...] = ()
+    """What it has in the block tables of layers with a window, if they have some of their own."""
 
     @classmethod
     def of(cls, request: "Request", adapter_index: int) -> "NewRequest":
         """A request that has a slot and blocks."""
         token_ids, block_ids = list(request.token_ids), list(request.block_ids)
         spec, params, seed, state = request.spec, request.params, request.seed, request.state_index
-        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_index, state)
+        first, tables = request.window_start, enumerate(zip(*request.windowed, strict=True))
+        windowed = tuple(GrownTable(request.slot, table, first, list(blocks)) for table, blocks in tables)
+        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_index, state, windowed)
 
     def shareable_blocks(self, block_size: int) -> list[int]:
         """Those that all rows forked from this one have, too."""
@@ -127,6 +140,7 @@ class SchedulerOutput:
     joined: list[NewRequest] = field(default_factory=list)
     grown: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, index of the first new entry in its block table, block ids)."""
+    grown_windows: list[GrownTable] = field(default_factory=list)
     drafts: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(slot, first position, token ids) that a row's tokens go on with, unless sampling says otherwise."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
@@ -144,7 +158,14 @@ class SchedulerOutput:
     def changes_rows(self) -> bool:
         """Whether something is to be done before tokens are computed: in most steps of decodes nothing is."""
         return bool(
-            self.joined or self.grown or self.copies or self.forked or self.drafts or self.adapters or self.state_copies
+            self.joined
+            or self.grown
+            or self.grown_windows
+            or self.copies
+            or self.forked
+            or self.drafts
+            or self.adapters
+            or self.state_copies
         )
 
 

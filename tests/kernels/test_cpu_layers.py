@@ -139,7 +139,10 @@ class Recorded:
     """A `PagedAttend` that attends to nothing: it gives the queries back."""
 
     def __init__(self, cache: Tensor, scales: Tensor | None, slot_mapping: Tensor) -> None:
-        self.stored, self.of_codes, self.slot_mapping = cache, scales, slot_mapping
+        self.stored, self.of_codes, self.slots = cache, scales, slot_mapping
+
+    def slot_mapping(self, layer: int) -> Tensor:
+        return self.slots
 
     def cache(self, layer: int) -> Tensor:
         return self.stored
@@ -152,7 +155,7 @@ class Recorded:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for kind, new in enumerate((key, value)):
-            self.stored[kind].flatten(0, 1)[self.slot_mapping] = new.to(self.stored.dtype)
+            self.stored[kind].flatten(0, 1)[self.slots] = new.to(self.stored.dtype)
         return query
 
 

@@ -29,7 +29,8 @@ Batch = TypeVar("Batch", bound=InputBatch, contravariant=True)
 class AttentionBackend(Protocol[Batch]):
     """Keeps keys and values in blocks, layout [2, blocks, block_size, kv_heads, head_dim] per layer.
 
-    Of a layer whose values are the first entries of its keys (`AttentionSpec.value_dim`) it is [1, ...].
+    Of a layer whose values are the first entries of its keys (`AttentionSpec.value_dim`) it is [1, ...]. Layers of
+    different block tables may have the same (`groups.py`).
     """
 
     caches: list[torch.Tensor]
@@ -121,7 +122,7 @@ def contexts_of(block_table: torch.Tensor, requests: torch.Tensor, block_size: i
 
 
 def copy_cache_blocks(caches: Sequence[torch.Tensor], copies: Sequence[BlockCopy]) -> None:
-    """Copy whole blocks in caches [parts, blocks, ...], all sources read before a target is written.
+    """Copy whole blocks in caches [parts, blocks, ...], no two the same, all sources read before a target is written.
 
     A target's tail then holds the source's, which its owner overwrites before reading it.
     """

@@ -72,4 +72,4 @@ class CompiledTexts:
         table = torch.tensor(firsts, dtype=torch.int32)[:, None] + torch.arange(max(blocks), dtype=torch.int32)
         requests = torch.tensor([list(range(len(lengths))), [0] * len(lengths), list(lengths)])
         slots = [torch.arange(first * BLOCK, first * BLOCK + n) for first, n in zip(firsts, lengths, strict=True)]
-        return self._attention.attend(Step(table, requests), torch.cat(slots))
+        return self._attention.attend((Step(table, requests), torch.cat(slots)))

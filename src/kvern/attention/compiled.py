@@ -6,12 +6,16 @@ import torch
 
 from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
 from kvern.attention.eight_bit import EightBit, store_tokens
-from kvern.attention.torch_sdpa import zero_cache
+from kvern.attention.groups import LayerGroups
+from kvern.attention.memory import zero_caches
 from kvern.cpu.attention import CachedLayer, Step
 from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import Context
 from kvern.mixer_spec import AttentionSpec
 from kvern.step import BlockCopy
+
+StepSlots = tuple[Step, torch.Tensor]
+"""What a step attends to by a block table, and its slot mapping, [T] int64."""
 
 
 class CompiledAttention:
@@ -19,7 +23,7 @@ class CompiledAttention:
 
     `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `cache_dtype`, which
     `eight_bit` goes with where that is what it has. `sinks`: as `Decoder.sinks`. `one_cache`: all layers have the same,
-    since nothing of it is read after its layer.
+    since nothing of it is read after its layer. `groups`: block tables and places of the layers; None: they share one.
     """
 
     captures = False
@@ -38,15 +42,13 @@ class CompiledAttention:
         sinks: Mapping[int, torch.Tensor] | None = None,
         *,
         one_cache: bool = False,
+        groups: LayerGroups | None = None,
     ) -> None:
-        self.caches = [
-            zero_cache(
-                (layer.stored, blocks, block_size, layer.kv_heads, layer.head_dim), cache_dtype, torch.device("cpu")
-            )
-            for layer in (layers[:1] if one_cache else layers)
-        ]
-        if one_cache:
-            self.caches *= len(layers)
+        groups = groups or LayerGroups.one_table(layers)
+        self.tables = list(groups.tables)
+        places = [0] * len(layers) if one_cache else groups.places
+        self._stores = zero_caches(layers, [0] if one_cache else groups.owners, blocks, block_size, cache_dtype)
+        self.caches = [self._stores[place] for place in places]
         self.layer_scales = [None] * len(layers) if eight_bit is None else list(eight_bit.scales)
         self.layers = [
             CachedLayer(
@@ -67,22 +69,29 @@ class CompiledAttention:
         ]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self.caches, copies)
+        copy_cache_blocks(self._stores, copies)
 
     def plan(self, batch: InputBatch) -> "CompiledAttend":
         requests = torch.tensor([batch.slots, batch.starts, batch.counts])
-        return self.attend(Step(batch.block_table, requests), batch.slot_mapping)
+        windows = [(Step(table, requests), slot_mapping) for table, slot_mapping in batch.windows]
+        return self.attend((Step(batch.block_table, requests), batch.slot_mapping), *windows)
 
-    def attend(self, step: Step, slot_mapping: torch.Tensor) -> "CompiledAttend":
-        """Attend to what the step says by then, and write keys and values to what the slot mapping does."""
-        return CompiledAttend(self, step, slot_mapping)
+    def attend(self, *tables: StepSlots) -> "CompiledAttend":
+        """Attend to what the step says by then, and write keys and values to what the slot mapping does.
+
+        Of each block table, in their order.
+        """
+        return CompiledAttend(self, tables)
 
 
 class CompiledAttend:
     """One step over the cache of `backend`."""
 
-    def __init__(self, backend: CompiledAttention, step: Step, slot_mapping: torch.Tensor) -> None:
-        self._backend, self._step, self.slot_mapping = backend, step, slot_mapping
+    def __init__(self, backend: CompiledAttention, tables: Sequence[StepSlots]) -> None:
+        self._backend, self._tables = backend, tables
+
+    def slot_mapping(self, layer: int) -> torch.Tensor:
+        return self._tables[self._backend.tables[layer]][1]
 
     def cache(self, layer: int) -> torch.Tensor:
         return self._backend.caches[layer]
@@ -93,14 +102,16 @@ class CompiledAttend:
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         cache, scales = self.cache(layer), self.scales(layer)
         for kind, (stored, new) in enumerate(zip(cache, (key, value), strict=False)):
-            store_tokens(stored.flatten(0, 1), self.slot_mapping, new, None if scales is None else scales[kind])
+            store_tokens(stored.flatten(0, 1), self.slot_mapping(layer), new, None if scales is None else scales[kind])
 
     def contexts(self, layer: int) -> list[Context]:
-        return contexts_of(*self._step.tensors, self.cache(layer).shape[2])
+        step, _ = self._tables[self._backend.tables[layer]]
+        return contexts_of(*step.tensors, self.cache(layer).shape[2])
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         self.store(layer, key, value)
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        return self._backend.layers[layer].attend(self._step, query, wanted)
+        step, _ = self._tables[self._backend.tables[layer]]
+        return self._backend.layers[layer].attend(step, query, wanted)

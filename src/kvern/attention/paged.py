@@ -7,6 +7,7 @@ import torch
 
 from kvern.attention.base import AttentionKernels, OwnKernels, PlannedAttention, sinks_of
 from kvern.attention.eight_bit import EightBit, store_tokens
+from kvern.attention.groups import LayerGroups
 from kvern.attention.triton import LONG_CONTEXT
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.device.transfer import upload
@@ -32,7 +33,7 @@ class Phases:
 class PagedAttention:
     """AttentionBackend over the paged cache; `deterministic` attends to every token the same way in any batch.
 
-    `sinks`: as `Decoder.sinks`.
+    `sinks`: as `Decoder.sinks`. `groups`: block tables and places of the layers; None: they share one.
     """
 
     reads_device_starts = True
@@ -49,7 +50,10 @@ class PagedAttention:
         deterministic: bool = False,
         eight_bit: EightBit | None = None,
         sinks: Mapping[int, torch.Tensor] | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
+        groups = groups or LayerGroups.one_table(layers)
+        self.tables = list(groups.tables)
         self.captures = phases.decode.captures
         self.prefix_members = 0 if deterministic or phases.decode is not triton else triton.prefix_members
         self.phases = phases
@@ -58,7 +62,8 @@ class PagedAttention:
         self._eight_bit = eight_bit
         self.sinks = sinks_of(layers, sinks)
         self.value_dims = [layer.value_dim or layer.head_dim for layer in layers]
-        shapes = [(layer.stored, layer.kv_heads, layer.head_dim) for layer in layers]
+        owning = [layers[owner] for owner in groups.owners]
+        shapes = [(layer.stored, layer.kv_heads, layer.head_dim) for layer in owning]
         pools = {
             shape: torch.zeros(
                 shapes.count(shape), shape[0], blocks, block_size, *shape[1:], dtype=dtype, device=device
@@ -67,7 +72,8 @@ class PagedAttention:
         }
         self._pools = [pool.flatten(0, 1) for pool in pools.values()]  # of layers alike, copied by one launch
         parts = {shape: iter(pool.unbind(0)) for shape, pool in pools.items()}
-        self.caches = [next(parts[shape]) for shape in shapes]
+        memory = [next(parts[shape]) for shape in shapes]
+        self.caches = [memory[place] for place in groups.places]
 
     def scales(self, layer: int) -> torch.Tensor | None:
         """[2, kv_heads] float32 of a cache in 8 bits."""
@@ -90,21 +96,27 @@ class PagedStep:
     def __init__(self, backend: PagedAttention, batch: DeviceBatch) -> None:
         self._backend = backend
         self._batch = batch
-        self.slot_mapping = batch.slot_mapping
+        self._tables = [(batch.block_table, batch.slot_mapping), *batch.windows]
         phases, requests = backend.phases, len(batch.slots)
         if batch.uncertain:  # libraries plan by lengths that the host knows
             phases = Phases.all(backend.triton)
         decodes = 0 if backend.deterministic else batch.decodes
-        self._decodes = decodes
-        self._runs: list[tuple[slice, PlannedAttention]] = []
+        self._runs: list[list[tuple[slice, PlannedAttention]]] = [[] for _ in self._tables]
+        """Of each block table."""
         if decodes:
-            self._runs.append((slice(0, decodes), phases.decode.decode(batch.queries(0, decodes))))
+            queries = batch.queries(0, decodes)
+            for (table, _), runs in zip(self._tables, self._runs, strict=True):
+                runs.append((slice(0, decodes), phases.decode.decode(queries.over(table))))
         if decodes < requests:
             queries = batch.queries(decodes, requests)
             keys = sum(queries.starts) + sum(queries.counts)
             long = keys >= LONG_CONTEXT * (requests - decodes)
             kernels = phases.mixed if decodes else phases.long_prefill if long else phases.short_prefill
-            self._runs.append((slice(decodes, None), kernels.prefill(queries)))
+            for (table, _), runs in zip(self._tables, self._runs, strict=True):
+                runs.append((slice(decodes, None), kernels.prefill(queries.over(table))))
+
+    def slot_mapping(self, layer: int) -> torch.Tensor:
+        return self._tables[self._backend.tables[layer]][1]
 
     def cache(self, layer: int) -> torch.Tensor:
         return self._backend.caches[layer]
@@ -115,7 +127,9 @@ class PagedStep:
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cache, scales = self._backend.caches[layer], self.scales(layer)
         for kind, new in enumerate((key, value)[: len(cache)]):
-            store_tokens(cache[kind].flatten(0, 1), self.slot_mapping, new, None if scales is None else scales[kind])
+            store_tokens(
+                cache[kind].flatten(0, 1), self.slot_mapping(layer), new, None if scales is None else scales[kind]
+            )
         return self.over_cache(layer, query)
 
     def over_cache(self, layer: int, query: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,9 +141,10 @@ class PagedStep:
         value_dim = self._backend.value_dims[layer]
         out = torch.empty(*query.shape[:2], value_dim, dtype=query.dtype, device=query.device)
         if wanted is not None:  # the last token of a run sees all keys, as a decode does
-            self._backend.triton.decode(self._sampled())(layer, query, cache, out, scales, sinks)
+            table, _ = self._tables[self._backend.tables[layer]]
+            self._backend.triton.decode(self._sampled().over(table))(layer, query, cache, out, scales, sinks)
             return out
-        for tokens, run in self._runs:
+        for tokens, run in self._runs[self._backend.tables[layer]]:
             run(layer, query[tokens], cache, out[tokens], scales, sinks)
         return out
 

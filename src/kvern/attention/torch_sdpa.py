@@ -7,14 +7,15 @@ prefix whose blocks they share is read once for all of them.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from kvern.attention.base import contexts_of, copy_cache_blocks, sinks_of
 from kvern.attention.eight_bit import EightBit, of_query_heads, store_tokens
-from kvern.cpu.large_pages import zeros
+from kvern.attention.groups import LayerGroups
+from kvern.attention.memory import zero_caches
 from kvern.device.input_batch import InputBatch
 from kvern.layers.attention import Context, rows_of
 from kvern.mixer_spec import AttentionSpec
@@ -80,7 +81,7 @@ class TorchAttention:
     """AttentionBackend for any device that PyTorch knows.
 
     `layers` describes each layer; the cache holds `blocks` blocks of `block_size` tokens in `dtype`, which `eight_bit`
-    goes with where that is what it has. `sinks`: as `Decoder.sinks`.
+    goes with where that is what it has. `sinks`: as `Decoder.sinks`. `groups`: as those of `CompiledAttention`.
     """
 
     captures = False
@@ -97,7 +98,10 @@ class TorchAttention:
         device: torch.device,
         eight_bit: EightBit | None = None,
         sinks: Mapping[int, torch.Tensor] | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
+        groups = groups or LayerGroups.one_table(layers)
+        self.tables = list(groups.tables)
         self._layers = list(layers)
         self._sinks = sinks_of(layers, sinks)
         self._block_size = block_size
@@ -106,10 +110,8 @@ class TorchAttention:
         token_bytes = max(layer.stored * layer.kv_heads * layer.head_dim for layer in layers) * self._dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
-        self.caches = [
-            zero_cache((layer.stored, blocks, block_size, layer.kv_heads, layer.head_dim), dtype, device)
-            for layer in self._layers
-        ]
+        self._memory = zero_caches(layers, groups.owners, blocks, block_size, dtype, device)
+        self.caches = [self._memory[place] for place in groups.places]
         self._stores = [tuple(map(LayerStore.of, cache)) for cache in self.caches]
 
     def scales(self, layer: int) -> torch.Tensor | None:
@@ -117,11 +119,14 @@ class TorchAttention:
         return None if self._eight_bit is None else self._eight_bit.scales[layer]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self.caches, copies)
+        copy_cache_blocks(self._memory, copies)
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
-        windows = {layer.window for layer in self._layers}
-        return TorchAttend(self, batch, {window: list(self._gathers(batch, window)) for window in windows})
+        tables = [batch.block_table, *(table for table, _ in batch.windows)]
+        kinds = {(table, layer.window) for table, layer in zip(self.tables, self._layers, strict=True)}
+        batches = [replace(batch, block_table=table) for table in tables]
+        gathers = {(table, window): list(self._gathers(batches[table], window)) for table, window in kinds}
+        return TorchAttend(self, batch, gathers)
 
     def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
         """One group for each set of similar decodes and one for each longer run of tokens."""
@@ -214,12 +219,18 @@ class TorchAttention:
 
 
 class TorchAttend:
-    """One step over the cache of `backend`: for each window size, the keys of each group of requests."""
+    """One step over the cache of `backend`: for each block table and window, the keys of each group of requests."""
 
-    def __init__(self, backend: TorchAttention, batch: InputBatch, gathers: dict[int | None, list[Gather]]) -> None:
+    def __init__(
+        self, backend: TorchAttention, batch: InputBatch, gathers: dict[tuple[int, int | None], list[Gather]]
+    ) -> None:
         self._backend = backend
         self._gathers = gathers
-        self._batch, self.slot_mapping = batch, batch.slot_mapping
+        self._batch = batch
+        self._tables = [(batch.block_table, batch.slot_mapping), *batch.windows]
+
+    def slot_mapping(self, layer: int) -> torch.Tensor:
+        return self._tables[self._backend.tables[layer]][1]
 
     def cache(self, layer: int) -> torch.Tensor:
         return self._backend.caches[layer]
@@ -230,12 +241,12 @@ class TorchAttend:
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         scales = self.scales(layer)
         for kind, (store, new) in enumerate(zip(self._backend._stores[layer], (key, value), strict=False)):
-            store_tokens(store.tokens, self.slot_mapping, new, None if scales is None else scales[kind])
+            store_tokens(store.tokens, self.slot_mapping(layer), new, None if scales is None else scales[kind])
 
     def contexts(self, layer: int) -> list[Context]:
-        batch = self._batch
+        batch, (table, _) = self._batch, self._tables[self._backend.tables[layer]]
         requests = torch.tensor([batch.slots, batch.starts, batch.counts])
-        return contexts_of(batch.block_table, requests, self.cache(layer).shape[2])
+        return contexts_of(table, requests, self.cache(layer).shape[2])
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         self.store(layer, key, value)
@@ -251,7 +262,7 @@ class TorchAttend:
 
     def _over_cache(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         stores, spec, sinks = self._backend._stores[layer], self._backend._layers[layer], self._backend._sinks[layer]
-        parts = self._gathers[spec.window]
+        parts = self._gathers[self._backend.tables[layer], spec.window]
         stored = query.to(self._backend._dtype)
         if len(parts) == 1:
             return _attend(stored, stores, parts[0], spec, sinks).to(query.dtype)[..., : spec.value_dim]
@@ -330,14 +341,6 @@ def _prefix_attention(
 def _beside_sinks(attended: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """What is left of `attended [..., dim]` beside sinks, of `sums [...]`, the logarithms of the keys' weights."""
     return (attended * torch.sigmoid(sums - sinks).unsqueeze(-1)).to(attended.dtype)
-
-
-def zero_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not garbage: a masked key has weight 0, and 0 * NaN would be NaN.
-
-    On the CPU memory is taken when it is used.
-    """
-    return zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _run(blocks: list[int], block_size: int) -> int | None:

@@ -8,17 +8,21 @@
 
 With a tier (`cache/tier.py`) evicted blocks may be kept elsewhere, and are fetched before admission.
 
+Layers with a window may have blocks of their own (`cache/windows.py`), which are given back as the window passes.
+
 The contiguous cache is the same code with blocks as long as the longest sequence: one block per request.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import contents_of
 from kvern.cache.radix import NO_STATE, Node, RadixCache
-from kvern.cache.states import StatePool
+from kvern.cache.states import StatePool, state_marks
 from kvern.cache.tier import KVTier, TierTraffic
+from kvern.cache.windows import WindowedBlocks, WindowLimits, stay
 from kvern.request import Request
 from kvern.step import BlockCopy, SchedulerOutput
 
@@ -46,13 +50,17 @@ class KVCacheManager:
         identity: bytes = b"",
         tier: KVTier | None = None,
         states: int = 0,
+        window: WindowLimits | None = None,
     ) -> None:
         """`identity` says which model's keys and values these are, for a tier, which knows blocks by content keys.
 
         `states`: how many states of sequences there are, for models that have them; at least one for each row.
+        `window`: of layers that have block tables of their own.
         """
         if tier is not None and states:
             raise ValueError("a tier keeps blocks and no states: models with recurrent layers run without one")
+        if window is not None and (tier is not None or states):
+            raise ValueError("neither a tier nor states go together with block tables for layers with a window")
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(capacity)
@@ -63,13 +71,24 @@ class KVCacheManager:
         """Whose state is to be kept as the step that is being planned leaves it."""
         if self.states is not None:
             self.tree.losing_state = self.states.drop
+        self.windows = None if window is None else WindowedBlocks(self.pool, block_size, window)
+        self._tables = 1
+        if self.windows is not None:
+            self._tables += self.windows.limits.tables
+            self.tree.losing_window = self.windows.drop
         self.statistics = CacheStatistics()
-        self._groups: dict[bytes, int] = {}  # requests alive in each private namespace
+        self._groups: Counter[bytes] = Counter()  # requests alive in each private namespace
 
     @property
     def available_count(self) -> int:
         """Blocks that are free or can be made free by eviction."""
-        return self.pool.free_count + self.tree.evictable_count
+        available = self.pool.free_count + self.tree.evictable_count
+        return available if self.windows is None else available + self.windows.evictable_count
+
+    @property
+    def growth_count(self) -> int:
+        """By how many blocks in each of their block tables sequences can grow."""
+        return self.available_count // self._tables
 
     @property
     def usage(self) -> float:
@@ -83,15 +102,12 @@ class KVCacheManager:
     def register(self, request: Request) -> None:
         """Announce a request; to be called once, before anything else about it."""
         if not self.prefix_cache and request.group is not None:
-            namespace = self._namespace(request)
-            assert namespace is not None
-            self._groups[namespace] = self._groups.get(namespace, 0) + 1
+            self._groups[_private(request.group)] += 1
 
     def forget(self, request: Request) -> None:
         """The counterpart of `register`: the request has ended and its blocks were freed."""
         if not self.prefix_cache and request.group is not None:
-            namespace = self._namespace(request)
-            assert namespace is not None
+            namespace = _private(request.group)
             self._groups[namespace] -= 1
             if self._groups[namespace] == 0:
                 del self._groups[namespace]
@@ -124,36 +140,60 @@ class KVCacheManager:
         if namespace is not None:
             path, partial, shared = self._match(namespace, tokens, request.most_cached, step)
         self.tree.acquire(path)
-        needed = self.blocks_for(len(tokens)) - len(path)
+        request.nodes = path
+        needed, of_window = self.blocks_for(len(tokens)) - len(path), 0
+        if self.windows is not None:
+            room = self.windows.begin(request, path, len(path) * self.block_size + shared)
+            of_window = self.windows.needed(request, room)
         resumed = partial if partial is not None else path[-1] if path else None
-        if needed + reserve > self.available_count or not self._give_state(request, resumed):
+        if needed + of_window + reserve * self._tables > self.available_count or not self._give_state(request, resumed):
+            if self.windows is not None:
+                self.windows.leave(request, None)
             self.tree.release(path)
+            request.nodes = []
             return None
         if partial is not None:
             self.tree.touch(partial)
-        blocks = self._allocate(needed)  # may evict the copy's source: copies run in order before the step writes
+        sources = () if partial is None else (*partial.windowed, partial.block)
+        allocated = self._allocate(needed + of_window)  # may evict what is copied: before the step writes
+        if self.windows is not None:
+            stay(allocated, sources, of_window)
+            self.windows.grow(request, allocated[:of_window])
+        blocks = allocated[of_window:]
         self.pool.share(node.block for node in path)
         request.block_ids = [node.block for node in path] + blocks
-        request.nodes = path
         request.num_computed_tokens = len(path) * self.block_size + shared
-        if self.states is not None and namespace is not None:
-            request.state_marks = self._marks(request, namespace, tokens)
+        if namespace is not None and (self.states is not None or self.windows is not None):
+            known = len(self.tree.match(namespace, tokens, request.most_cached)[0])
+            if self.windows is not None:
+                self.windows.mark(request, known)
+            else:
+                request.state_marks = state_marks(request, known * self.block_size, self.block_size)
         if request.preemptions == 0:
             request.cached_tokens = request.num_computed_tokens
             self.statistics.queried_tokens += request.prompt_length
             self.statistics.hit_tokens += request.num_computed_tokens
-        return [BlockCopy(partial.block, blocks[0], shared)] if partial is not None and shared else []
+        if partial is None or not shared:
+            return []
+        targets = (*allocated[: len(sources) - 1], blocks[0])
+        copies = [BlockCopy(source, target, shared) for source, target in zip(sources, targets, strict=True)]
+        return [copies.pop(), *copies]
 
     def extend(self, request: Request, tokens: int) -> list[int] | None:
-        """Make room for `tokens` positions in all; the new blocks, or None and nothing changed when there are none."""
-        needed = self.blocks_for(tokens) - len(request.block_ids)
-        if needed <= 0:
+        """Make room for `tokens` positions in all; the new blocks, or None and no more of them when there are none."""
+        needed, of_window = self.blocks_for(tokens) - len(request.block_ids), 0
+        if self.windows is not None:
+            self.windows.pass_by(request)
+            of_window = self.windows.needed(request, tokens)
+        if needed <= 0 and not of_window:
             return []
-        if needed > self.available_count:
+        if max(needed, 0) + of_window > self.available_count:
             return None
-        blocks = self._allocate(needed)
-        request.block_ids = request.block_ids + blocks
-        return blocks
+        blocks = self._allocate(max(needed, 0) + of_window)
+        if self.windows is not None:
+            self.windows.grow(request, blocks[:of_window])
+        request.block_ids = request.block_ids + blocks[of_window:]
+        return blocks[of_window:]
 
     def fork(self, parent: Request, child: Request) -> list[BlockCopy] | None:
         """Let `child`, which has no blocks, share what `parent` has computed.
@@ -162,20 +202,23 @@ class KVCacheManager:
         nothing changed, when there is no block for the part that cannot be shared.
         """
         full, tail = divmod(parent.num_computed_tokens, self.block_size)
-        if tail and not self.available_count:
+        if tail and not self.growth_count:
             return None
         if self.states is not None:
             state = self.states.fork(parent.state_index)
             if state is None:
                 return None
             child.state_index = state
-        own = self._allocate(1) if tail else []
+        own = self._allocate(self._tables) if tail else []
         shared = parent.block_ids[:full]
         self.pool.share(shared)
         self.tree.acquire(parent.nodes)
-        child.block_ids, child.nodes = shared + own, list(parent.nodes)
+        child.block_ids, child.nodes = shared + own[:1], list(parent.nodes)
         child.num_computed_tokens = parent.num_computed_tokens
-        return [BlockCopy(parent.block_ids[full], own[0], tail)] if tail else []
+        sources = parent.block_ids[full : full + len(own[:1])]
+        if self.windows is not None:
+            sources = [*sources, *self.windows.fork(parent, child, full, own[1:])]
+        return [BlockCopy(source, target, tail) for source, target in zip(sources, own, strict=True)]
 
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
@@ -193,6 +236,8 @@ class KVCacheManager:
             node = self.tree.insert(namespace, parent, tokens, request.block_ids[index], step)
             self.tree.acquire([node])
             request.nodes.append(node)
+            if self.windows is not None:
+                self.windows.attach(request, index, node, step)
         if request.num_computed_tokens in request.state_marks:
             self._at_marks.append(request)
 
@@ -200,16 +245,6 @@ class KVCacheManager:
         """How many tokens of a request come before a copy of its state is to be kept, or are left."""
         ahead = (mark - request.num_computed_tokens for mark in request.state_marks)
         return min([request.remaining_tokens, *(tokens for tokens in ahead if tokens > 0)])
-
-    def _marks(self, request: Request, namespace: bytes, contents: list[int]) -> tuple[int, ...]:
-        """The ends of the last blocks that others are likely to share: those that somebody had, and the whole prompt's.
-
-        The last token is left out, which has to be computed in any case.
-        """
-        size = self.block_size
-        known = len(self.tree.match(namespace, contents, request.most_cached)[0]) * size
-        marks = {known, (request.prompt_length - 1) // size * size}
-        return tuple(mark for mark in marks if mark > request.num_computed_tokens)
 
     def free(self, request: Request, step: int) -> None:
         """Drop the request's references; the beginning of its last block stays cached too."""
@@ -222,16 +257,22 @@ class KVCacheManager:
             parent = request.nodes[-1] if request.nodes else None
             tail = tuple(_contents(request)[start:known])
             end = self.tree.insert_tail(namespace, parent, tail, request.block_ids[len(request.nodes)], step)
+            if self.windows is not None and end is not None:
+                self.windows.attach_tail(request, end, step)
         elif request.nodes and start == known:
             end = request.nodes[-1]
         has_state = request.state_index != NO_STATE  # of its last token, unless it was retracted
         if self.states is not None and has_state and end is not None and known == request.num_computed_tokens:
             self.states.keep(end, request.state_index, step)
             request.state_index = NO_STATE
+        if self.windows is not None:
+            self.windows.leave(request, known // self.block_size)
         self.drop(request)
 
     def drop(self, request: Request) -> None:
         """Drop the request's references; of its blocks only those stay cached that are in the tree already."""
+        if self.windows is not None:
+            self.windows.leave(request, None)
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
         request.block_ids, request.nodes, request.num_computed_tokens = [], [], 0
@@ -271,6 +312,8 @@ class KVCacheManager:
             for request in self._at_marks:  # behind the plan: what they have then is for the next step to copy
                 self.snapshot(request, output.step)
             self._at_marks.clear()
+        if self.windows is not None:
+            output.grown_windows += self.windows.grown()
 
     def loaded(self, load: int, count: int) -> list[Request]:
         """The first `count` blocks of a load have arrived, the others will not; the requests that waited for it."""
@@ -283,6 +326,8 @@ class KVCacheManager:
         if self.states is not None:
             self._at_marks.clear()
             self.states.forget_since(step)
+        if self.windows is not None:
+            self.windows.forget_since(step)
         self.tree.forget_since(step)
         return waiting
 
@@ -299,6 +344,8 @@ class KVCacheManager:
         if self.tier is not None:
             self.tier.check_integrity(loading)
             owners += self.tier.block_count
+        if self.windows is not None:
+            owners += self.windows.check_integrity(self.tree.nodes(), running)
         counted = sum(self.pool.references(block) for block in range(self.pool.capacity))
         assert owners == counted, f"{owners} references are known and {counted} are counted"
         if not running and (self.tier is None or not self.tier.block_count):
@@ -309,8 +356,10 @@ class KVCacheManager:
     ) -> tuple[list[Node], Node | None, int]:
         """The longest cached prefix on which a request can go on in `step`; see `RadixCache.match`."""
         path, partial, shared = self.tree.match(namespace, contents, limit)
-        if partial is not None and step is not None and partial.step >= step:
+        if partial is not None and step is not None and max(partial.step, partial.window_step) >= step:
             partial, shared = None, 0  # computed by the very step that would copy it
+        if self.windows is not None:
+            path, partial, shared = self.windows.reachable(path, partial, shared)
         if self.states is not None:  # only where a state is kept, and so never within a block
             if partial is not None and (partial.state == NO_STATE or shared < len(partial.tokens)):
                 partial, shared = None, 0
@@ -327,14 +376,22 @@ class KVCacheManager:
         return state_index is not None
 
     def _allocate(self, count: int) -> list[int]:
-        self.tree.evict(count - self.pool.free_count)
+        if self.windows is None:
+            self.tree.evict(count - self.pool.free_count)
+        else:
+            self.windows.evict(count, self.tree)
         return self.pool.allocate(count)
 
     def _namespace(self, request: Request) -> bytes | None:
         """Who may share with this request; None: nobody."""
         if self.prefix_cache:
             return request.cache_namespace
-        return None if request.group is None else b"group\x00" + request.group.encode()
+        return None if request.group is None else _private(request.group)
+
+
+def _private(group: str) -> bytes:
+    """The namespace of a group where there is no prefix cache."""
+    return b"group\x00" + group.encode()
 
 
 def _contents(request: Request) -> list[int]:

@@ -16,7 +16,7 @@ order of their release, children before parents: its first entry is always a lea
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import block_key, root_key
@@ -30,9 +30,25 @@ class Node:
     """One cached block: `tokens` are its edge, `step` is the scheduler step that computes it.
 
     The edge of marked positions is what `keys.contents_of` puts in their place. `key` is None until it is asked for.
+    `windowed` are the blocks that layers with a window have besides (`cache/windows.py`), which `window_users` running
+    requests use and `window_step` computes; none if they were given back. `window_end`: somebody may go on behind them.
     """
 
-    __slots__ = ("block", "children", "key", "order", "parent", "state", "step", "tokens", "users")
+    __slots__ = (
+        "block",
+        "children",
+        "key",
+        "order",
+        "parent",
+        "state",
+        "step",
+        "tokens",
+        "users",
+        "window_end",
+        "window_step",
+        "window_users",
+        "windowed",
+    )
 
     def __init__(self, parent: "Node | None", tokens: Tokens, block: int, step: int) -> None:
         self.parent = parent
@@ -42,6 +58,8 @@ class Node:
         self.users = 0
         self.key: bytes | None = None
         self.state = NO_STATE
+        self.windowed: tuple[int, ...] = ()
+        self.window_users, self.window_step, self.window_end = 0, -1, False
         self.children: dict[Tokens, Node] = {}
         self.order: list[Tokens] = []  # the children's edges, sorted: neighbours share the longest prefixes
 
@@ -50,12 +68,14 @@ class RadixCache:
     """Finds, keeps and evicts the blocks of known prefixes.
 
     `identity` says whose keys and values these are; see `cache/keys.py`. `evicting` hears of each node that is about to
-    be evicted, `losing_state` of each that is removed and has a state (`cache/states.py`).
+    be evicted, `losing_state` of each that is removed and has a state (`cache/states.py`), `losing_window` of each that
+    has blocks of layers with a window.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
         self.evicting: Callable[[Node], None] | None = None
         self.losing_state: Callable[[Node], None] | None = None
+        self.losing_window: Callable[[Node], None] | None = None
         self.completed = 0
         """The steps up to this one have completed, but for those that were undone."""
         self._pool = pool
@@ -205,10 +225,20 @@ class RadixCache:
         assert parent is not None and not node.children, "only an unused leaf can be removed"
         if node.state != NO_STATE and self.losing_state is not None:
             self.losing_state(node)
+        if node.windowed and self.losing_window is not None:
+            self.losing_window(node)
         del parent.children[node.tokens]
         del parent.order[bisect_left(parent.order, node.tokens)]
         self._pool.release([node.block])
         self._size -= 1
+
+    def nodes(self) -> Iterator[Node]:
+        """All of them, in no order."""
+        pending = list(self._roots.values())
+        while pending:
+            children = pending.pop().children.values()
+            yield from children
+            pending.extend(children)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the module's docstring is broken."""

@@ -10,8 +10,12 @@ its block. A full pool means that nothing is kept, not that nobody runs, as long
 """
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 from kvern.cache.radix import NO_STATE, Node
+
+if TYPE_CHECKING:
+    from kvern.request import Request
 
 
 class StatePool:
@@ -101,3 +105,12 @@ class StatePool:
         """Raise AssertionError unless each state is free, kept at one node, or one of `owned`."""
         states = [*self._free, *(node.state for node in self._kept), *owned]
         assert sorted(states) == list(range(self.capacity)), "states do not add up"
+
+
+def state_marks(request: "Request", known: int, block_size: int) -> tuple[int, ...]:
+    """The ends of the last blocks that others are likely to share: those that somebody had, and the whole prompt's.
+
+    The last token is left out, which has to be computed in any case. `known`: tokens of blocks that somebody had.
+    """
+    marks = {known, (request.prompt_length - 1) // block_size * block_size}
+    return tuple(mark for mark in marks if mark > request.num_computed_tokens)

@@ -116,7 +116,7 @@ VLLM: dict[str, Rule] = {
     "calculate_kv_scales": Idle("scales of keys and values that a checkpoint lacks are measured at the start"),
     "enable_prefix_caching": Switch("prefix_cache"),
     "prefix_caching_hash_algo": Idle("blocks are named by BLAKE2b digests of 128 bits", 1),
-    "disable_hybrid_kv_cache_manager": Idle("all layers have the same blocks", silent=True),
+    "disable_hybrid_kv_cache_manager": Switch("windowed_kv_cache", yes="off", no="auto"),
     # Scheduling.
     "max_num_seqs": Named("max_batch_requests", human_number),
     "max_num_batched_tokens": Named("max_batch_tokens", human_number),

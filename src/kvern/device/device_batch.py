@@ -1,17 +1,17 @@
 """A step and the batch's rows for a runner that never waits for its device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from kvern.device.input_batch import InputBatch, sampled_tokens
+from kvern.device.input_batch import InputBatch, TableSlots, sampled_tokens
 from kvern.device.row_lists import ListedRows
 from kvern.device.transfer import send, upload
 from kvern.kernels.attention_prefix import SharedPrefix
-from kvern.kernels.batch import read_tokens, write_runs
+from kvern.kernels.batch import read_slots, read_tokens, write_runs
 from kvern.step import ScheduledTokens
 
 
@@ -19,11 +19,18 @@ class DeviceRows(ListedRows):
     """Rows on a device, and one more, the last, that pads batches; its blocks are all `scratch_block`."""
 
     def __init__(
-        self, slots: int, max_model_len: int, max_blocks: int, device: torch.device, scratch_block: int
+        self,
+        slots: int,
+        max_model_len: int,
+        max_blocks: int,
+        device: torch.device,
+        scratch_block: int,
+        window_tables: int = 0,
     ) -> None:
-        super().__init__(slots + 1, max_model_len, max_blocks, device)
+        super().__init__(slots + 1, max_model_len, max_blocks, device, window_tables)
         self.scratch = slots
-        self.block_table[slots] = scratch_block
+        for table in (self.block_table, *self.window_tables):
+            table[slots] = scratch_block
 
     def _write(self, target: torch.Tensor, runs: Sequence[tuple[int, int, list[int]]]) -> None:  # type: ignore[override]
         lengths = [len(values) for _, _, values in runs]
@@ -35,6 +42,24 @@ class DeviceRows(ListedRows):
         ]
         data = upload(header + [value for _, _, values in runs for value in values], torch.int32, self.device)
         write_runs(target, data[: 4 * len(runs)].view(-1, 4), data)
+
+    def windows(
+        self,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        firsts: torch.Tensor,
+        counts: torch.Tensor,
+        total: int,
+        longest: int,
+        block_size: int,
+    ) -> list[TableSlots]:
+        """Block tables of layers with a window, each with a step's slot mapping; arguments as for `read_tokens`."""
+        if not self.window_tables:
+            return []
+        mappings = read_slots(
+            self._tables, len(self.requests), slots, starts, firsts, counts, total, longest, block_size
+        )
+        return list(zip(self.window_tables, mappings, strict=True))
 
 
 @dataclass
@@ -58,6 +83,12 @@ class Queries:
     known_tiles: tuple[torch.Tensor, torch.Tensor] | None = None
     shared: SharedPrefix | None = None
     """What decodes have in common."""
+    made_tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By size: the same for all block tables."""
+
+    def over(self, block_table: torch.Tensor) -> "Queries":
+        """The same over another block table."""
+        return self if block_table is self.block_table else replace(self, block_table=block_table)
 
     def tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs of at most `size` queries, those with the most keys first.
@@ -66,6 +97,11 @@ class Queries:
         """
         if self.known_tiles is not None:
             return self.known_tiles
+        if size not in self.made_tiles:
+            self.made_tiles[size] = self._make_tiles(size)
+        return self.made_tiles[size]
+
+    def _make_tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         tiles = [
             (start + first, request, first)
             for request, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
@@ -135,17 +171,8 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         device_starts, planned = rows.starts(scheduled), device_starts
         request = [place for place, item in enumerate(scheduled) for _ in range(item.sampled)]
         sample_at = sample_at + (device_starts - planned)[upload(request, torch.int64, rows.device)]
-    token_ids, positions, slot_mapping = read_tokens(
-        rows.tokens,
-        rows.block_table,
-        device_slots,
-        device_starts,
-        query_start_loc,
-        device_counts,
-        sum(counts),
-        max(counts),
-        block_size,
-    )
+    described = device_slots, device_starts, query_start_loc, device_counts, sum(counts), max(counts), block_size
+    token_ids, positions, slot_mapping = read_tokens(rows.tokens, rows.block_table, *described)
     decodes = next((index for index, count in enumerate(counts) if count > 1), len(counts))
     return DeviceBatch(
         slots=slots,
@@ -165,4 +192,5 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         query_start_loc=query_start_loc,
         device_sample_slots=device_sample_slots,
         uncertain=uncertain,
+        windows=rows.windows(*described),
     )

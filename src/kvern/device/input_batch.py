@@ -1,7 +1,7 @@
 """The device view of one step: a flat run of tokens of many requests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from kvern.device.rows import BatchRows
 from kvern.step import ScheduledTokens
 
 IntegerArray = NDArray[np.int64]
+
+TableSlots = tuple[torch.Tensor, torch.Tensor]
+"""A block table [slots, max_blocks] int32, and where it says that keys and values of a step go, [T] int64."""
 
 LAST = (0,)
 """The token that one is sampled behind, counted from the last: a range for each row takes longer than all else."""
@@ -28,6 +31,7 @@ class InputBatch:
     sample_slots            [S] the row of each token that is sampled, in the order of the requests
     logits_indices          [S] int64   index, among the T, of the token that it follows
     sample_positions        [S] int64   its position
+    windows                 for each block table of layers with a window, that and its slot mapping
     """
 
     slots: list[int]
@@ -40,6 +44,7 @@ class InputBatch:
     sample_slots: list[int]
     logits_indices: torch.Tensor
     sample_positions: torch.Tensor
+    windows: Sequence[TableSlots] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -75,20 +80,25 @@ def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], blo
         row = np.repeat(slots, counts)
         positions = np.arange(len(row)) + np.repeat(starts - np.cumsum([0, *counts[:-1]]), counts)
     columns, offsets = np.divmod(positions, block_size)
-    blocks = _entries(rows.block_table, row, columns)
     sampled = sampled_tokens(scheduled)
     device = rows.device
+    within = torch.from_numpy(offsets).to(device)
+
+    def slot_mapping(table: torch.Tensor) -> torch.Tensor:
+        return torch.add(within, _entries(table, row, columns), alpha=block_size)
+
     return InputBatch(
         slots=slots,
         starts=starts,
         counts=counts,
         positions=torch.from_numpy(positions).to(device),
         token_ids=_entries(rows.tokens, row, positions),
-        slot_mapping=torch.add(torch.from_numpy(offsets).to(device), blocks, alpha=block_size),
+        slot_mapping=slot_mapping(rows.block_table),
         block_table=rows.block_table,
         sample_slots=sampled.slots,
         logits_indices=torch.from_numpy(np.array(sampled.indices, np.int64)).to(device),
         sample_positions=torch.from_numpy(np.array(sampled.positions, np.int64)).to(device),
+        windows=[(table, slot_mapping(table)) for table in rows.window_tables],
     )
 
 

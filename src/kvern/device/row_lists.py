@@ -14,8 +14,10 @@ from kvern.step import Fork, NewRequest
 class ListedRows(BatchRows):
     """Rows whose lists are on the device, for kernels that read them by their addresses."""
 
-    def __init__(self, slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
-        super().__init__(slots, max_model_len, max_blocks, device)
+    def __init__(
+        self, slots: int, max_model_len: int, max_blocks: int, device: torch.device, window_tables: int = 0
+    ) -> None:
+        super().__init__(slots, max_model_len, max_blocks, device, window_tables)
         self._lists: list[torch.Tensor | None] = [None] * slots
 
     def fork(self, forked: Sequence[Fork]) -> None:

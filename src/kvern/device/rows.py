@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from kvern.device.transfer import upload
-from kvern.step import Fork, NewRequest, ScheduledTokens
+from kvern.step import Fork, GrownTable, NewRequest, ScheduledTokens
 
 
 class BatchRows:
@@ -15,6 +15,7 @@ class BatchRows:
 
     tokens       [slots, max_model_len + 1] int32   prompt, output, and the token sampled last
     block_table  [slots, max_blocks] int32          the KV blocks of the sequence in order
+    window_tables  each [slots, max_blocks] int32   those of layers with a window; what lies behind it means nothing
     seeds        [slots] int64                      key of the request's random numbers
     top_k        [slots] int64                      0: all
     adapters     [slots] int64                      index of the adapter; -1: none
@@ -26,10 +27,13 @@ class BatchRows:
     temperature, top_p, min_p, typical_p, repetition, presence, frequency   [slots] float32
     """
 
-    def __init__(self, slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, max_model_len: int, max_blocks: int, device: torch.device, window_tables: int = 0
+    ) -> None:
         self.device = device
         self.tokens = _zeros(slots, max_model_len + 1, torch.int32, device)
-        self.block_table = _zeros(slots, max_blocks, torch.int32, device)
+        self._tables = _zeros((1 + window_tables) * slots, max_blocks, torch.int32, device)
+        self.block_table, *self.window_tables = self._tables.view(1 + window_tables, slots, max_blocks).unbind(0)
         self.num_computed_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
         self._integers = _zeros(7, slots, torch.int64, device)
         self._numbers = _zeros(7, slots, torch.float32, device)
@@ -68,7 +72,8 @@ class BatchRows:
             list(chain(*zip(*sent, strict=True))), torch.int64, self.device
         ).view(4, -1)
         if taken:
-            targets = [(self.tokens[:, : max(fork.length for fork in taken)], 0), (self.block_table, 0)]
+            targets = [(self.tokens[:, : max(fork.length for fork in taken)], 0)]
+            targets += [(table, 0) for table in (self.block_table, *self.window_tables)]
             requests = [self.requests[fork.source] for fork in taken]
             if any(self.requests[fork.slot] is not request for fork, request in zip(taken, requests, strict=True)):
                 targets += [(self._integers, 1), (self._numbers, 1)]
@@ -116,11 +121,19 @@ class BatchRows:
         self._numbers.index_copy_(1, slots, upload(list(chain(*numbers)), torch.float32, self.device).view(7, -1))
         self._write(self.tokens, [(request.slot, 0, request.token_ids) for request in joined])
         self.grow([(request.slot, 0, request.block_ids) for request in joined])
+        self.grow_windows([grown for request in joined for grown in request.windowed])
 
     def grow(self, grown: Sequence[tuple[int, int, list[int]]]) -> None:
         """Append blocks to block tables: (slot, index of the first new entry, block ids)."""
         if grown:
             self._write(self.block_table, grown)
+
+    def grow_windows(self, grown: Sequence[GrownTable]) -> None:
+        """Append blocks to block tables of layers with a window."""
+        if grown:
+            slots = len(self.block_table)
+            runs = [((1 + item.table) * slots + item.slot, item.first, item.block_ids) for item in grown]
+            self._write(self._tables, runs)
 
     def draft(self, drafts: Sequence[tuple[int, int, list[int]]]) -> None:
         """Let rows go on with drafts: (slot, first position, token ids)."""

@@ -69,6 +69,7 @@ class Branching:
         self._names += 1
         sibling.params = parent.params.replace(prompt_logprobs=None)
         sibling.block_ids, sibling.nodes, sibling.num_computed_tokens = [], [], 0
+        sibling.windowed, sibling.window_start, sibling.window_ends = [], 0, ()
         sibling.slot = sibling.state_index = -1
         self._scheduler.register(sibling)
         return sibling

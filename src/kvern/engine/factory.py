@@ -9,6 +9,7 @@ from pathlib import Path
 from kvern.cache.keys import model_identity
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.tier import KVTier
+from kvern.cache.windows import WindowLimits
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.drafting import Drafting
@@ -87,7 +88,11 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     )
     what = config.load_format, config.dtype, layout.dtype, layout.block_size
     identity = model_identity(folder, *what, *filter(None, [layout.scales]))
-    cache = KVCacheManager(layout.blocks, layout.block_size, config.prefix_cache, identity, tier, layout.states)
+    window = None
+    if layout.window_tables:
+        window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens)
+    sizes = layout.blocks, layout.block_size
+    cache = KVCacheManager(*sizes, config.prefix_cache, identity, tier, layout.states, window)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 

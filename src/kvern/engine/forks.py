@@ -1,6 +1,6 @@
 """Rows that go on behind others: planned when a beam search has chosen, done by the next step before all else."""
 
-from kvern.step import BlockCopy, Fork, SchedulerOutput
+from kvern.step import BlockCopy, Fork, GrownTable, SchedulerOutput
 
 
 class PendingForks:
@@ -11,7 +11,7 @@ class PendingForks:
         self._forks: dict[int, tuple[Fork, list[BlockCopy]]] = {}
 
     def add(self, fork: Fork, copies: list[BlockCopy]) -> None:
-        """Let a row fork; `copies` is at most one, of the head of its last block."""
+        """Let a row fork; `copies` are of the head of its last block, one in each block table, or none."""
         self._forks[fork.slot] = fork, copies
 
     def cancel(self, slot: int) -> bool:
@@ -24,7 +24,11 @@ class PendingForks:
         forks = self._forks.values()
         output.forked = [fork for fork, _ in forks]
         output.copies[:0] = [copied for _, copies in forks for copied in copies]
-        output.grown[:0] = [
-            (fork.slot, fork.length // self._block_size, [copied.target]) for fork, copies in forks for copied in copies
-        ]
+        for fork, copies in forks:
+            column = fork.length // self._block_size
+            for table, copied in enumerate(copies, -1):
+                if table < 0:
+                    output.grown.append((fork.slot, column, [copied.target]))
+                else:
+                    output.grown_windows.append(GrownTable(fork.slot, table, column, [copied.target]))
         self._forks.clear()

@@ -226,7 +226,7 @@ class Scheduler:
         if request.drafts_in_flight or request.state is not State.RUNNING:
             return ()
         others = len(self.running)
-        blocks = len(request.block_ids) + max(0, self.cache.available_count - others)
+        blocks = len(request.block_ids) + max(0, self.cache.growth_count - others)
         room = min(
             budget - others,
             request.max_tokens - request.output_length - request.in_flight - 1,

@@ -8,7 +8,7 @@ from collections import deque
 from kvern.engine.step_costs import StepCosts
 from kvern.request import PromptInput, RequestSpec
 from kvern.sampling_params import ResolvedParams
-from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput, StepResult
+from kvern.step import GrownTable, NewRequest, ScheduledTokens, SchedulerOutput, StepResult
 from kvern.worker.executor import Executor
 from kvern.worker.plan import Layout
 
@@ -71,7 +71,12 @@ class _Timing:
         self._steps = 0
         asked = RequestSpec("", PromptInput([0]), ResolvedParams(), 1)
         tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(rows)]
-        self._joining = [NewRequest(row, asked, asked.params, 0, [0], table) for row, table in enumerate(tables)]
+        numbers = range(layout.window_tables)
+        windowed = [tuple(GrownTable(row, number, 0, table) for number in numbers) for row, table in enumerate(tables)]
+        self._joining = [
+            NewRequest(row, asked, asked.params, 0, [0], table, windowed=windowed[row])
+            for row, table in enumerate(tables)
+        ]
 
     def seconds(self, context: int, prompt: tuple[int, int] | None) -> float:
         """Of a step with all decodes behind `context` tokens, and (start, count) of a prompt; a median.

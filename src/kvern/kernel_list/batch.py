@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvern.attention.groups import group_layers
 from kvern.device.device_batch import DeviceRows
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import batch, constraints, logprobs, masks, sampling
@@ -60,6 +61,29 @@ def _read_decodes(spec: ModelSpec, inputs: Inputs) -> Call:
         return tokens[slots.long(), positions], positions, _slot_mapping(inputs, table, slots, positions), positions + 1
 
     return Call("2 tokens", partial(batch.read_decodes, tokens, table, slots, starts, inputs.block_size), reference)
+
+
+def _read_slots(spec: ModelSpec, inputs: Inputs, longest: int) -> Call:
+    blocks = -(-LENGTH // inputs.block_size)
+    tables = inputs.permutation(3 * SLOTS * blocks).view(3 * SLOTS, blocks)
+    counts = (min(3, longest), longest)
+    slots, starts, firsts, lengths = (inputs.integers(row) for row in ((2, 0), (5, 20), (0, counts[0]), counts))
+    sizes = sum(counts), longest, inputs.block_size
+    launch = partial(batch.read_slots, tables, SLOTS, slots, starts, firsts, lengths, *sizes)
+
+    def reference() -> torch.Tensor:
+        row = inputs.integers([2] * counts[0] + [0] * counts[1], torch.int64)
+        positions = inputs.integers([*range(5, 5 + counts[0]), *range(20, 20 + counts[1])], torch.int64)
+        return torch.stack(
+            [_slot_mapping(inputs, table, row, positions) for table in tables.view(3, SLOTS, blocks).unbind(0)[1:]]
+        )
+
+    return Call(f"2 x {sum(counts)} tokens", launch, reference)
+
+
+def _read_slots_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if group_layers(spec.attentions).window_tables:
+        yield from ((1,), (40,))
 
 
 def _write_sampled(spec: ModelSpec, inputs: Inputs, slot_type: torch.dtype, advances: bool) -> Call:
@@ -251,6 +275,7 @@ def _restrict_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 KERNELS = (
     Kernel("read tokens", "batch", _read_tokens, _once),
     Kernel("read decodes", "batch", _read_decodes, _once),
+    Kernel("read slots of windows", "windows", _read_slots, _read_slots_launched),
     Kernel("write sampled tokens", "batch", _write_sampled, _write_sampled_launched),
     Kernel("write runs", "batch", _write_runs, _once),
     Kernel("constraints", "sampling", _change, _change_launched, _change_timed),

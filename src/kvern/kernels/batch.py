@@ -78,6 +78,71 @@ def read_tokens(
     return token_ids, positions, slot_mapping
 
 
+@Launcher
+@triton.jit(
+    do_not_specialize=["rows", "total", "table_stride"],
+    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "slot_mappings"],
+)
+def _read_slots_kernel(
+    tables: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    firsts: tl.tensor,
+    counts: tl.tensor,
+    slot_mappings: tl.tensor,
+    rows,
+    total,
+    table_stride: tl.int64,
+    block_size: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    table = tl.program_id(2)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < tl.load(counts + request)
+    row = ((table + 1) * rows + tl.load(slots + request)).to(tl.int64)
+    position = tl.load(starts + request) + offset
+    block = tl.load(tables + row * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
+    target = table.to(tl.int64) * total + tl.load(firsts + request) + offset
+    tl.store(slot_mappings + target, block * block_size + position % block_size, mask=inside)
+
+
+def read_slots(
+    tables: torch.Tensor,
+    rows: int,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    firsts: torch.Tensor,
+    counts: torch.Tensor,
+    total: int,
+    longest: int,
+    block_size: int,
+) -> torch.Tensor:
+    """Slot mappings of a step by all block tables but the first, [tables - 1, total] int64.
+
+    tables [tables * rows, blocks] int32 are those of a batch, one behind the other; what follows is as for
+    `read_tokens`.
+    """
+    count = len(tables) // rows - 1
+    slot_mappings = torch.empty(count, total, dtype=torch.int64, device=tables.device)
+    block = 1024 if longest > 1 else 16
+    _read_slots_kernel[(slots.shape[0], cdiv(longest, block), count)](
+        tables,
+        slots,
+        starts,
+        firsts,
+        counts,
+        slot_mappings,
+        rows,
+        total,
+        tables.stride(0),
+        block_size,
+        block,
+        num_warps=4 if longest > 1 else 1,
+    )
+    return slot_mappings
+
+
 @triton.jit(
     do_not_specialize=["requests", "token_stride", "table_stride"],
     do_not_specialize_on_alignment=["slots", "starts", "token_ids", "positions", "slot_mapping", "next_positions"],

@@ -33,8 +33,8 @@ class Attend(Protocol):
 class PagedAttend(Attend, Protocol):
     """An `Attend` whose cache others write to: queries then attend to what is stored."""
 
-    slot_mapping: Tensor
-    """`[T] int64`, where each token's key and value go: block * block_size + offset."""
+    def slot_mapping(self, layer: int) -> Tensor:
+        """`[T] int64`, where each token's key and value go: block * block_size + offset."""
 
     def cache(self, layer: int) -> Tensor:
         """`[2, blocks, block_size, kv_heads, head_dim]`; `[1, ...]` where values are the first entries of keys."""

@@ -51,7 +51,7 @@ class CompiledAttention(Attention):
         cache = paged.cache(self.index)
         if cache.dtype in DTYPES:
             scales = paged.scales(self.index)
-            rotate_and_store(heads, qkv, positions, paged.slot_mapping, table, cache, scales)
+            rotate_and_store(heads, qkv, positions, paged.slot_mapping(self.index), table, cache, scales)
             if query_scale is not None:
                 query.mul_(query_scale)
             return paged.over_cache(self.index, query, wanted).flatten(1)

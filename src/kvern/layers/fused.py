@@ -68,7 +68,7 @@ class FusedAttention(Attention):
         query = rotate_and_store(
             qkv,
             positions,
-            paged.slot_mapping,
+            paged.slot_mapping(self.index),
             table if self.rotates else None,
             paged.cache(self.index),
             scales=paged.scales(self.index),

@@ -36,7 +36,7 @@ class FusedLatentAttention(LatentAttention):
             cached,
             asked,
             positions,
-            paged.slot_mapping,
+            paged.slot_mapping(self.index),
             table if self.rotates else None,
             cast("Tensor", norm.weight),
             norm.epsilon,

@@ -75,7 +75,7 @@ class CapturedDecodes:
         if decodes is None:
             return None
         if self._looks_up:
-            inputs = _Inputs(*decodes.run(_READ, _READ))
+            inputs = _Inputs(*decodes.run(_READ, _READ)[: len(_Inputs._fields)])
             if not self._embeds:
                 inputs.hidden.copy_(self._decoder.embed_tokens(inputs.token_ids))
             if self._table is not None and decodes.looked_up is not None:
@@ -120,17 +120,18 @@ class CapturedDecodes:
     def _capture(self, requests: Tensor, looked_up: Tensor | None) -> Program:
         """The stages of a step, which they compute at once, but for what no kernel looks up."""
         decoder, rows, sampler = self._decoder, self._rows, self._sampler
-        step, shape = Step(rows.block_table, requests), (requests.shape[1], decoder.spec.hidden_size)
+        tables = rows.block_table, *rows.window_tables
+        steps, shape = [Step(table, requests) for table in tables], (requests.shape[1], decoder.spec.hidden_size)
 
-        def read() -> _Inputs:
-            inputs = read_decodes(requests, rows.tokens, rows.block_table, self._block_size)
+        def read() -> tuple[Tensor, ...]:
+            inputs, *windows = (read_decodes(requests, rows.tokens, table, self._block_size) for table in tables)
             ids = inputs.token_ids
             hidden = decoder.embed_tokens(ids) if self._embeds else torch.empty(shape, dtype=decoder.build.dtype)
-            return _Inputs(hidden, *inputs)
+            return *_Inputs(hidden, *inputs), *(window.slot_mapping for window in windows)
 
         def score(*inputs: Tensor) -> tuple[Tensor, ...]:
-            hidden, _, positions, slot_mapping, following = inputs
-            attend = self._attention.attend(step, slot_mapping)
+            hidden, _, positions, slot_mapping, following, *windows = inputs
+            attend = self._attention.attend(*zip(steps, [slot_mapping, *windows], strict=True))
             states = decoder.run(hidden, positions, attend, looked_up=looked_up)
             return states, decoder.lm_head.scores(states), following
 
@@ -139,7 +140,7 @@ class CapturedDecodes:
             sampler.write(requests[0], following, chosen)
             return (chosen,)
 
-        return Program(self._memory, (step, requests, looked_up), read, score, choose)
+        return Program(self._memory, (steps, requests, looked_up), read, score, choose)
 
 
 _READ, _SCORE, _CHOOSE = range(3)

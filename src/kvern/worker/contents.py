@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from kvern.attention.eight_bit import EightBit
+from kvern.attention.groups import LayerGroups
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.step import SchedulerOutput, StepResult
@@ -50,6 +51,9 @@ class Runner(Protocol):
 
 class Parts(Protocol):
     """How a worker's steps run: through PyTorch, or through kernels with the batch on the device."""
+
+    groups: LayerGroups
+    """Block tables of the model's layers, once there is `room`."""
 
     @property
     def unquantized(self) -> LinearFormat:

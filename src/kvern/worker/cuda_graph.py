@@ -291,6 +291,7 @@ class DecodeGraphs:
             device_sample_slots=slots,
             tiles=(requests, zeros),
             shared=shared,
+            windows=rows.windows(slots, starts, requests, ones, size, 1, self._block_size),
         )
         adapter_indices = rows.adapters.index_select(0, slots) if adapted else None
         adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)

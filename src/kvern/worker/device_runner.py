@@ -102,6 +102,7 @@ class DeviceRunner:
         self._grammars.join(output.joined)
         self._processors.join(output.joined)
         self._rows.grow(output.grown)
+        self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
         self._needs.join(output.joined)
         try:

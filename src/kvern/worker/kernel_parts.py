@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.attention.groups import LayerGroups
 from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
@@ -30,6 +31,7 @@ from kvern.worker.memory import GRAPH_BYTES, DeviceMemory, bytes_of_state, bytes
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.prompt_graphs import prompt_steps
 from kvern.worker.startup import Startup
+from kvern.worker.windows import choose_groups
 
 
 class KernelParts:
@@ -44,6 +46,7 @@ class KernelParts:
         self._layers = list(spec.attentions)
         self.unquantized = TunedLinear(memory.device, plan.linear_backend)
         self._choice: AttentionChoice | None = None
+        self.groups = LayerGroups.one_table(self._layers)
 
     @property
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
@@ -72,25 +75,28 @@ class KernelParts:
     def room(self, contents: Contents) -> Room:
         """What the device's memory has left, and who attends fastest. Compiles the kernels that serving needs."""
         with self._startup.stage("memory"):
-            token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype))
+            phases = {} if self._choice is None else self._choice.phases
+            self.groups = choose_groups(self._config, self._spec, self._plan, phases.values())
+            token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
             state_bytes = bytes_of_state(self._spec, self._dtype)
             graphs = self._run_largest_steps(contents)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
-        if self._choice is None:
-            return Room(room, token_bytes, state_bytes=state_bytes)
-        phases, libraries = self._choice.phases, frozenset(self._choice.libraries)
-        return Room(room, token_bytes, phases, libraries, state_bytes=state_bytes)
+        libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
+        window, tables = self.groups.window or 0, self.groups.window_tables
+        return Room(room, token_bytes, phases, libraries, state_bytes=state_bytes, window=window, window_tables=tables)
 
     def runner(self, contents: Contents, layout: Layout) -> DeviceRunner:
         """The runner over a KV cache of this layout, and one more block that pads batches."""
         config = self._config
         with self._startup.stage("cache"):
             dtype = getattr(torch, layout.dtype)
-            attention = self._attention(layout.blocks + 1, layout.block_size, dtype, layout.attention, contents)
+            groups = self.groups if layout.window_tables else None
+            sizes = layout.blocks + 1, layout.block_size
+            attention = self._attention(*sizes, dtype, layout.attention, contents, groups)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
-            rows = DeviceRows(requests, longest, table, self._device, scratch_block=layout.blocks)
+            rows = DeviceRows(requests, longest, table, self._device, layout.blocks, layout.window_tables)
         states = None
         if layout.states:
             states = DeviceStateMemory(self._spec, layout.states, requests + 1, self._dtype, self._device)
@@ -115,15 +121,16 @@ class KernelParts:
         dtype: torch.dtype,
         chosen: Mapping[str, str],
         contents: Contents,
+        groups: LayerGroups | None = None,
     ) -> AttentionBackend[DeviceBatch]:
         """By those who are chosen for each phase, or through PyTorch if nobody is."""
         eight_bit, sinks = contents.eight_bit, contents.decoder.sinks
         if self._choice is None or not chosen:
-            return TorchAttention(self._layers, blocks, block_size, dtype, self._device, eight_bit, sinks)
+            return TorchAttention(self._layers, blocks, block_size, dtype, self._device, eight_bit, sinks, groups)
         phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})
         triton, deterministic = self._choice.triton, self._config.deterministic
         sizes = blocks, block_size, dtype, self._device
-        return PagedAttention(self._layers, *sizes, phases, triton, deterministic, eight_bit, sinks)
+        return PagedAttention(self._layers, *sizes, phases, triton, deterministic, eight_bit, sinks, groups)
 
     def _run_largest_steps(self, contents: Contents) -> int:
         """Run the largest steps, over a cache of one block: PyTorch keeps their memory for the steps to come.

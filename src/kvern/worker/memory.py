@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kvern.attention.groups import LayerGroups
 from kvern.model_spec import ModelSpec
 
 logger = logging.getLogger("kvern")
@@ -58,9 +59,11 @@ def left_of_share(free: int, total: int, held: int, share: float | None) -> int:
     return free if share is None else max(0, min(free, int(share * total) - held - CONTEXT_BYTES))
 
 
-def bytes_of_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values over all layers."""
-    return sum(layer.stored * layer.kv_heads * layer.head_dim for layer in spec.attentions) * dtype.itemsize
+def bytes_of_token(spec: ModelSpec, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
+    """Bytes of a token's keys and values over all layers, and of places in blocks that no layer has."""
+    owners = range(len(spec.attentions)) if groups is None else groups.owners * (1 + groups.window_tables)
+    layers = (spec.attentions[owner] for owner in owners)
+    return sum(layer.stored * layer.kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
 
 
 def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:

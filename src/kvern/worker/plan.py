@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from kvern.cache.windows import WindowLimits
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.model_spec import ModelSpec
@@ -71,7 +72,7 @@ class Room(msgspec.Struct, frozen=True):
 
     States of recurrent layers are to be had there, too: a request's take `state_bytes`.
     `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there. `scales`: a
-    digest of those of a cache in 8 bits.
+    digest of those of a cache in 8 bits. `window`: of layers that have `window_tables` block tables of their own.
     """
 
     cache_bytes: int
@@ -80,11 +81,15 @@ class Room(msgspec.Struct, frozen=True):
     libraries: frozenset[str] = frozenset()
     scales: str = ""
     state_bytes: int = 0
+    window: int = 0
+    window_tables: int = 0
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The KV cache of `blocks` of `block_size` tokens, `token_bytes` each, and how large a step may be.
+    """The KV cache of `blocks` of `block_size` tokens, and how large a step may be.
 
+    A token of which all layers keep something takes `token_bytes`: of one block, or of one in each block table, where
+    layers with a `window` have `window_tables` of their own.
     `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
     """
@@ -102,6 +107,8 @@ class Layout(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...]
     scales: str = ""
     states: int = 0
+    window: int = 0
+    window_tables: int = 0
 
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
@@ -156,7 +163,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
 
     Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
     """
-    longest, token_bytes = plan.max_model_len, max(room.token_bytes for room in rooms)
+    longest, token_bytes, room = plan.max_model_len, max(room.token_bytes for room in rooms), rooms[0]
     states_each = 2 if config.prefix_cache else 1  # as many as running requests have may be kept for others
     requests, tokens = _requests(rooms, plan, config, states_each), config.kv_cache_tokens
     state_bytes = requests * states_each * max(room.state_bytes for room in rooms)
@@ -168,15 +175,16 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
     if tokens is None:
         room_for = min((room.cache_bytes - state_bytes) // room.token_bytes for room in rooms)
         tokens = min(longest * requests, max(room_for, 0))
-    if 0 < tokens < longest and config.max_model_len is None:
-        logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", tokens, longest)
-        longest = tokens
+    reach = _longest_fitting(tokens, room, plan, config)
+    if 0 < reach < longest and config.max_model_len is None:
+        logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", reach, longest)
+        longest = reach
     paged = config.kv_cache == "paged"
     block_size = config.block_size if paged else longest
-    blocks = -(-tokens // block_size) if paged else tokens // max(block_size, 1)
-    if tokens < longest or not blocks:
+    blocks = -(-tokens // block_size) * (1 + room.window_tables) if paged else tokens // max(block_size, 1)
+    if reach < longest or not blocks:
         raise ConfigError(
-            f"the KV cache has room for {tokens} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
+            f"the KV cache has room for {reach} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
             f"{longest}: raise kv_cache_tokens or gpu_memory_share, free memory, or lower max_model_len"
         )
     requests = requests if paged else min(requests, blocks)
@@ -194,7 +202,18 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         gpus=plan.gpus,
         scales="".join(room.scales for room in rooms),
         states=requests * states_each if any(room.state_bytes for room in rooms) else 0,
+        window=room.window,
+        window_tables=room.window_tables,
     )
+
+
+def _longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+    """The longest sequence that fits into the memory of so many tokens of which all layers keep something."""
+    if not room.window_tables:
+        return tokens
+    limits = WindowLimits(room.window, room.window_tables, plan.max_batch_tokens)
+    held = limits.held_tokens + 3 * config.block_size  # parts of blocks at the ends
+    return tokens if tokens <= held else tokens + (tokens - held) * room.window_tables
 
 
 def _requests(rooms: Sequence[Room], plan: Plan, config: EngineConfig, states_each: int) -> int:

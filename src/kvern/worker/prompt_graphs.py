@@ -205,6 +205,7 @@ class PromptGraphs:
             device_sample_slots=sample_slots,
             tiles=(tile_request, tile_first),
             uncertain=True,
+            windows=rows.windows(slots, starts, firsts, counts, tokens, step.tokens, self._block_size),
         )
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices)
         logits = self._decoder.logits(hidden, upcast=False)

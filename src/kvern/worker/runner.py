@@ -90,6 +90,7 @@ class ModelRunner:
         self._processors.join(output.joined)
         self._needs.join(output.joined)
         self._rows.grow(output.grown)
+        self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
 
     def _kept(self, output: SchedulerOutput, sampled: list[int]) -> list[list[int]]:

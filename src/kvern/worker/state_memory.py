@@ -6,7 +6,7 @@ from itertools import chain
 
 import torch
 
-from kvern.attention.torch_sdpa import zero_cache
+from kvern.attention.memory import zero_cache
 from kvern.device.input_batch import InputBatch
 from kvern.layers.states import StepStates, allocate
 from kvern.model_spec import ModelSpec

@@ -5,6 +5,7 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.attention.compiled import CompiledAttention
 from kvern.attention.torch_sdpa import TorchAttention
+from kvern.config import EngineConfig
 from kvern.cpu import sampling as cpu
 from kvern.cpu.library import DTYPES
 from kvern.device.input_batch import InputBatch
@@ -21,14 +22,16 @@ from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.runner import ModelRunner
 from kvern.worker.sampling import CompiledSampling, TorchSampling
 from kvern.worker.state_memory import StateMemory
+from kvern.worker.windows import choose_groups
 
 
 class TorchParts:
     """The `Parts` of a worker without kernels for GPUs."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, memory: DeviceMemory) -> None:
+    def __init__(self, config: EngineConfig, spec: ModelSpec, plan: Plan, memory: DeviceMemory) -> None:
         self._spec, self._plan, self._memory = spec, plan, memory
         self.unquantized = Unquantized()
+        self.groups = choose_groups(config, spec, plan)
         self._compiled = "cpu_sampling" in plan.kernels
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 
@@ -37,9 +40,15 @@ class TorchParts:
 
     def room(self, contents: Contents) -> Room:
         """What the device's memory has left."""
-        token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype))
+        token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
         state_bytes = bytes_of_state(self._spec, getattr(torch, self._plan.dtype))
-        return Room(cache_bytes(self._memory, token_bytes, None, state_bytes), token_bytes, state_bytes=state_bytes)
+        return Room(
+            cache_bytes(self._memory, token_bytes, None, state_bytes),
+            token_bytes,
+            state_bytes=state_bytes,
+            window=self.groups.window or 0,
+            window_tables=self.groups.window_tables,
+        )
 
     def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
         """The runner over a KV cache of this layout."""
@@ -48,7 +57,7 @@ class TorchParts:
         if layout.states:
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
-        rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device)
+        rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, layout.window_tables)
         decoder, captured = contents.decoder, None
         if self._compiled and states is None and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size) if isinstance(decoder, Decoder) else None
@@ -69,6 +78,8 @@ class TorchParts:
         layers = self._spec.attentions
         sizes, dtype = (layout.blocks, layout.block_size), getattr(torch, layout.dtype)
         eight_bit, sinks = contents.eight_bit, contents.decoder.sinks
+        groups = self.groups if layout.window_tables else None
         if "cpu_attention" in self._plan.kernels and dtype in DTYPES:
-            return CompiledAttention(layers, *sizes, dtype, getattr(torch, self._plan.dtype), eight_bit, sinks)
-        return TorchAttention(layers, *sizes, dtype, self._memory.device, eight_bit, sinks)
+            compute = getattr(torch, self._plan.dtype)
+            return CompiledAttention(layers, *sizes, dtype, compute, eight_bit, sinks, groups=groups)
+        return TorchAttention(layers, *sizes, dtype, self._memory.device, eight_bit, sinks, groups)

@@ -60,6 +60,7 @@ from kvern.worker.plan import (
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
+from kvern.worker.windows import report
 
 MODEL_KERNELS = frozenset(
     {"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "delta_net"}
@@ -135,11 +136,16 @@ class Worker:
         )
         self._contents = Contents(model, self._grammars, processors, adapters)
         if config.kv_cache_dtype not in EIGHT_BIT:
-            return parts.room(self._contents)
+            return self._room()
         with self._startup.stage("cache scales"):
             eight_bit = self._eight_bit(plan)
         self._contents = replace(self._contents, eight_bit=eight_bit)
-        return msgspec.structs.replace(parts.room(self._contents), scales=digest(eight_bit.scales))
+        return msgspec.structs.replace(self._room(), scales=digest(eight_bit.scales))
+
+    def _room(self) -> Room:
+        room = self._parts.room(self._contents)
+        self._startup.report(report(self._parts.groups))
+        return room
 
     def _load_decoder(self, plan: Plan) -> Decoder:
         config = self._config
@@ -208,7 +214,7 @@ class Worker:
 
     def _make_parts(self, plan: Plan) -> Parts:
         if not plan.on_device:
-            return TorchParts(self._spec, plan, self._memory)
+            return TorchParts(self._config, self._spec, plan, self._memory)
         from kvern.worker.kernel_parts import KernelParts
 
         return KernelParts(self._config, self._spec, plan, self._memory, self._startup)

@@ -1,0 +1,126 @@
+"""Layers with a window give their blocks back: the same answers from less memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from kvern.attention.groups import group_layers
+from kvern.config import EngineConfig
+from kvern.mixer_spec import AttentionSpec
+from kvern.models.implementation import describe_model
+from kvern.models.loader import read_config
+from kvern.worker.plan import Findings, agree
+from kvern.worker.windows import choose_groups, report
+from tests.families import make_checkpoint
+
+NIGHTLY = ("gemma2", "gpt_oss", "cohere2", "olmo3", "exaone4", "ministral")
+FAMILIES = ["gemma3", *(pytest.param(family, marks=pytest.mark.nightly) for family in NIGHTLY)]
+LENGTH = 120
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def prompts() -> list[list[int]]:
+    """Some that begin alike, some that do not, most of them longer than a window and a step."""
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(3, 90, (60,), generator=generator).tolist()
+    found = []
+    for length, common in ((3, 0), (40, 0), (70, 60), (75, 60), (50, 40), (64, 60), (4, 0), (6, 0), (5, 3), (7, 0)):
+        found.append(shared[:common] + torch.randint(3, 90, (length - common,), generator=generator).tolist())
+    return found
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    sizes: dict[str, Any] = {"block_size": 4, "max_model_len": LENGTH, "kv_cache_tokens": 480, "max_batch_tokens": 12}
+    return LLM(str(folder), **sizes | {"max_batch_requests": 4, "threads": 1, "dtype": "float32"} | options)
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    return [
+        [(answer.token_ids, answer.cumulative_logprob) for answer in output.outputs]
+        for output in llm.generate(prompts(), params)
+    ]
+
+
+def check(found: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        for (tokens, logprob), (wanted, other) in zip(ours, theirs, strict=True):
+            assert tokens == wanted
+            assert logprob == pytest.approx(other, abs=1e-3)
+
+
+SMALL: dict[str, Any] = {"kv_cache_tokens": 90, "max_batch_requests": 10}
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"prefix_cache": False, "chunked_prefill": False},
+    SMALL,
+    SMALL | {"cpu_kernels": False},
+)
+
+
+def test_answers_are_those_of_one_table(folder: Path) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    search = SamplingParams(beam_width=3, n=2, max_tokens=6, logprobs=1)
+    several = SamplingParams(n=3, seed=4, max_tokens=10, ignore_eos=True, logprobs=1)
+    with engine(folder, windowed_kv_cache="off", kv_cache_tokens=1000) as llm:
+        expected = [answers(llm, params) for params in (plain, search, several)]
+    for options in SETTINGS:
+        with engine(folder, **options) as llm:
+            for _ in range(2):
+                check(answers(llm, plain), expected[0])
+            check(answers(llm, search), expected[1])
+            check(answers(llm, several), expected[2])
+            found = llm.statistics()
+            llm._engine.core.scheduler.check_integrity()
+        assert (found.preemptions > 0) == ("kv_cache_tokens" in options)
+
+
+def layers(count: int, whole: Callable[[int], bool], window: int, kv_heads: int = 8) -> list[AttentionSpec]:
+    return [AttentionSpec(8, kv_heads, 64, 1.0, None if whole(index) else window) for index in range(count)]
+
+
+def test_published_models_divide_into_tables() -> None:
+    gemma = group_layers(layers(62, lambda index: index % 6 == 5, 1024))
+    assert (len(gemma.owners), gemma.window_tables, gemma.window) == (10, 6, 1024)
+    oss = group_layers(layers(24, lambda index: index % 2 == 1, 128))
+    assert (len(oss.owners), oss.window_tables) == (12, 1)
+    for groups in (gemma, oss):
+        assert len(set(zip(groups.tables, groups.places, strict=True))) == len(groups.tables), "two layers in one place"
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        (layers(4, lambda index: True, 9), ""),
+        (layers(4, lambda index: False, 9), ""),
+        (layers(2, lambda index: True, 9, kv_heads=2) + layers(2, lambda index: False, 9), "different shapes"),
+        (layers(4, lambda index: index > 0, 9), "do not divide"),
+        (layers(24, lambda index: index == 0, 9), "do not divide"),
+    ],
+)
+def test_other_models_have_one_table(specs: list[AttentionSpec], reason: str) -> None:
+    groups = group_layers(specs)
+    assert groups.window_tables == 0 and list(groups.places) == list(range(len(specs)))
+    assert reason in groups.reason and bool(groups.reason) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"windowed_kv_cache": "off"}, "is off"),
+        ({"kv_cache": "contiguous"}, "contiguous"),
+        ({"max_model_len": 9}, "no sequence is longer than the window of 9"),
+    ],
+)
+def test_the_start_says_why_there_is_one_table(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(make_checkpoint("gemma3", tmp_path)), **options)
+    spec = describe_model(tmp_path, read_config(tmp_path), "auto")
+    plan = agree([Findings("cpu", "float32")], config, spec)
+    [line] = report(choose_groups(config, spec, plan))
+    assert reason in line
