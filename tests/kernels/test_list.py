@@ -5,8 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernel_list import KERNELS, Inputs, Kernel
+from kvern.kernel_list import KERNELS, Inputs, Kernel, attention
+from kvern.kernel_list.entry import Call
 from kvern.kernel_list.quantized import FORMS, kinds_of_forms
+from kvern.models.registry import spec_from_config
 from tests.kernels.models import LARGE_MODELS, TINY_MODELS, spec_of
 
 PACKED = ("fp8_blocks", "int4_zero")
@@ -25,12 +27,28 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
     inputs = Inputs(device, torch.float32, block_size=4, adapter_rank=16, packed=packed)
     close = 5e-4 if kernel.group == "quantized" else 1e-4  # half bytes carry a bias of 2048 in float32 sums
     for arguments in kernel.launched(spec, inputs):
-        call = kernel.make(spec, inputs, *arguments)
-        expected = call.reference()
-        found = call.launch()
-        pairs = [(found, expected)] if isinstance(found, torch.Tensor) else zip(found, expected, strict=True)
-        for one, other in pairs:
-            torch.testing.assert_close(one.double(), other.double(), rtol=close, atol=close)
+        compare(kernel.make(spec, inputs, *arguments), close)
+
+
+def compare(call: Call, close: float) -> None:
+    """What a kernel returns with what it should."""
+    expected = call.reference()
+    found = call.launch()
+    pairs = [(found, expected)] if isinstance(found, torch.Tensor) else zip(found, expected, strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one.double(), other.double(), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8], ids=str)
+def test_heads_of_512(cache_dtype: torch.dtype, device: torch.device) -> None:
+    """In the tiles that are launched for them."""
+    heads = TINY_MODELS["gemma4_text"] | {"global_head_dim": 512, "num_kv_shared_layers": 0}
+    spec = spec_from_config({"model_type": "gemma4_text"} | heads)
+    inputs = Inputs(device, torch.float32, block_size=4, batch_requests=4, cache_dtype=cache_dtype)
+    for kernel in attention.KERNELS[:3]:
+        for arguments in kernel.launched(spec, inputs):
+            if arguments[0].head_dim == 512:
+                compare(kernel.make(spec, inputs, *arguments), 1e-4 if cache_dtype == torch.float32 else 5e-3)
 
 
 def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
-from kvern.mixer_spec import AttentionSpec, DeltaNetSpec
+from kvern.mixer_spec import DeltaNetSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.worker.memory import GIGABYTE, DeviceMemory
@@ -133,24 +133,6 @@ def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device) -
     for what, (is_asked, reason) in refused.items():
         if is_asked:
             raise ConfigError(f"{what} does not go with {spec.model_type}, which is an encoder: {reason}")
-
-
-def check_kernels(spec: ModelSpec, device: torch.device) -> None:
-    """Raise ConfigError for a GPU, if there are no kernels for it of what the model's layers are made of."""
-    attentions = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
-    norm = spec.query_key_norm
-    parts = {
-        "layers with inputs, experts or numbers beside attention and MLP": spec.augmented,
-        "layers that attend to the keys of others": any(item.cache_of is not None for item in attentions),
-        "values made of keys, or normalised": any(item.keys_are_values for item in attentions)
-        or (norm is not None and norm.values),
-    }
-    missing = [part for part, is_there in parts.items() if is_there]
-    if device.type != "cpu" and missing:
-        raise ConfigError(
-            f"device {device.type} does not go with {spec.model_type}, which has {', '.join(missing)}: there are no "
-            "kernels of such for GPUs: use device cpu"
-        )
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods) -> int:

@@ -37,7 +37,6 @@ from kvern.worker.contents import Contents, Parts, Runner
 from kvern.worker.device import (
     check_dtype,
     check_head_dim,
-    check_kernels,
     check_latents,
     check_state_kernels,
     check_states,
@@ -90,7 +89,6 @@ class Worker:
         resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
         check_states(config, self._spec, device)
         check_latents(config, self._spec, device)
-        check_kernels(self._spec, device)
         dtype = choose_dtype(config.dtype, self._spec, None if config.load_format == "dummy" else self._folder)
         if isinstance(self._spec, TransformersSpec):
             check_fallback_options(config, self._spec, dtype, device)
