@@ -168,7 +168,7 @@ def attend_to_prefix(
         head_dim,
         block_size,
         softcap is not None,
-        next_power_of_2(group),
+        max(next_power_of_2(group), 16 // members),  # rows of a product, of which there are 16 at least
         members,
         max(16, next_power_of_2(head_dim)),
         keys,
