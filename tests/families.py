@@ -316,6 +316,8 @@ HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
 """Those with layers that keep states."""
 CPU_ALONE = (*STATE_FAMILIES, *LATENT)
 """Those that are refused on a GPU."""
+NO_CARD_YET = (*GEMMA4,)
+"""Those whose kernels were interpreted, and compiled for cards, and which no card has run."""
 
 
 def make_model(family: str, **changes: Any) -> Any:

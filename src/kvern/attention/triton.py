@@ -1,7 +1,7 @@
 """Attention through kvern's own Triton kernels: reads the blocks in place, on any GPU that Triton knows."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,8 +46,10 @@ class TritonKernels:
         self.max_requests = max_requests
         most_heads = max(layer.kv_heads for layer in layers)
         whole = [layer for layer in layers if layer.window is None]
-        members = (prefix_members(item.heads // item.kv_heads, item.head_dim, dtype.itemsize) for item in whole)
-        self.prefix_members = min(members, default=0)
+        members = (
+            prefix_members(item.heads // item.kv_heads, item.head_dim, dtype.itemsize) for item in whole or layers
+        )
+        self.prefix_members = min(members)
         self._arrived = torch.zeros(max_requests * most_heads, dtype=torch.int32, device=device)
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -95,8 +97,15 @@ class TritonKernels:
             return hopper
         others = self._tiles(queries)
 
-        def run(layer: int, *given: Any) -> None:
-            (hopper if layer in fits else others)(layer, *given)
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+            sinks: torch.Tensor | None = None,
+        ) -> None:
+            (hopper if layer in fits else others)(layer, query, cache, out, scales, sinks)
 
         return run
 

@@ -170,14 +170,17 @@ def _rotate_queries(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: i
     if spec.query_key_norm is not None:
         weight = inputs.numbers(heads, head_dim, dtype=torch.float32)
     positions = inputs.integers(range(tokens), torch.int64)
-    options = {"heads": heads, "interleaved": interleaved, "norm_weight": weight, "epsilon": 1e-6}
+
+    def launch() -> torch.Tensor:
+        return rotate_queries(
+            queries, positions, table, heads=heads, interleaved=interleaved, norm_weight=weight, epsilon=1e-6
+        )
 
     def reference() -> torch.Tensor:
         known = queries.double().view(tokens, heads, head_dim)
         known = known if weight is None else _normed(known, weight, 1e-6)
         return known if table is None else _turned(known, table, interleaved)
 
-    launch = partial(rotate_queries, queries, positions, table, **options)
     return Call(f"{tokens} x {heads * head_dim}", launch, reference, 2 * queries.numel() * queries.element_size())
 
 
