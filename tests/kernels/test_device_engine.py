@@ -19,7 +19,7 @@ from tests.tiny_model import make_tiny_model
 pytestmark = pytest.mark.usefixtures("few_products")
 
 SDPA = {"attention_backend": "torch_sdpa"}
-BY_DAY = ("llama", "gemma2", "olmo2", "qwen3_moe", "gemma4_vision")
+BY_DAY = ("llama", "gemma2", "olmo2", "qwen3_moe", "gemma4")
 BY_NIGHT = (
     "gemma3",
     "qwen3_5",
@@ -32,7 +32,7 @@ BY_NIGHT = (
     "minimax_m2",
     "glm4_moe_groups",
     "gpt_oss",
-    "gemma4",
+    "gemma4_vision",
     "gemma4_experts",
 )
 FAMILIES_BY_MECHANISM = [
