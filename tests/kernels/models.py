@@ -24,6 +24,12 @@ LARGE: dict[str, Any] = TINY | {
     "max_position_embeddings": 8192,
 }
 GEMMA = {"attn_logit_softcapping": 5.0, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA4: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
 NETS: dict[str, Any] = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
@@ -71,6 +77,11 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": TINY | {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "qwen3_5_text": TINY | NETS | {"head_dim": 16},
     "glm4_moe_lite": TINY | LATENTS | {"num_key_value_heads": 4},
+    "gemma4_text": TINY
+    | GEMMA4
+    | {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size_per_layer_input": 12}
+    | {"vocab_size_per_layer_input": 200, "enable_moe_block": True}
+    | {"num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24},
     "gpt_oss": TINY
     | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
     | {"rope_scaling": {"rope_type": "default"}},
@@ -85,6 +96,10 @@ LARGE_MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LARGE
     | LARGE_LATENTS
     | {"hidden_size": 2048, "intermediate_size": 10240, "num_attention_heads": 20, "num_key_value_heads": 20},
+    "gemma4_text": LARGE
+    | GEMMA4
+    | {"hidden_size": 5376, "intermediate_size": 21504, "num_key_value_heads": 16, "num_global_key_value_heads": 4}
+    | {"head_dim": 256, "global_head_dim": 512, "sliding_window": 1024},
     "gpt_oss": LARGE
     | {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64}
     | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}

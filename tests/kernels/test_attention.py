@@ -228,7 +228,7 @@ def test_decode_reads_a_shared_prefix_once(
     table[batch.slots[[2, 3]].long(), :4] = table[batch.slots[0].long(), :4]
     table[batch.slots[5].long(), :2] = table[batch.slots[4].long(), :2]
     integers = {"dtype": torch.int32, "device": device}
-    members = torch.full((4, prefix_members(heads // kv_heads)), -1, **integers)
+    members = torch.full((4, prefix_members(heads // kv_heads, dim)), -1, **integers)
     members[0, :2], members[1, 0], members[2, :2] = torch.tensor([0, 3]), 2, torch.tensor([4, 5])
     members[3, 0] = 0
     shared = SharedPrefix(

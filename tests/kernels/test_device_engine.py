@@ -20,7 +20,7 @@ from tests.tiny_model import make_tiny_model
 pytestmark = pytest.mark.usefixtures("few_products")
 
 SDPA = {"attention_backend": "torch_sdpa"}
-BY_DAY = ("llama", "gemma2", "olmo2", "qwen3_moe")
+BY_DAY = ("llama", "gemma2", "olmo2", "qwen3_moe", "gemma4")
 BY_NIGHT = (
     "gemma3",
     "qwen3_5",
@@ -36,6 +36,8 @@ BY_NIGHT = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "gemma4_vision",
+    "gemma4_experts",
 )
 FAMILIES_BY_MECHANISM = [
     *(name for name in BY_DAY if name in FAMILIES),

@@ -40,8 +40,13 @@ OPTIONS: dict[str, Any] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_experts": 0, "linear_num_value_heads": 8},
     "qwen3_5": {"linear_num_value_heads": 8},
+    "gemma4": {"global_head_dim": 32},
 }
 """Rows of projections that are aligned, as they are in large models."""
+
+BY_DAY = ("tiny", "llama_bias", "gemma2", "qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5")
+BY_NIGHT = ("gemma4", "gemma4_experts", "gemma4_vision")
+FAMILIES = (*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT))
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
 
@@ -122,7 +127,7 @@ def use_everything(llm: LLM, adapter: str | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-@pytest.mark.parametrize("family", ["tiny", "llama_bias", "gemma2", "qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_launched_was_launched_at_start(
     family: str, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,14 +5,19 @@ from functools import partial
 import pytest
 import torch
 
-from kvern.kernel_list import KERNELS, Inputs, Kernel, kernels_of
+from kvern.kernel_list import KERNELS, Inputs, Kernel, attention, kernels_of
+from kvern.kernel_list.entry import Call
 from kvern.kernel_list.quantized import FORMS, kinds_of_forms
+from kvern.kernels.attention_decode import decode_shape
+from kvern.model_spec import LayerSpec
+from kvern.models.registry import spec_from_config
+from tests.kernels.conftest import fewer
 from tests.kernels.models import LARGE_MODELS, TINY_ENCODERS, TINY_MODELS, spec_of
 
 PACKED = ("fp8_blocks", "int4_zero")
 """Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""
 
-BY_NIGHT = ("gpt_oss",)
+BY_NIGHT = ("gpt_oss", "gemma4_text")
 """Models whose kernels are others' in one more form."""
 MODELS = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TINY_MODELS]
 
@@ -25,12 +30,36 @@ def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device)
     inputs = Inputs(device, torch.float32, block_size=4, adapter_rank=16, packed=packed)
     close = 5e-4 if kernel.group == "quantized" else 1e-4  # half bytes carry a bias of 2048 in float32 sums
     for arguments in kernel.launched(spec, inputs):
-        call = kernel.make(spec, inputs, *arguments)
-        expected = call.reference()
-        found = call.launch()
-        pairs = [(found, expected)] if isinstance(found, torch.Tensor) else zip(found, expected, strict=True)
-        for one, other in pairs:
-            torch.testing.assert_close(one.double(), other.double(), rtol=close, atol=close)
+        compare(kernel.make(spec, inputs, *arguments), close)
+
+
+def compare(call: Call, close: float) -> None:
+    """What a kernel returns with what it should."""
+    expected = call.reference()
+    found = call.launch()
+    pairs = [(found, expected)] if isinstance(found, torch.Tensor) else zip(found, expected, strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one.double(), other.double(), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "close"),
+    [(torch.float32, 1e-4), pytest.param(torch.int8, 2e-2, marks=pytest.mark.nightly)],  # weights have 11 bits
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.group in ("attention", "rotary")])
+def test_heads_of_512(
+    kernel: Kernel, cache_dtype: torch.dtype, close: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tiles that are launched for them; values that are keys, and layers that store none."""
+    spec = spec_from_config({"model_type": "gemma4_text"} | TINY_MODELS["gemma4_text"] | {"global_head_dim": 512})
+    inputs = Inputs(device, torch.float32, block_size=4, batch_requests=4, cache_dtype=cache_dtype)
+    if device.type == "cpu":  # interpreted programs take milliseconds each
+        inputs.processors = 8
+        monkeypatch.setattr(attention, "decode_shape", lambda *sizes: fewer(decode_shape(*sizes)))
+    for kind, *sizes in kernel.launched(spec, inputs):
+        if (kind.attention if isinstance(kind, LayerSpec) else kind).head_dim == 512:
+            compare(kernel.make(spec, inputs, kind, *sizes), close)
 
 
 def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

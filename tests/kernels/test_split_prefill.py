@@ -29,8 +29,8 @@ def test_runs_that_would_leave_the_card_idle_share_their_keys_out(
     shapes = Shapes([LAYER], 16, torch.float32, torch.float32, device, 64, 30000)
     queries, _, _ = make_queries(runs, shapes, LAYER)
     arrived = torch.zeros(1024, dtype=torch.int32)
-    assert SplitPrefill([LAYER], PROCESSORS, arrived).pays(queries) == expected
-    assert not SplitPrefill([LAYER], PROCESSORS, arrived[:1]).pays(queries)
+    assert SplitPrefill([LAYER], PROCESSORS, arrived, 2).pays(queries) == expected
+    assert not SplitPrefill([LAYER], PROCESSORS, arrived[:1], 2).pays(queries)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

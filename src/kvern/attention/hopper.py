@@ -4,7 +4,7 @@ It reads keys and values of 16 bits. Of a cache in 8 bits the blocks that a step
 for one layer at a time: keys are read once for that, and by the kernel once for each tile of queries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ PLAIN_BYTES = 256 << 20
 
 
 class HopperPrefill:
-    """Plans what `AttentionKernels.prefill` does, for layers that all fit the kernel.
+    """Plans what `AttentionKernels.prefill` does, for those of the layers that `fits` names by index.
 
     `cache_dtype`: of a cache in 8 bits.
     """
@@ -35,12 +35,13 @@ class HopperPrefill:
         layers: Sequence[AttentionSpec],
         device: torch.device,
         block_size: int,
+        fits: Collection[int],
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self._layers = list(layers)
+        self._layers, self.fits = list(layers), fits
         self._block_size = block_size
         self._codes = cache_dtype is not None and cache_dtype.itemsize == 1
-        self._token_bytes = max(4 * layer.kv_heads * layer.head_dim for layer in layers)
+        self._token_bytes = max(4 * layers[index].kv_heads * layers[index].head_dim for index in fits)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def pays(self, queries: Queries) -> bool:

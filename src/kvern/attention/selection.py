@@ -110,15 +110,18 @@ def _own(shapes: Shapes, deterministic: bool, hopper: "HopperPrefill | None") ->
 
 
 def _hopper(shapes: Shapes) -> "HopperPrefill | None":
-    """The kernel for Hopper, if it works here and knows all layers."""
+    """The kernel for Hopper, if it works here and knows some of the layers."""
     if not shapes.hopper or any(layer.sinks for layer in shapes.layers):
         return None
     if shapes.cache_dtype != shapes.dtype and shapes.cache_dtype not in LARGEST_CODE:
         return None
     from kvern.attention.hopper import HopperPrefill, hopper_fits
 
-    fits = all(hopper_fits(layer.head_dim, shapes.block_size, shapes.dtype) for layer in shapes.layers)
-    return HopperPrefill(shapes.layers, shapes.device, shapes.block_size, shapes.cache_dtype) if fits else None
+    heads = [layer.head_dim for layer in shapes.layers]
+    fits = {index for index, size in enumerate(heads) if hopper_fits(size, shapes.block_size, shapes.dtype)}
+    if not fits:
+        return None
+    return HopperPrefill(shapes.layers, shapes.device, shapes.block_size, fits, shapes.cache_dtype)
 
 
 def _phases() -> list[str]:

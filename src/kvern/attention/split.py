@@ -19,8 +19,11 @@ LEAST_KEYS = 512
 class SplitPrefill:
     """Plans runs of queries for all layers, if their tiles are few; `arrived` [N] int32 are zeros between launches."""
 
-    def __init__(self, layers: Sequence[AttentionSpec], processors: int, arrived: torch.Tensor) -> None:
-        self._layers = list(layers)
+    def __init__(
+        self, layers: Sequence[AttentionSpec], processors: int, arrived: torch.Tensor, element_size: int
+    ) -> None:
+        """`element_size`: of the cache."""
+        self._layers, self._element_size = list(layers), element_size
         self._processors = processors
         self._arrived = arrived
 
@@ -34,18 +37,21 @@ class SplitPrefill:
         return all(self._idle(queries, layer) for layer in dict.fromkeys(self._layers))
 
     def _idle(self, queries: Queries, layer: AttentionSpec) -> bool:
-        together = split_queries(layer.heads // layer.kv_heads, max(queries.counts))
+        together = self._together(layer, max(queries.counts))
         tiles = sum(-(-count // together) for count in queries.counts)
         if tiles * layer.kv_heads > len(self._arrived):
             return False
-        size = prefill_shape(layer.head_dim).queries
+        size = prefill_shape(layer.head_dim, element_size=self._element_size).queries
         programs = layer.heads * sum(-(-count // size) for count in queries.counts)
         return max(queries.counts) <= together or programs < WAVES * self._processors
+
+    def _together(self, layer: AttentionSpec, most: int) -> int:
+        return split_queries(layer.heads // layer.kv_heads, layer.head_dim, most, self._element_size)
 
     def prefill(self, queries: Queries) -> PlannedAttention:
         """Plan; `pays` must hold."""
         most = max(queries.counts)
-        sizes = {split_queries(layer.heads // layer.kv_heads, most) for layer in self._layers}
+        sizes = {self._together(layer, most) for layer in self._layers}
         tiles = {size: queries.tiles(size) for size in sizes}
 
         def run(
@@ -57,7 +63,7 @@ class SplitPrefill:
             sinks: torch.Tensor | None = None,
         ) -> None:
             spec = self._layers[layer]
-            requests, firsts = tiles[split_queries(spec.heads // spec.kv_heads, most)]
+            requests, firsts = tiles[self._together(spec, most)]
             split_attention(
                 query,
                 cache,
@@ -77,7 +83,7 @@ class SplitPrefill:
                     spec.head_dim,
                     most,
                     self._processors,
-                    cache.element_size(),
+                    self._element_size,
                 ),
                 scale=spec.scale,
                 window=spec.window,

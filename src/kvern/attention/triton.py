@@ -45,12 +45,16 @@ class TritonKernels:
         self._hopper = hopper
         self.max_requests = max_requests
         most_heads = max(layer.kv_heads for layer in layers)
-        self.prefix_members = min(prefix_members(layer.heads // layer.kv_heads) for layer in layers)
+        whole = [layer for layer in layers if layer.window is None]
+        members = (
+            prefix_members(item.heads // item.kv_heads, item.head_dim, dtype.itemsize) for item in whole or layers
+        )
+        self.prefix_members = min(members)
         self._arrived = torch.zeros(max_requests * most_heads, dtype=torch.int32, device=device)
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         )
-        self._split = SplitPrefill(layers, self._processors, self._arrived)
+        self._split = SplitPrefill(layers, self._processors, self._arrived, self._element_size)
 
     def decode(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)
@@ -86,9 +90,28 @@ class TritonKernels:
     def prefill(self, queries: Queries) -> PlannedAttention:
         if not self._deterministic and self._split.pays(queries):
             return self._split.prefill(queries)
+        if self._hopper is None or not self._hopper.pays(queries):
+            return self._tiles(queries)
+        hopper, fits = self._hopper.prefill(queries), self._hopper.fits
+        if len(fits) == len(self._layers):
+            return hopper
+        others = self._tiles(queries)
+
+        def run(
+            layer: int,
+            query: torch.Tensor,
+            cache: torch.Tensor,
+            out: torch.Tensor,
+            scales: torch.Tensor | None = None,
+            sinks: torch.Tensor | None = None,
+        ) -> None:
+            (hopper if layer in fits else others)(layer, query, cache, out, scales, sinks)
+
+        return run
+
+    def _tiles(self, queries: Queries) -> PlannedAttention:
+        """Plan runs of queries, each tile of which one program attends for."""
         requests = len(queries.slots)
-        if self._hopper is not None and self._hopper.pays(queries):
-            return self._hopper.prefill(queries)
         keys = sum(queries.starts) + sum(queries.counts)
         long = keys >= LONG_CONTEXT * requests and not self._deterministic
         shapes = {layer.head_dim: prefill_shape(layer.head_dim, long, self._element_size) for layer in self._layers}

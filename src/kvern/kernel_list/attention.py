@@ -93,7 +93,7 @@ def _decode(
     if tiles:
         shared = inputs.block_size
         table[:, 0] = table[0, 0]
-        members = inputs.zeros(tiles, prefix_members(heads // kv_heads)) - 1
+        members = inputs.zeros(tiles, _members(spec, inputs)) - 1
         members[0, :requests] = inputs.integers(range(requests))
         tile_keys = inputs.integers([shared] + [0] * (tiles - 1))
         prefix = SharedPrefix(members, tile_keys, inputs.integers([shared] * requests))
@@ -137,13 +137,20 @@ def _kinds(spec: ModelSpec) -> list[AttentionSpec]:
     return [kind for kind in dict.fromkeys(spec.attentions) if kind.value_dim is None]
 
 
+def _members(spec: ModelSpec, inputs: Inputs) -> int:
+    """How many requests share a tile of a prefix, in all layers that see the whole of it."""
+    whole = (kind for kind in _kinds(spec) if kind.window is None)
+    size = inputs.cache_dtype.itemsize
+    return min(prefix_members(kind.heads // kind.kv_heads, kind.head_dim, size) for kind in whole)
+
+
 def _decode_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     keys = 2 * inputs.block_size + 1
     for kind in _kinds(spec):
-        members = prefix_members(kind.heads // kind.kv_heads)
         for planned, first in _cuts(kind, inputs):
             yield kind, 2, keys, planned
             if kind.window is None and first:
+                members = _members(spec, inputs)
                 yield kind, min(2, members), keys, planned, tiles_for(planned, members)
 
 
@@ -177,7 +184,7 @@ def _prefill(
 
 def _split(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, requests: int, queries: int, before: int) -> Call:
     group = attention.heads // attention.kv_heads
-    tile = split_queries(group, queries)
+    tile = split_queries(group, attention.head_dim, queries, inputs.cache_dtype.itemsize)
     tiles = requests * -(-queries // tile)
     sizes = attention.kv_heads, attention.head_dim, queries, inputs.processors, inputs.cache_dtype.itemsize
     arrived = inputs.zeros(tiles * attention.kv_heads)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvern.kernels.activation import ACTIVATIONS, gated_activation
 from kvern.kernels.adapted_product import adapted_product
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, matvec, small_matmul
 from kvern.kernels.norm import add_rms_norm, rms_norm
-from kvern.kernels.rotary import rotate_and_store
+from kvern.kernels.rotary import rotate_and_store, rotate_queries
 from kvern.layers.few_rows import matvec_shape
 from kvern.layers.fused_adapters import SHAPES, adapted_shape, joins
 from kvern.layers.linear_method import LinearShape
@@ -51,11 +52,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tenso
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
 
 
-def _norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
-    x, weight = inputs.numbers(rows, spec.hidden_size), _gain(spec, inputs)
-    moved = 2 * rows * spec.hidden_size * x.element_size()
+def _norm(spec: ModelSpec, inputs: Inputs, rows: int, width: int) -> Call:
+    x, weight = inputs.numbers(rows, width), inputs.numbers(width, dtype=torch.float32 if spec.norm.offset else None)
     launch = partial(rms_norm, x, weight, 1e-6)
-    return Call(f"{rows} x {spec.hidden_size}", launch, lambda: normed(x, weight, 1e-6), moved)
+    return Call(f"{rows} x {width}", launch, lambda: normed(x, weight, 1e-6), 2 * x.numel() * x.element_size())
 
 
 def _add_norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
@@ -72,10 +72,17 @@ def _add_norm(spec: ModelSpec, inputs: Inputs, rows: int) -> Call:
 
 def _norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if spec.norm.kind == "rms":
+        yield ROWS, spec.hidden_size
+        if spec.per_layer is not None:
+            yield ROWS, spec.per_layer.width
+
+
+def _add_norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if spec.norm.kind == "rms":
         yield (ROWS,)
 
 
-def _norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+def _add_norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if spec.norm.kind == "rms":
         yield from ((rows,) for rows in TIMED_ROWS)
 
@@ -103,16 +110,18 @@ def turned(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Ten
 def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> Call:
     attention, rope = layer.attention, layer.rope
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
-    qkv = inputs.numbers(tokens, (heads + 2 * kv_heads) * head_dim)
+    width = (heads + (1 if attention.keys_are_values else 2) * kv_heads) * head_dim
+    qkv = inputs.numbers(tokens, width)
     blocks = -(-tokens // inputs.block_size)
     cache, scales = inputs.cache(inputs.cache_dtype, 2, blocks, inputs.block_size, kv_heads, head_dim)
     positions = inputs.integers(range(tokens), torch.int64)
     places = inputs.permutation(tokens, torch.int64)
     interleaved = rope is not None and rope.interleaved
     table = None if rope is None else rotation_table(inputs, tokens, rope.dim, interleaved)
-    weight = None
+    weight, norm_values = None, False
     if spec.query_key_norm is not None:
         weight = inputs.numbers(heads + kv_heads, head_dim, dtype=torch.float32)
+        norm_values = spec.query_key_norm.values
 
     def launch() -> tuple[torch.Tensor, torch.Tensor]:
         query = rotate_and_store(
@@ -125,13 +134,16 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
             interleaved=interleaved,
             norm_weight=weight,
             epsilon=1e-6,
+            norm_values=norm_values,
+            keys_are_values=attention.keys_are_values,
             scales=scales,
         )
         return query, cache
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         parts = qkv.double().view(tokens, -1, head_dim)
-        known, value = parts[:, : heads + kv_heads], parts[:, heads + kv_heads :]
+        known, value = parts[:, : heads + kv_heads], parts[:, -kv_heads:]
+        value = normed(value, torch.ones(()), 1e-6) if norm_values else value
         known = known if weight is None else normed(known, weight, 1e-6)
         known = known if table is None else turned(known, table, interleaved)
         expected = cache.double()
@@ -141,7 +153,6 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
         expected.flatten(1, 2)[:, places] = torch.stack(stored)
         return known[:, :heads], expected
 
-    width = (heads + 2 * kv_heads) * head_dim
     return Call(f"{tokens} x {width}", launch, reference, 2 * qkv.numel() * qkv.element_size())
 
 
@@ -151,7 +162,37 @@ def _rotate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _rotating(spec: ModelSpec) -> list[LayerSpec]:
     """Those that store keys and values of heads."""
-    return [layer for layer in dict.fromkeys(spec.attending) if layer.attention.value_dim is None]
+    layers = dict.fromkeys(spec.attending)
+    return [layer for layer in layers if layer.attention.value_dim is None and layer.attention.cache_of is None]
+
+
+def _rotate_queries(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> Call:
+    heads, head_dim, rope = layer.attention.heads, layer.attention.head_dim, layer.rope
+    queries = inputs.numbers(tokens, heads * head_dim)
+    interleaved = rope is not None and rope.interleaved
+    table = None if rope is None else rotation_table(inputs, tokens, rope.dim, interleaved)
+    weight = None
+    if spec.query_key_norm is not None:
+        weight = inputs.numbers(heads, head_dim, dtype=torch.float32)
+    positions = inputs.integers(range(tokens), torch.int64)
+
+    def launch() -> torch.Tensor:
+        return rotate_queries(
+            queries, positions, table, heads=heads, interleaved=interleaved, norm_weight=weight, epsilon=1e-6
+        )
+
+    def reference() -> torch.Tensor:
+        known = queries.double().view(tokens, heads, head_dim)
+        known = known if weight is None else normed(known, weight, 1e-6)
+        return known if table is None else turned(known, table, interleaved)
+
+    return Call(f"{tokens} x {heads * head_dim}", launch, reference, 2 * queries.numel() * queries.element_size())
+
+
+def _rotate_queries_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    borrowing = (layer for layer in spec.attending if layer.attention.cache_of is not None)
+    kinds = dict.fromkeys(replace(layer, mlp=None, experts=None) for layer in borrowing)
+    yield from ((layer, tokens) for layer in kinds for tokens in (1, ROWS))
 
 
 def _rotate_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -221,7 +262,8 @@ def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     launched: list[tuple[Any, ...]] = [(spec.vocab_size, hidden, *plain, spec.lm_head_bias)]
     for layer in dict.fromkeys(spec.attending):
         attention, mlp = layer.attention, layer.mlp
-        qkv = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+        values = 0 if attention.keys_are_values else attention.own_kv_heads
+        qkv = (attention.heads + attention.own_kv_heads + values) * attention.head_dim
         if attention.value_dim is None:
             launched.append((qkv, hidden, True, None, False, spec.qkv_bias))
             launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.output_bias))
@@ -352,8 +394,9 @@ def _adapt_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 KERNELS = (
     Kernel("RMSNorm", "norm", _norm, _norm_launched),
-    Kernel("add + RMSNorm", "norm", _add_norm, _norm_launched, _norm_timed),
+    Kernel("add + RMSNorm", "norm", _add_norm, _add_norm_launched, _add_norm_timed),
     Kernel("rotate and store", "rotary", _rotate, _rotate_launched, _rotate_timed),
+    Kernel("rotate queries", "rotary", _rotate_queries, _rotate_queries_launched),
     Kernel("gated activation", "activation", _activate, _activate_launched, _activate_timed),
     Kernel("matrix-vector product", "few_rows", _matvec, _matvec_launched, _matvec_timed),
     Kernel("product of few rows", "linear", _product, _product_launched),

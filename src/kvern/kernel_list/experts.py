@@ -22,7 +22,8 @@ OTHER_TILES = range(1, len(TILES[16]))
 
 def moes(spec: ModelSpec) -> list[MoeSpec]:
     """The kinds of experts that a model has."""
-    return list(dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)))
+    parts = (part for layer in spec.layers for part in (layer.mlp, layer.experts))
+    return list(dict.fromkeys(part for part in parts if isinstance(part, MoeSpec)))
 
 
 def activated(moe: MoeSpec, gate_up: torch.Tensor) -> torch.Tensor:

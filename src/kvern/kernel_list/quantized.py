@@ -11,6 +11,7 @@ import torch
 
 from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
+from kvern.kernel_list.experts import moes
 from kvern.kernels.arrange import arrange
 from kvern.kernels.block_codes import BLOCKS
 from kvern.kernels.codes import CODES, INTERLEAVED, readable
@@ -42,7 +43,7 @@ from kvern.layers.quantized.gguf_types import BY_NAME
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import multiply_row
 from kvern.layers.row_experts import RowStackedExperts
-from kvern.model_spec import ModelSpec, MoeSpec
+from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -135,8 +136,8 @@ def kinds_of_forms(spec: ModelSpec, dtype: torch.dtype, forms: Sequence[str]) ->
         for layer in linear_shapes(spec, dtype)
         if layer.inputs % whole_inputs(FORMS[form]["code"]) == 0
     ]
-    for moe, form in itertools.product(dict.fromkeys(layer.mlp for layer in spec.layers), forms):
-        if isinstance(moe, MoeSpec) and math.gcd(moe.width, spec.hidden_size) % whole_inputs(FORMS[form]["code"]) == 0:
+    for moe, form in itertools.product(moes(spec), forms):
+        if math.gcd(moe.width, spec.hidden_size) % whole_inputs(FORMS[form]["code"]) == 0:
             both = (
                 kind_of_form(form, moe.experts * 2 * moe.width, spec.hidden_size, "experts.gate_up_proj"),
                 kind_of_form(form, moe.experts * spec.hidden_size, moe.width, "experts.down_proj"),

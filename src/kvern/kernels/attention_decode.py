@@ -176,6 +176,9 @@ def decode_shape(requests: int, kv_heads: int, head_dim: int, processors: int, e
     whole = requests * kv_heads
     splits = max(1, min(64, 1024 // next_power_of_2(whole)))
     programs = 3 * processors
+    if head_dim > 256:
+        keys, stages = {4: (16, 2), 2: (16, 3), 1: (32, 3)}[element_size]
+        return DecodeShape(keys, splits, 2 * processors, 256, 4, stages)
     if element_size == 4:
         return DecodeShape(32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
     if head_dim > 128:

@@ -168,6 +168,13 @@ def beside_sinks(attended, sums, sinks, head, real):
     return attended / (1.0 + tl.exp2(sink - sums))[:, None]
 
 
+def most_rows(head_dim: int, element_size: int) -> int:
+    """Rows of a tile: as many as the matrix units take at a time, or fewer, so that heads of 512 have room."""
+    if head_dim <= 256:
+        return 64
+    return 16 if element_size == 4 else 32
+
+
 def parts_at_a_time(rows: int, dim: int, warps: int) -> int:
     """`PARTS` of `join_parts`, for rows and entries as powers of 2: some 32 numbers of each thread."""
     return max(1, min(16, 1024 * warps // (rows * dim)))

@@ -172,8 +172,11 @@ def _prefill_attention_kernel(
 def prefill_shape(head_dim: int, long: bool = False, element_size: int = 2) -> PrefillShape:
     """Tiles for a head dimension, the accumulator of which must stay in registers, and for long or short contexts.
 
-    Numbers of four bytes are multiplied on the ordinary cores; their tiles fit the shared memory of every card.
+    Numbers of four bytes are multiplied on the ordinary cores. Their tiles, and those of heads above 256, fit the
+    shared memory of every card.
     """
+    if head_dim > 256:
+        return PrefillShape(16, 16, 4, 2) if element_size == 4 else PrefillShape(32, 32, 8, 2)
     if element_size == 4:
         return PrefillShape(32, 32 if head_dim <= 128 else 16, 4, 2)
     if head_dim > 128:

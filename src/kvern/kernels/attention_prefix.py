@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_loop import attend, first_blocks
+from kvern.kernels.attention_loop import attend, first_blocks, most_rows
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
@@ -28,13 +28,9 @@ class SharedPrefix(NamedTuple):
     keys: torch.Tensor
 
 
-PREFIX_ROWS = 64
-"""Queries of a tile: what the matrix units take at a time."""
-
-
-def prefix_members(group: int) -> int:
+def prefix_members(group: int, head_dim: int, element_size: int = 2) -> int:
     """How many requests share a tile, each with a group of query heads."""
-    members: int = PREFIX_ROWS // next_power_of_2(group)
+    members: int = most_rows(head_dim, element_size) // next_power_of_2(group)
     return max(1, members)
 
 
@@ -47,6 +43,16 @@ def prefix_parts(kv_heads: int, tiles: int) -> int:
     """How many programs share the keys of a tile's prefix: enough to fill the card."""
     parts: int = 512 // next_power_of_2(kv_heads * tiles)
     return max(1, min(16, parts))
+
+
+def _tile(head_dim: int, element_size: int) -> tuple[int, int, int]:
+    """Keys of a tile, warps and stages."""
+    wide = element_size == 4
+    if head_dim > 256:
+        return (16, 4, 2) if wide else (32, 8, 2)
+    if head_dim > 128:
+        return 32 >> wide, 4, 2 - wide + (element_size == 1)
+    return 64 >> wide, 4, 3 - wide + (element_size == 1)
 
 
 @Launcher
@@ -138,7 +144,8 @@ def attend_to_prefix(
     group = heads // kv_heads
     tiles, members = shared.members.shape
     splits = prefix_parts(kv_heads, tiles)
-    overlap, wide = overlaps(query.device), cache.element_size() == 4
+    overlap = overlaps(query.device)
+    keys, warps, stages = _tile(head_dim, cache.element_size())
     cache = for_kernels(cache)
     _prefix_attention_kernel[(kv_heads, tiles, splits)](
         query,
@@ -161,12 +168,12 @@ def attend_to_prefix(
         head_dim,
         block_size,
         softcap is not None,
-        next_power_of_2(group),
+        max(next_power_of_2(group), 16 // members),  # rows of a product, of which there are 16 at least
         members,
         max(16, next_power_of_2(head_dim)),
-        (64 if head_dim <= 128 else 32) >> wide,
+        keys,
         overlap,
-        num_warps=4,
-        num_stages=(3 if head_dim <= 128 else 2) - wide + (cache.element_size() == 1),
+        num_warps=warps,
+        num_stages=stages,
         launch_pdl=overlap,
     )

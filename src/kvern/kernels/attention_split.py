@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, join_parts, parts_at_a_time
+from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, join_parts, most_rows, parts_at_a_time
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, next_power_of_2
@@ -133,14 +133,14 @@ def _split_attention_kernel(
             tl.store(counter, 0)
 
 
-def split_rows(group: int, most: int) -> int:
-    """Rows of a tile for runs of at most `most` queries: those that the matrix units take at a time."""
-    return 16 if most * next_power_of_2(group) <= 16 else 64
+def split_rows(group: int, head_dim: int, most: int, element_size: int = 2) -> int:
+    """Rows of a tile for runs of at most `most` queries: no more than the matrix units take at a time."""
+    return 16 if most * next_power_of_2(group) <= 16 else most_rows(head_dim, element_size)
 
 
-def split_queries(group: int, most: int) -> int:
+def split_queries(group: int, head_dim: int, most: int, element_size: int = 2) -> int:
     """Queries of a tile, each with a group of query heads."""
-    return max(1, split_rows(group, most) // next_power_of_2(group))
+    return max(1, split_rows(group, head_dim, most, element_size) // next_power_of_2(group))
 
 
 def split_shape(
@@ -148,7 +148,7 @@ def split_shape(
 ) -> SplitShape:
     """Enough programs to fill the card, however few tiles of runs of at most `most` queries there are."""
     splits = max(1, min(64, 2 * processors // (tiles * kv_heads)))
-    rows = max(split_rows(group, most), next_power_of_2(group))
+    rows = max(split_rows(group, head_dim, most, element_size), next_power_of_2(group))
     if element_size == 4:
         return SplitShape(rows, 32 if head_dim <= 128 else 16, splits, 256, 4, 2)
     if head_dim > 128:

@@ -29,6 +29,8 @@ def _rotate_and_store_kernel(
     rotary_dim: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
@@ -46,7 +48,11 @@ def _rotate_and_store_kernel(
     is_query = head < query_heads
     is_key = (head >= query_heads) & rotated
     is_value = (head >= query_heads + kv_heads) & (head < query_heads + 2 * kv_heads)
-    row = qkv + token * (query_heads + 2 * kv_heads) * head_dim + head * head_dim
+    row = qkv + token * (query_heads + (1 if KEYS_ARE_VALUES else 2) * kv_heads) * head_dim
+    if KEYS_ARE_VALUES:
+        row += tl.where(is_value, head - kv_heads, head) * head_dim
+    else:
+        row += head * head_dim
     key_row = key_cache + place + (head - query_heads) * head_dim
     value_row = value_cache + place + (head - query_heads - kv_heads) * head_dim
 
@@ -67,7 +73,8 @@ def _rotate_and_store_kernel(
             squares += tl.sum(rest * rest, axis=1)
         inverse = tl.rsqrt(squares / head_dim + epsilon)[:, None]
         weights = norm_weight + head * head_dim
-        inverse = tl.where(is_value, 1.0, inverse)
+        if not NORM_VALUES:
+            inverse = tl.where(is_value, 1.0, inverse)
         wide = rotated & in_half
         first *= inverse * tl.load(weights + first_column, mask=wide, other=1.0)
         second *= inverse * tl.load(weights + second_column, mask=wide, other=1.0)
@@ -110,23 +117,69 @@ def rotate_and_store(
     interleaved: bool = False,
     norm_weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
+    norm_values: bool = False,
+    keys_are_values: bool = False,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, write keys and values to the cache; the queries are changed in place.
 
-    qkv          [T, (query_heads + 2 * kv_heads) * head_dim], contiguous
+    qkv          [T, (query_heads + 2 * kv_heads) * head_dim], contiguous; if `keys_are_values`, the values are the
+                 keys as they come, and there are kv_heads fewer
     positions    [T] int64
     slot_mapping  [T] int64: block * block_size + offset
     table        [positions, 2, 1, rotary_dim]: cosines and signed sines, see `layers.rope`; None: no rotation
     cache        [2, blocks, block_size, kv_heads, head_dim]
     scales       [2, kv_heads] float32 of a cache in 8 bits
     norm_weight  [query_heads + kv_heads, head_dim] float32 of a root-mean-square norm of each head; None: no norm
+    norm_values  values have that norm, too, without a weight
     returns      the queries, a view [T, query_heads, head_dim] of qkv
 
     Moves the queries twice, keys and values in and out once.
     """
-    kv_heads, head_dim = cache.shape[3:]
     cache = for_kernels(cache)
+    norm = norm_weight, epsilon, norm_values
+    _launch(qkv, positions, slot_mapping, table, cache, scales, query_heads, interleaved, norm, keys_are_values)
+    return qkv.view(qkv.shape[0], -1, cache.shape[-1])[:, :query_heads]
+
+
+def rotate_queries(
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    *,
+    heads: int,
+    interleaved: bool = False,
+    norm_weight: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+) -> torch.Tensor:
+    """Normalise and rotate queries `[T, heads * head_dim]`, contiguous, in place, as `rotate_and_store` does.
+
+    norm_weight  [heads, head_dim] float32
+    returns      a view [T, heads, head_dim] of them
+
+    Moves them twice.
+    """
+    rows = queries.view(queries.shape[0], heads, -1)
+    nowhere = rows.new_empty(2, 0, 0, 0, rows.shape[-1])
+    _launch(queries, positions, positions, table, nowhere, None, heads, interleaved, (norm_weight, epsilon, False))
+    return rows
+
+
+def _launch(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    table: torch.Tensor | None,
+    cache: torch.Tensor,
+    scales: torch.Tensor | None,
+    query_heads: int,
+    interleaved: bool,
+    norm: tuple[torch.Tensor | None, float, bool],
+    keys_are_values: bool = False,
+) -> None:
+    """`norm`: weight, epsilon, and whether values have it, too."""
+    norm_weight, epsilon, norm_values = norm
+    kv_heads, head_dim = cache.shape[3:]
     rotary_dim = 0 if table is None else table.shape[-1]
     # Without a rotation the head is still taken in two halves, which are not turned.
     span = rotary_dim or head_dim - head_dim % 2
@@ -150,6 +203,8 @@ def rotate_and_store(
         span,
         interleaved,
         norm_weight is not None,
+        norm_values,
+        keys_are_values,
         group,
         next_power_of_2(span // 2),
         next_power_of_2(head_dim - span) if head_dim > span else 0,
@@ -158,4 +213,3 @@ def rotate_and_store(
         num_warps=1 if group == 1 else 4,
         launch_pdl=overlap,
     )
-    return qkv.view(tokens, heads, head_dim)[:, :query_heads]

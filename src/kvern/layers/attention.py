@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from kvern.errors import UnsupportedModel
 from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable, copy_rows
 from kvern.layers.module import Identity, Module
@@ -203,12 +204,12 @@ def make_attention(index: int, model: ModelSpec, layer: LayerSpec, build: Build)
         from kvern.layers.compiled import BorrowingCompiledAttention, CompiledAttention
 
         return (BorrowingCompiledAttention if borrows else CompiledAttention)(index, model, layer, build)
-    if borrows:
-        return BorrowingAttention(index, model, layer, build)
     if "rotary" in build.kernels:
-        from kvern.layers.fused import FusedAttention, TableAttention, fuses_norm
+        from kvern.layers.fused import BorrowingFusedAttention, FusedAttention, TableAttention, fuses_norm
 
-        norm = model.query_key_norm
-        make = FusedAttention if norm is None or fuses_norm(norm) else TableAttention
-        return make(index, model, layer, build)
-    return Attention(index, model, layer, build)
+        if model.query_key_norm is None or fuses_norm(model.query_key_norm):
+            return (BorrowingFusedAttention if borrows else FusedAttention)(index, model, layer, build)
+        if borrows:
+            raise UnsupportedModel(f"{model.model_type}: no kernel normalises queries of layers that borrow keys so")
+        return TableAttention(index, model, layer, build)
+    return (BorrowingAttention if borrows else Attention)(index, model, layer, build)

@@ -14,7 +14,7 @@ from kvern.kernels.activation import coded_gated_activation, gated_activation
 from kvern.kernels.linear import Around
 from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
 from kvern.kernels.quantize_rows import RowCodes
-from kvern.kernels.rotary import rotate_and_store
+from kvern.kernels.rotary import rotate_and_store, rotate_queries
 from kvern.layers.attention import NO_ADAPTERS, Attend, Attention, PagedAttend, StepAdapters, rows_of
 from kvern.layers.block import Memory, Places, Residual, SequentialLayer
 from kvern.layers.build import Build
@@ -59,13 +59,22 @@ class FusedAttention(Attention):
         super().__init__(index, model, layer, build)
         self.rotates = layer.rope is not None
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.head_norm = cast("HeadNorm", self.norm_before) if model.query_key_norm is not None else None
+        norm = self.head_norm = cast("HeadNorm", self.norm_before) if model.query_key_norm is not None else None
+        self.epsilon = 0.0 if norm is None else norm.spec.epsilon
+        self.normalizes_values = model.query_key_norm is not None and model.query_key_norm.values
+        self.keys_are_values = layer.attention.keys_are_values
 
     def attended(self, qkv: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         paged = cast("PagedAttend", attend)
-        table, positions, query_scale = rotation
-        norm = self.head_norm
-        query = rotate_and_store(
+        query = self._rotated(qkv, rotation, paged)
+        if rotation.query_scale is not None:
+            query.mul_(rotation.query_scale)
+        return paged.over_cache(self.index, query, wanted).flatten(1)
+
+    def _rotated(self, qkv: Tensor, rotation: Rotation, paged: PagedAttend) -> Tensor:
+        """The queries `[T, heads, head_dim]`; keys and values are stored."""
+        table, positions, _ = rotation
+        return rotate_and_store(
             qkv,
             positions,
             paged.slot_mapping(self.index),
@@ -74,12 +83,27 @@ class FusedAttention(Attention):
             scales=paged.scales(self.index),
             query_heads=self.heads,
             interleaved=self.interleaved,
-            norm_weight=None if norm is None else norm.weight,
-            epsilon=0.0 if norm is None else norm.spec.epsilon,
+            norm_weight=None if self.head_norm is None else self.head_norm.weight,
+            epsilon=self.epsilon,
+            norm_values=self.normalizes_values,
+            keys_are_values=self.keys_are_values,
         )
-        if query_scale is not None:
-            query.mul_(query_scale)
-        return paged.over_cache(self.index, query, wanted).flatten(1)
+
+
+class BorrowingFusedAttention(FusedAttention):
+    """Attention to the keys and values of an earlier layer, whose cache `index` is."""
+
+    def _rotated(self, qkv: Tensor, rotation: Rotation, paged: PagedAttend) -> Tensor:
+        table, positions, _ = rotation
+        return rotate_queries(
+            qkv,
+            positions,
+            table if self.rotates else None,
+            heads=self.heads,
+            interleaved=self.interleaved,
+            norm_weight=None if self.head_norm is None else self.head_norm.weight,
+            epsilon=self.epsilon,
+        )
 
 
 class TableAttention(Attention):

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvern.kernels.moe import fused_experts, hopper_experts, known_here_alone, route
 from kvern.layers.build import Build
 from kvern.layers.experts import StackedExperts
-from kvern.layers.router import SigmoidRouter, SoftmaxRouter
+from kvern.layers.router import ScaledRouter, SigmoidRouter, SoftmaxRouter
 from kvern.layers.tuned_experts import Ways
 from kvern.model_spec import MoeSpec
 
@@ -76,6 +76,19 @@ class FusedSoftmaxRouter(SoftmaxRouter):
             return weights, topk_ids
         logits = self.method.multiply(x, self.bias)
         return route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
+
+
+class FusedScaledRouter(ScaledRouter):
+    """As `FusedSoftmaxRouter`, whose weights are then multiplied by a learned number of each expert."""
+
+    def __init__(self, hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> None:
+        super().__init__(hidden_size, spec, build)
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.method.multiply(x, self.bias)
+        weights, topk_ids = route(logits, self.spec.top_k, self.spec.renormalize, self.spec.routed_scale, self.counts)
+        return weights * self.per_expert_scale[topk_ids], topk_ids
 
 
 class CountingSigmoidRouter(SigmoidRouter):

@@ -101,10 +101,12 @@ class SigmoidRouter(SoftmaxRouter):
 def make_router(hidden_size: int, spec: MoeSpec, build: Build, counts: Tensor) -> SoftmaxRouter:
     """The router of a specification; one of kernels adds each expert's tokens to `counts [experts]` int64."""
     sigmoid = spec.scoring == "sigmoid"
+    if "moe" in build.kernels:
+        from kvern.layers.fused_moe import CountingSigmoidRouter, FusedScaledRouter, FusedSoftmaxRouter
+
+        if spec.expert_scales:
+            return FusedScaledRouter(hidden_size, spec, build, counts)
+        return (CountingSigmoidRouter if sigmoid else FusedSoftmaxRouter)(hidden_size, spec, build, counts)
     if spec.expert_scales:
         return ScaledRouter(hidden_size, spec, build)
-    if "moe" in build.kernels:
-        from kvern.layers.fused_moe import CountingSigmoidRouter, FusedSoftmaxRouter
-
-        return (CountingSigmoidRouter if sigmoid else FusedSoftmaxRouter)(hidden_size, spec, build, counts)
     return (SigmoidRouter if sigmoid else SoftmaxRouter)(hidden_size, spec, build)

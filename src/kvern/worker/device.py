@@ -9,7 +9,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
-from kvern.mixer_spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec
+from kvern.mixer_spec import DeltaNetSpec, LatentAttentionSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder
@@ -172,15 +172,9 @@ def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *
 
 def check_kernels(spec: ModelSpec, device: torch.device) -> None:
     """Raise ConfigError for a GPU, if there are no kernels for it of what the model's layers are made of."""
-    attentions = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
-    norm = spec.query_key_norm
     parts = {
-        "layers with inputs, experts or numbers beside attention and MLP": spec.augmented,
         "indexers of what queries attend to": any(_indexed(layer.mixer) for layer in spec.layers),
         "several residual streams": spec.altup is not None,
-        "layers that attend to the keys of others": any(item.cache_of is not None for item in attentions),
-        "values made of keys, or normalised": any(item.keys_are_values for item in attentions)
-        or (norm is not None and norm.values),
     }
     missing = [part for part, is_there in parts.items() if is_there]
     if device.type != "cpu" and missing:

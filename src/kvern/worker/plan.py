@@ -25,7 +25,7 @@ REQUIRED_KERNELS = frozenset({"batch", "sampling"})
 """Without these the batch cannot live on the device, and PyTorch runs all steps."""
 CPU_KERNELS = frozenset({"cpu_layers", "cpu_linear", "cpu_attention", "cpu_packed", "cpu_sampling"})
 """The groups of `kvern.cpu.check`, beside which PyTorch runs the step."""
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
 """Of the Triton attention: larger heads do not fit into registers."""
 EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
 """By the option's name, the dtypes of a cache that has scales."""
