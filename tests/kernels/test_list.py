@@ -12,7 +12,7 @@ from tests.kernels.models import LARGE_MODELS, TINY_MODELS, spec_of
 PACKED = ("fp8_blocks", "int4_zero")
 """Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""
 
-BY_NIGHT = ("gpt_oss",)
+BY_NIGHT = ("gpt_oss", "glm4_moe_lite")
 """Models whose kernels are others' in one more form."""
 MODELS = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TINY_MODELS]
 

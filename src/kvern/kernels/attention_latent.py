@@ -9,6 +9,7 @@ gathered is [latent, rows]. So 16 heads cost what 16 rows cost, and a key that w
 products. All scores are kept as powers of two.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -223,6 +224,7 @@ def _join_latents_kernel(
     tl.store(out + asked * latent + entry, (mixed / total).to(out.dtype.element_ty), mask=entry < latent)
 
 
+@functools.cache
 def latent_shape(
     heads: int, tiles: int, is_decode: bool, processors: int, device: torch.device, element_size: int = 2
 ) -> LatentShape:
