@@ -1,14 +1,30 @@
 """Attention to latents over the paged cache beside float64, however a launch is cut."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from kvern.kernel_list import Call, Inputs
+from kvern.kernel_list.latent import KERNELS
 from kvern.kernels.attention_latent import QUERIES, LatentShape, Runs, latent_attention, latent_shape
+from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.test_attention import Batch, make_batch
 from tests.kernels.test_norm import relative_error
 
 SIZES = [(5, 20, 8), (16, 32, 16), (40, 24, 4)]
 """Heads, entries of the latent, and of the rotated key."""
+
+
+def calls() -> Iterator[Call]:
+    """As GLM-4.7-Flash launches them, without a device."""
+    spec = spec_of("glm4_moe_lite", LARGE_MODELS)
+    inputs = Inputs(torch.device("cpu"), torch.bfloat16, "empty")
+    for kernel in KERNELS:
+        yield from (kernel.make(spec, inputs, *arguments) for arguments in kernel.launched(spec, inputs))
+
+
+LAUNCHES = [call.launch for call in calls()]
 
 
 def reference(batch: Batch, latent: int, scale: float) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.kernels.models import LARGE_MODELS, TINY_ENCODERS, TINY_MODELS, spec_
 PACKED = ("fp8_blocks", "int4_zero")
 """Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""
 
-BY_NIGHT = ("gpt_oss", "gemma4_text")
+BY_NIGHT = ("gpt_oss", "gemma4_text", "glm4_moe_lite")
 """Models whose kernels are others' in one more form."""
 MODELS = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TINY_MODELS]
 

@@ -157,13 +157,8 @@ def _rotate(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> C
 
 
 def _rotate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((layer, tokens) for layer in _rotating(spec) for tokens in (1, ROWS))
-
-
-def _rotating(spec: ModelSpec) -> list[LayerSpec]:
-    """Those that store keys and values of heads."""
-    layers = dict.fromkeys(spec.attending)
-    return [layer for layer in layers if layer.attention.value_dim is None and layer.attention.cache_of is None]
+    storing = (layer for layer in dict.fromkeys(spec.attending) if layer.attention.cache_of is None)
+    yield from ((layer, tokens) for layer in storing for tokens in (1, ROWS))
 
 
 def _rotate_queries(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: int) -> Call:
@@ -196,7 +191,7 @@ def _rotate_queries_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _rotate_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((layer, tokens) for layer in _rotating(spec)[:1] for tokens in TIMED_ROWS)
+    yield from ((layer, tokens) for layer in spec.attending[:1] for tokens in TIMED_ROWS)
 
 
 def _activate(spec: ModelSpec, inputs: Inputs, mlp: MlpSpec, rows: int) -> Call:
@@ -264,13 +259,10 @@ def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         attention, mlp = layer.attention, layer.mlp
         values = 0 if attention.keys_are_values else attention.own_kv_heads
         qkv = (attention.heads + attention.own_kv_heads + values) * attention.head_dim
-        if attention.value_dim is None:
-            launched.append((qkv, hidden, True, None, False, spec.qkv_bias))
-            launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.output_bias))
+        launched.append((qkv, hidden, True, None, False, spec.qkv_bias))
+        launched.append((hidden, attention.heads * attention.head_dim, False, None, True, spec.output_bias))
         if isinstance(mlp, MoeSpec):  # the layer behind it has its norm before the product
-            if attention.value_dim is None:
-                launched.append((qkv, hidden, *plain, spec.qkv_bias))
-            launched.append((mlp.experts, hidden, *plain))
+            launched += [(qkv, hidden, *plain, spec.qkv_bias), (mlp.experts, hidden, *plain)]
             if mlp.shared_width:
                 launched += [(2 * mlp.shared_width, hidden), (hidden, mlp.shared_width)]
             if mlp.shared_gate:
@@ -285,13 +277,14 @@ def _matvec_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _matvec_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    hidden, attention, mlp = spec.hidden_size, spec.attentions[0], spec.attending[0].mlp
-    if attention.value_dim is None:
+    hidden = spec.hidden_size
+    for layer in spec.attending[:1]:
+        attention, mlp = layer.attention, layer.mlp
         yield (attention.heads + 2 * attention.kv_heads) * attention.head_dim, hidden
         yield hidden, attention.heads * attention.head_dim
-    if isinstance(mlp, MlpSpec):
-        yield 2 * mlp.width, hidden
-        yield hidden, mlp.width
+        if isinstance(mlp, MlpSpec):
+            yield 2 * mlp.width, hidden
+            yield hidden, mlp.width
 
 
 def _product(

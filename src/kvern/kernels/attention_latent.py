@@ -9,6 +9,7 @@ gathered is [latent, rows]. So 16 heads cost what 16 rows cost, and a key that w
 products. All scores are kept as powers of two.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,6 @@ SPAN = 256
 MOST_PARTS = 1024
 """Of all tiles together, about, and `MOST_SPLITS` of one."""
 MOST_SPLITS = 128
-
-
 MOST_TURNS = 4
 TURN_COST = 0.04
 """Of a step's time, what beginning and ending a turn takes: a guess."""
@@ -109,9 +108,9 @@ def _latent_attention_kernel(
     end = tl.minimum(begin + span, length)
     place = (tile * splits + split) * TILE_ROWS + row
     if begin >= end:
+        if OVERLAP:
+            wait_for_previous()
         if SPLIT:
-            if OVERLAP:
-                wait_for_previous()
             tl.store(partial_sum + place, float("-inf"), mask=real)
         return
     block = first_blocks(table, begin, end, block_size, KEYS)
@@ -190,14 +189,14 @@ def _join_latents_kernel(
     row = tl.program_id(0)
     tile = tl.program_id(1).to(tl.int64)
     asked = tile * heads + row
+    if OVERLAP:
+        wait_for_previous()
     if not DECODE:
         request = tl.load(tile_request + tile).to(tl.int64)
         first = tl.load(tile_first + tile)
         if row >= (tl.load(counts + request) - first) * heads:
             return
         asked = (tl.load(tokens + request).to(tl.int64) + first) * heads + row
-    if OVERLAP:
-        wait_for_previous()
     part = tl.arange(0, PARTS)
     entry = tl.arange(0, LATENT)
     place = tile * splits * TILE_ROWS + row
@@ -223,6 +222,7 @@ def _join_latents_kernel(
     tl.store(out + asked * latent + entry, (mixed / total).to(out.dtype.element_ty), mask=entry < latent)
 
 
+@functools.cache
 def latent_shape(
     heads: int, tiles: int, is_decode: bool, processors: int, device: torch.device, element_size: int = 2
 ) -> LatentShape:
