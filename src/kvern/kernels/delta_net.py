@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.convolution import PLACES, Runs, silu
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 CHUNK = 64
 """Tokens whose deltas are one triangular system."""
@@ -79,16 +79,12 @@ def _advance_tokens_kernel(
     VALUES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A token of each request; a program has some columns of one head's state, which steps before have written."""
+    """A token of each request; a program has some columns of one head's state."""
+    if OVERLAP:
+        wait_for_previous()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     known, inside = row < KEY_DIM, column < VALUE_DIM
-    place = memory + (tl.load(states + token).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    place = place + row[:, None] * VALUE_DIM + column[None, :]
-    both = known[:, None] & inside[None, :]
-    state = tl.load(place, mask=both, other=0.0)
-    if OVERLAP:
-        wait_for_previous()
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     at = inputs + token * (2 * keys + VALUE_HEADS * VALUE_DIM)
     of_key = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
@@ -101,23 +97,27 @@ def _advance_tokens_kernel(
     written = 1.0 / (1.0 + tl.exp(-written))
     decay = tl.load(step + token * gate_stride + head).to(tl.float32) + tl.load(bias + head)
     kept = tl.exp(_decay_of(decay, tl.load(rate + head)))
-    state *= kept
+    place = memory + (tl.load(states + token).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
+    place = place + row[:, None] * VALUE_DIM + column[None, :]
+    both = known[:, None] & inside[None, :]
+    state = tl.load(place, mask=both, other=0.0) * kept
     delta = (value - tl.sum(state * key[:, None], 0)) * written
-    found = tl.sum(state * query[:, None], 0) + tl.sum(key * query, 0) * delta
-    tl.store(place, state + key[:, None] * delta[None, :], mask=both)
+    state += key[:, None] * delta[None, :]
+    tl.store(place, state, mask=both)
+    found = tl.sum(state * query[:, None], 0)
     tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, found.to(out.dtype.element_ty), mask=inside)
 
 
 def advance_tokens(
     inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, states: torch.Tensor, heads: Heads
 ) -> torch.Tensor:
-    """What one token of each of B requests reads of its state, which it changes: [B, value_heads, value_dim].
+    """What one token of each of B requests reads of its state, which it changes: [B, value_heads, value_dim] float32.
 
-    inputs [B, channels]: queries, keys and values, in whose dtype the result is; memory [all states, value_heads,
-    key_dim, value_dim] float32; states [B] int32. Moves the states of all heads in and out.
+    inputs [B, channels]: queries, keys and values; memory [all states, value_heads, key_dim, value_dim] float32; states
+    [B] int32. Moves the states of all heads in and out.
     """
     count = len(inputs)
-    out = torch.empty(count, heads.value_heads, heads.value_dim, dtype=inputs.dtype, device=inputs.device)
+    out = torch.empty(count, heads.value_heads, heads.value_dim, dtype=torch.float32, device=inputs.device)
     keys, overlap = next_power_of_2(heads.key_dim), overlaps(inputs.device)
     values = min(VALUES, next_power_of_2(heads.value_dim))
     _advance_tokens_kernel[(count, heads.value_heads, cdiv(heads.value_dim, values))](
@@ -187,9 +187,22 @@ def _solve_chunks_kernel(
     since = tl.cumsum(tl.where(inside, decay, 0.0), 0)
     whole = tl.min(since, 0)  # decays add up downwards
     key = _rows(of_head + keys, token, inside, stride, row, KEY_DIM)
-    of_key = _unit(key)
+    query = _rows(of_head, token, inside, stride, row, KEY_DIM)
+    of_key, of_query = _unit(key), _unit(query) * KEY_DIM**-0.5
+    before = tl.program_id(1).to(tl.int64) * tokens
+    at, part = factors + before + token, tl.num_programs(1).to(tl.int64) * tokens
+    tl.store(at, tl.exp(since) * of_key, mask=inside)
+    tl.store(at + part, tl.exp(since) * of_query, mask=inside)
+    tl.store(at + 2 * part, tl.exp(whole - since) * of_key, mask=inside)
+    tl.store(at + 3 * part, tl.exp(whole + tl.zeros_like(since)), mask=inside)
+
+    at = (before + token)[:, None] * CHUNK + place[None, :]
     below, same = place[:, None] > place[None, :], place[:, None] == place[None, :]
     between = tl.exp(tl.where(below, since[:, None] - since[None, :], 0.0))
+    found = tl.dot(query, tl.trans(key), input_precision=PRECISION) * of_query[:, None] * of_key[None, :]
+    found = tl.where(below | same, found * between, 0.0)
+    tl.store(scores + at, found.to(scores.dtype.element_ty), mask=inside[:, None])
+
     alike = tl.dot(key, tl.trans(key), input_precision=PRECISION) * (of_key * written)[:, None] * of_key[None, :]
     system = tl.where(below, alike * between, 0.0).to(exact)
     pairs = (place[:, None] >> 1) == (place[None, :] >> 1)
@@ -201,25 +214,7 @@ def _solve_chunks_kernel(
         known = inverse.to(exact)
         joined = tl.dot(joining, known, input_precision=PRECISION).to(exact)
         inverse -= tl.dot(known, joined, input_precision=PRECISION)
-    before = tl.program_id(1).to(tl.int64) * tokens
-    at = (before + token)[:, None] * CHUNK + place[None, :]
     tl.store(solved + at, (inverse * written[None, :]).to(solved.dtype.element_ty), mask=inside[:, None])
-    query = _rows(of_head, token, inside, stride, row, KEY_DIM)
-    of_query = _unit(query) * KEY_DIM**-0.5
-    found = tl.dot(query, tl.trans(key), input_precision=PRECISION) * of_query[:, None] * of_key[None, :]
-    found = tl.where(below | same, found * between, 0.0)
-    tl.store(scores + at, found.to(scores.dtype.element_ty), mask=inside[:, None])
-    at, part = factors + before + token, tl.num_programs(1).to(tl.int64) * tokens
-    tl.store(at, tl.exp(since) * of_key, mask=inside)
-    tl.store(at + part, tl.exp(since) * of_query, mask=inside)
-    tl.store(at + 2 * part, tl.exp(whole - since) * of_key, mask=inside)
-    tl.store(at + 3 * part, tl.exp(whole + tl.zeros_like(since)), mask=inside)
-
-
-@triton.jit
-def _factors(at, place, inside):
-    """Gathered, or Triton would load them once for each thread that multiplies with them."""
-    return tl.gather(tl.load(at, mask=inside, other=0.0), place, 0)[None, :]
 
 
 @Launcher
@@ -258,7 +253,8 @@ def _advance_runs_kernel(
     known, within = row < KEY_DIM, column < VALUE_DIM
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     stride: tl.constexpr = 2 * keys + VALUE_HEADS * VALUE_DIM
-    operand: tl.constexpr = inputs.dtype.element_ty
+    # Numbers of float16 would overflow: what is written is divided by the lengths of keys.
+    operand: tl.constexpr = tl.bfloat16 if inputs.dtype.element_ty == tl.bfloat16 else tl.float32
     of_query = inputs + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
     of_value = inputs + 2 * keys + head * VALUE_DIM + column
     first, count = tl.load(firsts + request).to(tl.int64), tl.load(counts + request)
@@ -268,47 +264,44 @@ def _advance_runs_kernel(
     before, part = tl.program_id(1).to(tl.int64) * tokens, tl.num_programs(1).to(tl.int64) * tokens
     for begin in tl.range(0, count, CHUNK, num_stages=STAGES):
         token, inside = first + begin + place, place < count - begin
-        query = _rows(of_query, token, inside, stride, row, KEY_DIM)
-        key = _rows(of_query + keys, token, inside, stride, row, KEY_DIM)
-        system = _rows(solved + before * CHUNK, token, inside, CHUNK, place, CHUNK)
-        score = _rows(scores + before * CHUNK, token, inside, CHUNK, place, CHUNK)
         both = inside[None, :] & within[:, None]
-        value = tl.load(of_value[:, None] + token[None, :] * stride, mask=both, other=0.0)
+        key = _rows(of_query + keys, token, inside, stride, row, KEY_DIM).to(operand)
+        value = tl.load(of_value[:, None] + token[None, :] * stride, mask=both, other=0.0).to(tl.float32)
+        system = _rows(solved + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
         at = factors + before + token
-        of_state, of_found, remains = (
-            _factors(at, place, inside),
-            _factors(at + part, place, inside),
-            _factors(at + 2 * part, place, inside),
-        )
+        of_state, of_found = tl.load(at, mask=inside, other=0.0), tl.load(at + part, mask=inside, other=0.0)
+        remains = tl.load(at + 2 * part, mask=inside, other=0.0)
         kept = tl.load(factors + before + 3 * part + first + begin)
         held = state.to(operand)
-        delta = value.to(tl.float32) - tl.dot(held, tl.trans(key), input_precision=PRECISION) * of_state
+        delta = value - tl.dot(held, tl.trans(key), input_precision=PRECISION) * of_state[None, :]
         delta = tl.dot(delta.to(operand), tl.trans(system), input_precision=PRECISION)
-        found = tl.dot(held, tl.trans(query), input_precision=PRECISION) * of_found
+        query = _rows(of_query, token, inside, stride, row, KEY_DIM).to(operand)
+        found = tl.dot(held, tl.trans(query), input_precision=PRECISION) * of_found[None, :]
+        score = _rows(scores + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
         found = tl.dot(delta.to(operand), tl.trans(score), found, input_precision=PRECISION)
-        state = tl.dot((delta * remains).to(operand), key, state * kept, input_precision=PRECISION)
+        state = tl.dot((delta * remains[None, :]).to(operand), key, state * kept, input_precision=PRECISION)
         at = (token[None, :] * VALUE_HEADS + head) * VALUE_DIM + column[:, None]
-        tl.store(out + at, found.to(out.dtype.element_ty), mask=both)
+        tl.store(out + at, found, mask=both)
     tl.store(of_head, state, mask=known[None, :] & within[:, None])
 
 
 class RunShape(NamedTuple):
-    """Of programs that advance runs: columns of a state, warps, and chunks that are in shared memory."""
+    """Columns of a state that are a program's, chunks in its shared memory, and warps of one that solves a chunk."""
 
     values: int
-    warps: int
     stages: int
+    solvers: int
 
 
-def run_shape(programs: int, dtype: torch.dtype, device: torch.device) -> RunShape:
-    """For so many runs times heads."""
-    if dtype == torch.float32:
-        return RunShape(32, 4, 1)
-    return RunShape(64, 4, 2)
+def run_shape(dtype: torch.dtype, device: torch.device) -> RunShape:
+    """The largest that registers hold: products of Hopper read one factor out of shared memory, others both."""
+    if dtype != torch.bfloat16:
+        return RunShape(16, 1, 8)
+    return RunShape(64, 2, 4) if capability(device) == 90 else RunShape(32, 2, 8)
 
 
 def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs: Runs, heads: Heads) -> torch.Tensor:
-    """As `advance_tokens`, of runs: [T, value_heads, value_dim] in the dtype of inputs.
+    """As `advance_tokens`, of runs: [T, value_heads, value_dim] float32.
 
     With S the state before a chunk, K, Q and V its rows, d_i what decays leave until row i, d_ij what they leave of
     row j:
@@ -316,25 +309,25 @@ def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs:
         solved = (1 + [beta_i d_ij k_i k_j, j < i])^-1 beta     scores = [d_ij q_i k_j, j <= i]
         delta = solved (V - d K S)      out = d Q S + scores delta      S <- d_end S + (d_end,i K)^T delta
 
-    Sums are float32. Factors of a float32 model are too; others are rounded to its dtype, but those of which `solved`
-    is made to float16.
+    Sums are float32. Factors of a float32 model are too; of a bfloat16 model they are rounded to it, and of a float16
+    model to 11 bits, as are those of which `solved` is made.
     """
     tokens, device, dtype = len(inputs), inputs.device, inputs.dtype
     solved, scores = torch.empty(2, heads.value_heads, tokens, CHUNK, dtype=dtype, device=device)
     factors = torch.empty(4, heads.value_heads, tokens, dtype=torch.float32, device=device)
-    out = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=dtype, device=device)
-    precision, overlap = "ieee" if dtype == torch.float32 else None, overlaps(device)
+    out = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=torch.float32, device=device)
+    precision, overlap = {torch.float32: "ieee", torch.float16: "tf32"}.get(dtype), overlaps(device)
     keys, count = max(16, next_power_of_2(heads.key_dim)), runs.chunks.shape[1]
     beta, step, rate, bias = gates
+    shape = run_shape(dtype, device)
     _solve_chunks_kernel[(count, heads.value_heads)](
         inputs, beta, step, rate, bias, runs.chunks, solved, scores, factors, beta.stride(0), count, tokens,
-        *heads, keys, CHUNK, CHUNK.bit_length() - 1, precision, overlap, num_warps=4, launch_pdl=overlap,
+        *heads, keys, CHUNK, CHUNK.bit_length() - 1, precision, overlap, num_warps=shape.solvers, launch_pdl=overlap,
     )  # fmt: skip
-    shape = run_shape(len(runs.states) * heads.value_heads, dtype, device)
     values = min(shape.values, max(16, next_power_of_2(heads.value_dim)))
     _advance_runs_kernel[(len(runs.states), heads.value_heads, cdiv(heads.value_dim, values))](
         inputs, solved, scores, factors, memory, runs.states, runs.firsts, runs.counts, out, tokens,
-        *heads, keys, values, CHUNK, shape.stages, precision, overlap, num_warps=shape.warps, launch_pdl=overlap,
+        *heads, keys, values, CHUNK, shape.stages, precision, overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
@@ -360,7 +353,7 @@ def _gated_norm_kernel(
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (head < HEADS)[:, None] & (column < WIDTH)[None, :]
     at = head[:, None] * WIDTH + column[None, :]
-    x = tl.load(read + token * HEADS * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(read + token * HEADS * WIDTH + at, mask=inside, other=0.0)
     gain = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     x *= tl.rsqrt(tl.sum(x * x, 1) / WIDTH + epsilon)[:, None] * gain[None, :]
     opened = tl.load(gate + token * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -370,7 +363,7 @@ def _gated_norm_kernel(
 def gated_norm(read: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """`rms_norm(read) * silu(gate)`, each head for itself: [T, heads * width] in the dtype of `gate`.
 
-    read [T, heads, width]; gate [T, heads * width], rows may have gaps; weight [width] float32.
+    read [T, heads, width] float32; gate [T, heads * width], rows may have gaps; weight [width] float32.
     """
     tokens, heads, width = read.shape
     out = torch.empty(tokens, heads * width, dtype=gate.dtype, device=gate.device)
