@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kvern.device.state_runs import runs_of
 from kvern.kernel_list.delta_net import advanced, convolved
 from kvern.kernels.convolution import convolve_runs, convolve_tokens
-from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Gates, Heads, advance_runs, advance_tokens
+from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Gates, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.layers import delta_net
 
 KERNEL = 4
@@ -66,6 +67,30 @@ def test_runs(heads: Heads, decay: float, device: torch.device) -> None:
     expected = advanced(inputs, gates, memory, COUNTS, states, heads)
     assert_near(advance_runs(inputs, gates, memory, runs, heads), expected[0])
     assert_near(memory, expected[1])
+
+
+@pytest.mark.parametrize("alike", [0.0, 3.0], ids=["keys differ", "keys are alike"])
+@pytest.mark.parametrize("decay", [0.0001, 0.1, 20.0])
+def test_runs_of_two_bytes_at_the_width_of_real_heads(decay: float, alike: float, device: torch.device) -> None:
+    """Rounded to 11 bits a few times. Keys that are alike make systems whose inverse is far from 1."""
+    random, heads, counts = Random(2, device), Heads(1, 2, 128, 128), [2 * CHUNK + 6, 9]
+    tokens, runs = sum(counts), runs_of(torch.tensor([1, 0], dtype=torch.int32, device=device), counts)
+    inputs, memory = random(tokens, heads.channels), random(2, heads.value_heads, heads.key_dim, heads.value_dim)
+    inputs[:, heads.key_dim : 2 * heads.key_dim] += alike * random(heads.key_dim)
+    inputs, gates = inputs.half(), random.gates(tokens, heads, decay)
+    expected = advanced(inputs, gates, memory, counts, [1, 0], heads)
+    for found, right in zip((advance_runs(inputs, gates, memory, runs, heads), memory), expected, strict=True):
+        assert (found - right).norm() < 2**-10 * right.norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_norms(tokens: int, device: torch.device) -> None:
+    """Of more heads than are a program's, whose number is no power of two."""
+    random, heads, width = Random(3, device), 5, 1000
+    read, weight = random(tokens, heads, width), random(width)
+    gate = random(tokens, heads * width + 3)[:, : heads * width]
+    normal = read.double() / (read.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert_near(gated_norm(read, gate, weight, 1e-6), normal.flatten(1) * F.silu(gate.double()))
 
 
 def test_the_floor_is_the_layers_own() -> None:

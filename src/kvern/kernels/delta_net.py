@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.convolution import PLACES, Runs, silu
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
 
 CHUNK = 64
 """Tokens whose deltas are one triangular system."""
 VALUES = 32
-"""Columns of a state that are a program's."""
+"""Columns of a state that are a program's which has a token."""
+NORMED = 2048
+"""Numbers that are a program's which normalises."""
 OPENED = ["beta", "step"]
 """Parts of a product's rows, read a number at a time, of which any may come first."""
 LENGTH_FLOOR: tl.constexpr = tl.constexpr(1e-6)
@@ -126,31 +128,21 @@ def advance_tokens(
 
 
 @triton.jit
-def _chunk_decays(step, rate, bias, head, token, inside, gate_stride):
-    """The logarithm of what is left, at each token, of what was there before the chunk."""
-    decay = tl.load(step + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32) + tl.load(bias + head)
-    return tl.cumsum(tl.where(inside, _decay_of(decay, tl.load(rate + head)), 0.0), 0)
-
-
-@triton.jit
-def _chunk_between(since, place):
-    """What token i finds of what token j <= i has written."""
-    earlier = place[:, None] >= place[None, :]
-    return tl.where(earlier, tl.exp(tl.where(earlier, since[:, None] - since[None, :], 0.0)), 0.0)
-
-
-@triton.jit
-def _unit_rows(at, token, inside, stride, column, width):
-    """Rows of float32 with a length of 1."""
-    x = tl.load(
+def _rows(at, token, inside, stride, column, width):
+    return tl.load(
         at + token[:, None] * stride + column[None, :], mask=inside[:, None] & (column < width)[None, :], other=0.0
     )
-    x = x.to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 1) + LENGTH_FLOOR)[:, None]
+
+
+@triton.jit
+def _unit(rows):
+    """What gives each row a length of 1."""
+    rows = rows.to(tl.float32)
+    return tl.rsqrt(tl.sum(rows * rows, 1) + LENGTH_FLOOR)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["gate_stride", "count"], do_not_specialize_on_alignment=[*PLACES, *OPENED])
+@triton.jit(do_not_specialize=["gate_stride", "count", "tokens"], do_not_specialize_on_alignment=[*PLACES, *OPENED])
 def _solve_chunks_kernel(
     inputs: tl.tensor,
     beta: tl.tensor,
@@ -158,21 +150,26 @@ def _solve_chunks_kernel(
     rate: tl.tensor,
     bias: tl.tensor,
     chunks: tl.tensor,
-    own: tl.tensor,
-    of_state: tl.tensor,
+    solved: tl.tensor,
+    scores: tl.tensor,
+    factors: tl.tensor,
     gate_stride: tl.int64,
     count,
+    tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Deltas of a chunk are `own - of_state S`, with S the state before it."""
+    """What of a chunk does not depend on the state before it: see `advance_runs`. 2^LEVELS = CHUNK.
+
+    Raw keys and queries are multiplied, which are exact, and their lengths afterwards.
+    """
     if OVERLAP:
         wait_for_previous()
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -181,48 +178,58 @@ def _solve_chunks_kernel(
     inside = place < tl.load(chunks + count + chunk)
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     stride: tl.constexpr = 2 * keys + VALUE_HEADS * VALUE_DIM
-    of_key = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
-    key = _unit_rows(inputs + keys + of_key, token, inside, stride, row, KEY_DIM)
+    exact: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # no number of a system is above 1
+    of_head = inputs + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
     written = tl.load(beta + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
     written = tl.where(inside, 1.0 / (1.0 + tl.exp(-written)), 0.0)
-    since = _chunk_decays(step, rate, bias, head, token, inside, gate_stride)
-    weighted = key * written[:, None]
-    system = tl.dot(weighted, tl.trans(key), input_precision=PRECISION) * _chunk_between(since, place)
-    # The inverse of 1 + system, row by row, each from those before.
-    inverse = tl.where(place[:, None] > place[None, :], -system, 0.0)
-    for line in range(1, CHUNK):
-        mine = tl.sum(tl.where((place == line)[:, None], inverse, 0.0), 0)
-        mine += tl.sum(mine[:, None] * inverse, 0)
-        inverse = tl.where((place == line)[:, None], mine[None, :], inverse)
-    inverse += tl.where(place[:, None] == place[None, :], 1.0, 0.0)
-    weighted *= tl.exp(since)[:, None]
-    found = tl.dot(inverse, weighted, input_precision=PRECISION).to(of_state.dtype.element_ty)
-    at = of_state + (token * VALUE_HEADS + head)[:, None] * KEY_DIM + row[None, :]
-    tl.store(at, found, mask=inside[:, None] & (row < KEY_DIM)[None, :])
-    for first in tl.static_range(0, VALUE_DIM, VALUES):
-        column = first + tl.arange(0, VALUES)
-        both = inside[:, None] & (column < VALUE_DIM)[None, :]
-        at = inputs + token[:, None] * stride + (2 * keys + head * VALUE_DIM + column)[None, :]
-        value = tl.load(at, mask=both, other=0.0).to(tl.float32) * written[:, None]
-        found = tl.dot(inverse, value, input_precision=PRECISION).to(own.dtype.element_ty)
-        tl.store(own + (token * VALUE_HEADS + head)[:, None] * VALUE_DIM + column[None, :], found, mask=both)
+    decay = tl.load(step + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
+    decay = _decay_of(decay + tl.load(bias + head), tl.load(rate + head))
+    since = tl.cumsum(tl.where(inside, decay, 0.0), 0)
+    whole = tl.min(since, 0)  # decays add up downwards
+    key = _rows(of_head + keys, token, inside, stride, row, KEY_DIM)
+    query = _rows(of_head, token, inside, stride, row, KEY_DIM)
+    of_key, of_query = _unit(key), _unit(query) * KEY_DIM**-0.5
+    before = tl.program_id(1).to(tl.int64) * tokens
+    at, part = factors + before + token, tl.num_programs(1).to(tl.int64) * tokens
+    tl.store(at, tl.exp(since) * of_key, mask=inside)
+    tl.store(at + part, tl.exp(since) * of_query, mask=inside)
+    tl.store(at + 2 * part, tl.exp(whole - since) * of_key, mask=inside)
+    tl.store(at + 3 * part, tl.exp(whole + tl.zeros_like(since)), mask=inside)
+
+    at = (before + token)[:, None] * CHUNK + place[None, :]
+    below, same = place[:, None] > place[None, :], place[:, None] == place[None, :]
+    between = tl.exp(tl.where(below, since[:, None] - since[None, :], 0.0))
+    found = tl.dot(query, tl.trans(key), input_precision=PRECISION) * of_query[:, None] * of_key[None, :]
+    found = tl.where(below | same, found * between, 0.0)
+    tl.store(scores + at, found.to(scores.dtype.element_ty), mask=inside[:, None])
+
+    alike = tl.dot(key, tl.trans(key), input_precision=PRECISION) * (of_key * written)[:, None] * of_key[None, :]
+    system = tl.where(below, alike * between, 0.0).to(exact)
+    pairs = (place[:, None] >> 1) == (place[None, :] >> 1)
+    inverse = tl.where(same, 1.0, tl.where(pairs, -system.to(tl.float32), 0.0))
+    for level in tl.range(1, LEVELS, num_stages=1):
+        # Blocks that are inverted join in pairs: [[a, 0], [c, b]] has -b^-1 c a^-1 in the place of c.
+        above, left = place[:, None] >> level, place[None, :] >> level
+        joining = tl.where(((above & 1) == 1) & (left == above - 1), system, 0.0)
+        known = inverse.to(exact)
+        joined = tl.dot(joining, known, input_precision=PRECISION).to(exact)
+        inverse -= tl.dot(known, joined, input_precision=PRECISION)
+    tl.store(solved + at, (inverse * written[None, :]).to(solved.dtype.element_ty), mask=inside[:, None])
 
 
 @Launcher
-@triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=[*PLACES, *OPENED])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=PLACES)
 def _advance_runs_kernel(
     inputs: tl.tensor,
-    step: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
-    own: tl.tensor,
-    of_state: tl.tensor,
+    solved: tl.tensor,
+    scores: tl.tensor,
+    factors: tl.tensor,
     memory: tl.tensor,
     states: tl.tensor,
     firsts: tl.tensor,
     counts: tl.tensor,
     out: tl.tensor,
-    gate_stride: tl.int64,
+    tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -230,10 +237,14 @@ def _advance_runs_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A run, chunk after chunk; a program has some columns of one head's state."""
+    """A run, chunk after chunk; a program has some columns of one head's state.
+
+    All is transposed: what was computed last is the first factor of the next product, which registers may hold.
+    """
     if OVERLAP:
         wait_for_previous()
     request, head = tl.program_id(0), tl.program_id(1)
@@ -242,51 +253,81 @@ def _advance_runs_kernel(
     known, within = row < KEY_DIM, column < VALUE_DIM
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     stride: tl.constexpr = 2 * keys + VALUE_HEADS * VALUE_DIM
-    of_key = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
+    # Numbers of float16 would overflow: what is written is divided by the lengths of keys.
+    operand: tl.constexpr = tl.bfloat16 if inputs.dtype.element_ty == tl.bfloat16 else tl.float32
+    of_query = inputs + (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM
+    of_value = inputs + 2 * keys + head * VALUE_DIM + column
     first, count = tl.load(firsts + request).to(tl.int64), tl.load(counts + request)
     of_head = memory + (tl.load(states + request).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    of_head = of_head + row[:, None] * VALUE_DIM + column[None, :]
-    state = tl.load(of_head, mask=known[:, None] & within[None, :], other=0.0)
-    for begin in range(0, count, CHUNK):
+    of_head = of_head + row[None, :] * VALUE_DIM + column[:, None]
+    state = tl.load(of_head, mask=known[None, :] & within[:, None], other=0.0)
+    before, part = tl.program_id(1).to(tl.int64) * tokens, tl.num_programs(1).to(tl.int64) * tokens
+    for begin in tl.range(0, count, CHUNK, num_stages=STAGES):
         token, inside = first + begin + place, place < count - begin
-        query = _unit_rows(inputs + of_key, token, inside, stride, row, KEY_DIM) * KEY_DIM**-0.5
-        key = _unit_rows(inputs + keys + of_key, token, inside, stride, row, KEY_DIM)
-        since = _chunk_decays(step, rate, bias, head, token, inside, gate_stride)
-        whole = tl.min(since, 0)  # decays add up downwards
-        both = inside[:, None] & within[None, :]
-        at = (token * VALUE_HEADS + head)[:, None]
-        delta = tl.load(own + at * VALUE_DIM + column[None, :], mask=both, other=0.0).to(tl.float32)
-        forgets = tl.load(of_state + at * KEY_DIM + row[None, :], mask=inside[:, None] & known[None, :], other=0.0)
-        delta -= tl.dot(forgets.to(tl.float32), state, input_precision=PRECISION)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _chunk_between(since, place)
-        found = tl.dot(query * tl.exp(since)[:, None], state, input_precision=PRECISION)
-        found += tl.dot(scores, delta, input_precision=PRECISION)
-        tl.store(out + at * VALUE_DIM + column[None, :], found.to(out.dtype.element_ty), mask=both)
-        key *= tl.exp(whole - since)[:, None]
-        state = state * tl.exp(whole) + tl.dot(tl.trans(key), delta, input_precision=PRECISION)
-    tl.store(of_head, state, mask=known[:, None] & within[None, :])
+        both = inside[None, :] & within[:, None]
+        key = _rows(of_query + keys, token, inside, stride, row, KEY_DIM).to(operand)
+        value = tl.load(of_value[:, None] + token[None, :] * stride, mask=both, other=0.0).to(tl.float32)
+        system = _rows(solved + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
+        at = factors + before + token
+        of_state, of_found = tl.load(at, mask=inside, other=0.0), tl.load(at + part, mask=inside, other=0.0)
+        remains = tl.load(at + 2 * part, mask=inside, other=0.0)
+        kept = tl.load(factors + before + 3 * part + first + begin)
+        held = state.to(operand)
+        delta = value - tl.dot(held, tl.trans(key), input_precision=PRECISION) * of_state[None, :]
+        delta = tl.dot(delta.to(operand), tl.trans(system), input_precision=PRECISION)
+        query = _rows(of_query, token, inside, stride, row, KEY_DIM).to(operand)
+        found = tl.dot(held, tl.trans(query), input_precision=PRECISION) * of_found[None, :]
+        score = _rows(scores + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
+        found = tl.dot(delta.to(operand), tl.trans(score), found, input_precision=PRECISION)
+        state = tl.dot((delta * remains[None, :]).to(operand), key, state * kept, input_precision=PRECISION)
+        at = (token[None, :] * VALUE_HEADS + head) * VALUE_DIM + column[:, None]
+        tl.store(out + at, found, mask=both)
+    tl.store(of_head, state, mask=known[None, :] & within[:, None])
+
+
+class RunShape(NamedTuple):
+    """Columns of a state that are a program's, chunks in its shared memory, and warps of one that solves a chunk."""
+
+    values: int
+    stages: int
+    solvers: int
+
+
+def run_shape(dtype: torch.dtype, device: torch.device) -> RunShape:
+    """The largest that registers hold: products of Hopper read one factor out of shared memory, others both."""
+    if dtype != torch.bfloat16:
+        return RunShape(16, 1, 8)
+    return RunShape(64, 2, 4) if capability(device) == 90 else RunShape(32, 2, 8)
 
 
 def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs: Runs, heads: Heads) -> torch.Tensor:
     """As `advance_tokens`, of runs: [T, value_heads, value_dim] float32.
 
-    Products of a float32 model are exact to float32; others take tensor cores, with 11 bits of each factor.
+    With S the state before a chunk, K, Q and V its rows, d_i what decays leave until row i, d_ij what they leave of
+    row j:
+
+        solved = (1 + [beta_i d_ij k_i k_j, j < i])^-1 beta     scores = [d_ij q_i k_j, j <= i]
+        delta = solved (V - d K S)      out = d Q S + scores delta      S <- d_end S + (d_end,i K)^T delta
+
+    Sums are float32. Factors of a float32 model are too; of a bfloat16 model they are rounded to it, and of a float16
+    model to 11 bits, as are those of which `solved` is made.
     """
-    tokens, device = len(inputs), inputs.device
-    own = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=inputs.dtype, device=device)
-    of_state = torch.empty(tokens, heads.value_heads, heads.key_dim, dtype=inputs.dtype, device=device)
-    out = torch.empty(own.shape, dtype=torch.float32, device=device)
-    keys, values = max(16, next_power_of_2(heads.key_dim)), min(VALUES, max(16, next_power_of_2(heads.value_dim)))
-    precision, overlap = "ieee" if inputs.dtype == torch.float32 else "tf32", overlaps(device)
+    tokens, device, dtype = len(inputs), inputs.device, inputs.dtype
+    solved, scores = torch.empty(2, heads.value_heads, tokens, CHUNK, dtype=dtype, device=device)
+    factors = torch.empty(4, heads.value_heads, tokens, dtype=torch.float32, device=device)
+    out = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=torch.float32, device=device)
+    precision, overlap = {torch.float32: "ieee", torch.float16: "tf32"}.get(dtype), overlaps(device)
+    keys, count = max(16, next_power_of_2(heads.key_dim)), runs.chunks.shape[1]
     beta, step, rate, bias = gates
-    count = runs.chunks.shape[1]
+    shape = run_shape(dtype, device)
     _solve_chunks_kernel[(count, heads.value_heads)](
-        inputs, beta, step, rate, bias, runs.chunks, own, of_state, beta.stride(0), count,
-        *heads, keys, values, CHUNK, precision, overlap, num_warps=4, launch_pdl=overlap,
+        inputs, beta, step, rate, bias, runs.chunks, solved, scores, factors, beta.stride(0), count, tokens,
+        *heads, keys, CHUNK, CHUNK.bit_length() - 1, precision, overlap, num_warps=shape.solvers, launch_pdl=overlap,
     )  # fmt: skip
+    values = min(shape.values, max(16, next_power_of_2(heads.value_dim)))
     _advance_runs_kernel[(len(runs.states), heads.value_heads, cdiv(heads.value_dim, values))](
-        inputs, step, rate, bias, own, of_state, memory, runs.states, runs.firsts, runs.counts, out, step.stride(0),
-        *heads, keys, values, CHUNK, precision, overlap, num_warps=4, num_stages=1, launch_pdl=overlap,
+        inputs, solved, scores, factors, memory, runs.states, runs.firsts, runs.counts, out, tokens,
+        *heads, keys, values, CHUNK, shape.stages, precision, overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
@@ -302,19 +343,21 @@ def _gated_norm_kernel(
     epsilon: tl.float32,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         wait_for_previous()
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    at = token * HEADS * WIDTH + head * WIDTH + column
-    x = tl.load(read + at, mask=inside, other=0.0)
-    x *= tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon) * tl.load(weight + column, mask=inside, other=0.0)
-    opened = tl.load(gate + token * gate_stride + head * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (x * silu(opened)).to(out.dtype.element_ty), mask=inside)
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = (head < HEADS)[:, None] & (column < WIDTH)[None, :]
+    at = head[:, None] * WIDTH + column[None, :]
+    x = tl.load(read + token * HEADS * WIDTH + at, mask=inside, other=0.0)
+    gain = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+    x *= tl.rsqrt(tl.sum(x * x, 1) / WIDTH + epsilon)[:, None] * gain[None, :]
+    opened = tl.load(gate + token * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * HEADS * WIDTH + at, (x * silu(opened)).to(out.dtype.element_ty), mask=inside)
 
 
 def gated_norm(read: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -324,9 +367,10 @@ def gated_norm(read: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps
     """
     tokens, heads, width = read.shape
     out = torch.empty(tokens, heads * width, dtype=gate.dtype, device=gate.device)
-    overlap = overlaps(read.device)
-    _gated_norm_kernel[(tokens, heads)](
-        read, gate, weight, out, gate.stride(0), epsilon, heads, width, next_power_of_2(width), overlap,
-        num_warps=1, launch_pdl=overlap,
+    overlap, block = overlaps(read.device), next_power_of_2(width)
+    rows = min(next_power_of_2(heads), max(1, NORMED // block))
+    _gated_norm_kernel[(tokens, cdiv(heads, rows))](
+        read, gate, weight, out, gate.stride(0), epsilon, heads, width, rows, block, overlap,
+        num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return out
