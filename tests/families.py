@@ -314,7 +314,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Fields of a checkpoint that sees images are those around its `text_config`, which has the common ones."""
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
 """Those with layers that keep states."""
-CPU_ALONE = (*STATE_FAMILIES, *LATENT, *GEMMA4)
+CPU_ALONE = (*LATENT, *GEMMA4)
 """Those that are refused on a GPU."""
 
 

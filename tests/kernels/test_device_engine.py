@@ -32,6 +32,10 @@ BY_NIGHT = (
     "minimax_m2",
     "glm4_moe_groups",
     "gpt_oss",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
 )
 FAMILIES_BY_MECHANISM = [
     *(name for name in BY_DAY if name in FAMILIES),
@@ -290,13 +294,21 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, on_device: Callable
     assert answers(again) == answers(expected)
 
 
+NETS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+WITH_STATES = {
+    "qwen3_next": NETS | {"num_experts": 0, "linear_num_value_heads": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "granitemoehybrid": NETS | {"num_local_experts": 0, "mamba_n_heads": 2, "mamba_d_head": 48},
+}
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
 @pytest.mark.parametrize("budget", [7, pytest.param(64, marks=pytest.mark.nightly)])
 def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
-    budget: int, tmp_path: Path, on_device: Callable[..., LLM]
+    budget: int, family: str, tmp_path: Path, on_device: Callable[..., LLM]
 ) -> None:
     """Runs beside single tokens, samples that share a prompt, prompts that begin alike."""
-    nets = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2}
-    make_checkpoint("qwen3_next", tmp_path, num_hidden_layers=2, num_experts=0, **nets)
+    make_checkpoint(family, tmp_path, **WITH_STATES[family])
     options = OPTIONS | {"max_batch_tokens": budget}
     head = list(range(20, 28))
     prompts = [[*head, 7, 9], [*head, 41], [3, 4, 5]]
