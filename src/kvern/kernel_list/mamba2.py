@@ -85,10 +85,16 @@ def _norm(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, tokens: int) -> Ca
         rows = read.double()
         return normal(rows) * opened if mixer.gating == "after_norm" else normal(rows * opened)
 
-    def launch() -> torch.Tensor:
-        kind = {"groups": mixer.groups, "gating": mixer.gating, "scale": mixer.scales.gate}
-        return mamba2.gated_norm(read, gate, weight, mixer.epsilon, **kind)
-
+    launch = partial(
+        mamba2.gated_norm,
+        read,
+        gate,
+        weight,
+        mixer.epsilon,
+        groups=mixer.groups,
+        gating=mixer.gating,
+        scale=mixer.scales.gate,
+    )
     return Call(f"{tokens} x {inner}", launch, reference, read.numel() * (4 + 2 * gate.element_size()))
 
 
