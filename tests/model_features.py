@@ -160,10 +160,9 @@ FEATURES: Mapping[str, Callable[[Path], bool]] = {
 EVERYWHERE: Mapping[str, Collection[str]] = {
     "logits": FAMILIES,
     "chunks, prefix cache": FAMILIES,
-    "GPU": FAMILIES.keys() - {*CPU_ALONE, "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"},
+    "GPU": FAMILIES.keys() - set(CPU_ALONE),
 }
-"""What other tests show of these families: `test_model_parity.py`, `test_parity_matrix.py`, and `test_gpu.py`, some of
-which no card has run yet."""
+"""What other tests show of these families: `test_model_parity.py`, `test_parity_matrix.py`, and `test_gpu.py`."""
 
 
 def recorded() -> dict[str, dict[str, bool]]:

@@ -50,7 +50,7 @@ def test_all_launches_compile_for_every_card(model: str, capability: int, dtype:
 @pytest.mark.parametrize("codes", FORMS)
 @pytest.mark.parametrize("capability", [*OTHERS, 90])
 def test_products_of_all_codes_compile_for_every_card(codes: str, capability: int) -> None:
-    compile_for(capability, f"llama:{codes}", f"qwen3_moe:{codes}")
+    compile_for(capability, *(f"{model}:{codes}" for model in ("llama", "qwen3_moe", "gpt_oss")))
 
 
 @pytest.mark.nightly

@@ -230,3 +230,10 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(
             fused.experts.choose(8, way)
             assert relative_error(fused(x), expected.double()) < (2e-2 if codes_by_codes and tokens > 1 else 1e-5)
     assert fused.experts.expert_counts.sum() == 2 * (1 + 4 + 4) * (2 if codes_by_codes else 1)
+
+
+@pytest.mark.parametrize("width", [768, 1408, 2880, 14336])
+def test_code_of_few_tokens_does_not_grow_with_the_width(width: int) -> None:
+    """A compiler takes minutes for hundreds of copies of a step."""
+    form, together = moe_packed_direct.steps_of_down(_tall("mxfp4", 256, width), width)
+    assert -(-width // form.inputs) * together <= 28

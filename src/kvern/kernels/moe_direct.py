@@ -34,10 +34,10 @@ def runs_direct(tokens: int, top_k: int, experts: int, expert_bytes: int) -> boo
     return meetings * expert_bytes <= SHARED_BYTES
 
 
-def inputs_of_step(inputs: int, most: int) -> int:
-    """A power of two that divides `inputs` if one of at least 32 does, so that no step is masked."""
+def inputs_of_step(inputs: int, most: int, least: int = 32) -> int:
+    """A power of two that divides `inputs` if one of at least `least` does, so that no step is masked."""
     divisor = inputs & -inputs
-    return min(most, divisor if divisor >= 32 else max(16, triton.next_power_of_2(inputs)))
+    return min(most, divisor if divisor >= least else max(16, triton.next_power_of_2(inputs)))
 
 
 @triton.jit

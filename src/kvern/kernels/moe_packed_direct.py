@@ -15,6 +15,10 @@ from kvern.kernels.packed_product import MOST_CHUNK, add_row_step, ended_sums
 
 DIRECT_OUTPUTS, DIRECT_INPUTS, DIRECT_WARPS = 8, 512, 4
 """Of a program, and of one step, of a direct product."""
+FEWEST_INPUTS = 128
+"""Of a step without masks: shorter ones would be too many."""
+MOST_COPIES = 24
+"""Of a step, in the code of a product by down: with more a compiler takes minutes."""
 
 
 class Form(NamedTuple):
@@ -33,7 +37,7 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, matrix: Packed, inputs: int, step: int, most_chunk: int) -> "Form":
         """`inputs`: the matrix's; a step is of at most `step` of them, and of whole blocks."""
-        step = max(inputs_of_step(inputs, step), CODES[matrix.code].block, 32)
+        step = max(inputs_of_step(inputs, step, FEWEST_INPUTS), CODES[matrix.code].block, 32)
         return cls(
             matrix.code,
             matrix.group,
@@ -200,6 +204,13 @@ def direct_gate_up(
     )
 
 
+def steps_of_down(down: Packed, width: int) -> tuple[Form, int]:
+    """The steps of a product by down, and of how many experts codes come together."""
+    form = Form.of(down, width, DIRECT_INPUTS, MOST_CHUNK)
+    together = 2 if down.scale is None else 4  # scales among the codes take many instructions
+    return form, max(1, min(together, MOST_COPIES // cdiv(width, form.inputs)))
+
+
 def direct_down(
     gated: torch.Tensor,
     down: Packed,
@@ -218,6 +229,7 @@ def direct_down(
     (tokens, top_k), width = topk_ids.shape, gated.shape[1]
     out = torch.empty(tokens, hidden, dtype=gated.dtype, device=gated.device)
     outputs = min(DIRECT_OUTPUTS, next_power_of_2(hidden))
+    form, together = steps_of_down(down, width)
     _direct_down_kernel[(cdiv(hidden, outputs), tokens)](
         gated,
         *tensors_of(down),
@@ -231,9 +243,9 @@ def direct_down(
         width,
         top_k,
         add is not None,
-        2 if down.scale is None else 4,  # scales among the codes take many instructions
+        together,
         outputs,
-        *Form.of(down, width, DIRECT_INPUTS, MOST_CHUNK),
+        *form,
         overlap,
         num_warps=DIRECT_WARPS,
         launch_pdl=overlap,
