@@ -92,7 +92,6 @@ def _convolve_tokens_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     at = memory + tl.load(states + token).to(tl.int64) * (KERNEL - 1) * channels + channel
-    row = mixed + token * mixed_stride + channel
     total = tl.zeros([BLOCK], tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=inside, other=0.0)
@@ -101,12 +100,13 @@ def _convolve_tokens_kernel(
         if place > 0:
             tl.store(at + (place - 1) * channels, given, mask=inside)
         total += given.to(tl.float32) * tl.load(taps + place * channels + channel, mask=inside, other=0.0)
+    row = mixed + token * mixed_stride + channel
     given = _input_of(row, channels, inside, GATED)
     if KERNEL > 1:
         tl.store(at + (KERNEL - 2) * channels, given, mask=inside)
     total += given.to(tl.float32) * tl.load(taps + (KERNEL - 1) * channels + channel, mask=inside, other=0.0)
-    found = _output_of(total, row, channels, inside, GATED)
-    tl.store(out + token * channels + channel, found.to(out.dtype.element_ty), mask=inside)
+    target = out + token * channels + channel
+    tl.store(target, _output_of(total, row, channels, inside, GATED).to(out.dtype.element_ty), mask=inside)
 
 
 def convolve_tokens(
@@ -200,8 +200,8 @@ def _remember_kernel(
     at = memory + tl.load(states + request).to(tl.int64) * (KERNEL - 1) * channels + channel
     for place in tl.static_range(KERNEL - 1):  # reads places behind the one that it writes
         source = count - (KERNEL - 1) + place
-        row = mixed + (first + source) * mixed_stride + channel
-        new = _input_of(row, channels, inside & (source >= 0), GATED)
+        there = inside & (source >= 0)
+        new = _input_of(mixed + (first + source) * mixed_stride + channel, channels, there, GATED)
         old = tl.load(at + (place + count) * channels, mask=inside & (source < 0), other=0.0)
         tl.store(at + place * channels, tl.where(source < 0, old, new), mask=inside)
 

@@ -92,7 +92,7 @@ def _grouped_gate_up_kernel(
     hidden: tl.constexpr,
     width: tl.constexpr,
     top_k: tl.constexpr,
-    FIRST_WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -113,7 +113,7 @@ def _grouped_gate_up_kernel(
     known = output < width
     column = tl.arange(0, INPUTS)
     x_tile = x + (pair // top_k).to(tl.int64)[:, None] * x_stride + column[None, :]
-    gate_tile = weight + expert * (FIRST_WIDTH * hidden) + (output[None, :] * hidden + column[:, None])
+    gate_tile = weight + expert * ((2 if GATED else 1) * width * hidden) + (output[None, :] * hidden + column[:, None])
     up_tile = gate_tile + width * hidden
     gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -121,17 +121,18 @@ def _grouped_gate_up_kernel(
         inside = start + column < hidden
         values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
         gate_weights = load_tile(gate_tile + start, known[None, :], inside[:, None], EVEN)
-        gate = tl.dot(values, gate_weights, gate, input_precision="ieee")
-        if width < FIRST_WIDTH:
+        if GATED:
             up_weights = load_tile(up_tile + start, known[None, :], inside[:, None], EVEN)
+        gate = tl.dot(values, gate_weights, gate, input_precision="ieee")
+        if GATED:
             up = tl.dot(values, up_weights, up, input_precision="ieee")
     if bias is not None:
         place = bias + expert * (2 * width) + output
         gate += tl.load(place, mask=known, other=0.0).to(tl.float32)[None, :]
         up += tl.load(place + width, mask=known, other=0.0).to(tl.float32)[None, :]
     target = out + pair.to(tl.int64)[:, None] * width + output[None, :]
-    result = activate_gated(gate, up, KIND) if width < FIRST_WIDTH else activate(gate, KIND)
-    tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & known[None, :])
+    result = (activate_gated(gate, up, KIND) if GATED else activate(gate, KIND)).to(out.dtype.element_ty)
+    tl.store(target, result, mask=live[:, None] & known[None, :])
 
 
 @Launcher
@@ -309,7 +310,7 @@ def _grouped_gate_up(
         hidden,
         width,
         top_k,
-        gate_up.shape[1],
+        gate_up.shape[1] > width,
         activation,
         rows,
         outputs,

@@ -60,7 +60,7 @@ def _direct_gate_up_kernel(
     hidden: tl.constexpr,
     width: tl.constexpr,
     top_k: tl.constexpr,
-    FIRST_WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -75,16 +75,17 @@ def _direct_gate_up_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < width
     column = tl.arange(0, INPUTS)
-    tile = weight + expert * (FIRST_WIDTH * hidden) + output[:, None] * hidden + column[None, :]
+    tile = weight + expert * ((2 if GATED else 1) * width * hidden) + output[:, None] * hidden + column[None, :]
     gate = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     for start in tl.range(0, hidden, INPUTS):
         inside = start + column < hidden
         gate_weights = load_tile(tile + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
+        if GATED:
+            up_weights = load_tile(tile + width * hidden + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
         values = tl.load(row + start + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         gate += gate_weights * values
-        if width < FIRST_WIDTH:
-            up_weights = load_tile(tile + width * hidden + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
+        if GATED:
             up += up_weights * values
     first = tl.sum(gate, axis=1)
     second = tl.sum(up, axis=1)
@@ -92,7 +93,7 @@ def _direct_gate_up_kernel(
         place = bias + expert * (2 * width) + output
         first += tl.load(place, mask=known, other=0.0).to(tl.float32)
         second += tl.load(place + width, mask=known, other=0.0).to(tl.float32)
-    result = activate_gated(first, second, KIND) if width < FIRST_WIDTH else activate(first, KIND)
+    result = activate_gated(first, second, KIND) if GATED else activate(first, KIND)
     tl.store(out + pair * width + output, result.to(out.dtype.element_ty), mask=known)
 
 
@@ -174,7 +175,7 @@ def direct_gate_up(
         hidden,
         width,
         topk_ids.shape[1],
-        gate_up.shape[1],
+        gate_up.shape[1] > width,
         activation,
         outputs,
         inputs,
