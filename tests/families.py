@@ -315,6 +315,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
 """Those with layers that keep states."""
 CPU_ALONE = (*LATENT, *GEMMA4)
+NO_CARD_YET = (*STATE_FAMILIES,)
+"""Those whose kernels were interpreted, and compiled for cards, and which no card has run."""
 """Those that are refused on a GPU."""
 
 

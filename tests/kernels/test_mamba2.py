@@ -6,6 +6,7 @@ import torch
 from kvern.device.state_runs import runs_of
 from kvern.kernel_list.convolution import convolved
 from kvern.kernel_list.mamba2 import advanced
+from kvern.kernels import mamba2
 from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
 from kvern.kernels.mamba2 import CHUNK, StateSizes, Steps, advance_runs, advance_tokens
 from tests.kernels.test_delta_net import KERNEL, Random, assert_near
@@ -45,6 +46,18 @@ def test_runs(sizes: StateSizes, rate: float, device: torch.device) -> None:
     expected = advanced(inputs, given, kept, COUNTS, STATES, sizes)
     assert_near(advance_runs(inputs, given, kept, runs, sizes), expected[0])
     assert_near(kept, expected[1])
+
+
+def test_runs_in_16_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bfloat16 is multiplied, which the interpreter cannot: a sum of two numbers is nearer than one would be."""
+    monkeypatch.setitem(mamba2.PRECISIONS, torch.float16, "split")
+    random, tokens, sizes = Random(3, device), sum(COUNTS), SIZES[0]
+    runs = runs_of(torch.tensor(STATES, dtype=torch.int32, device=device), COUNTS)
+    inputs, given, kept = random(tokens, sizes.channels), steps(random, tokens, sizes, 0.1), memory(random, sizes)
+    inputs = inputs.half()
+    expected = advanced(inputs, given, kept, COUNTS, STATES, sizes)
+    for found, wanted in zip((advance_runs(inputs, given, kept, runs, sizes), kept), expected, strict=True):
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "activated"])

@@ -19,7 +19,11 @@ from kvern.mixer_spec import Gating
 CHUNK = 64
 """Tokens that attend to each other."""
 COLUMNS = 32
-"""Of a head's state, that are a program's."""
+"""Of a head's state, that are a program's; in runs fewer of one with many rows, which registers would not hold."""
+PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
+"""Of products in runs, by the model's dtype: float16 has no room for a state's numbers."""
+RUN_NUMBERS = 4096
+"""Of a state, that are a program's in runs."""
 
 
 class StateSizes(NamedTuple):
@@ -125,9 +129,20 @@ def advance_tokens(
     step, rate, bias, skip, scale = steps
     _advance_tokens_kernel[(count, sizes.heads, cdiv(sizes.head_dim, columns))](
         inputs, step, rate, bias, skip, memory, states, out, scale, step.stride(0), *sizes, rows, columns, overlap,
-        num_warps=4, launch_pdl=overlap,
+        num_warps=max(1, rows // 32), launch_pdl=overlap,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _product(inputs, factor, PRECISION: tl.constexpr):
+    """Of a tile of the inputs, as they are, with float32, which may be split into a sum of two of their dtype."""
+    if PRECISION == "split":
+        high = factor.to(inputs.dtype)
+        low = (factor - high.to(tl.float32)).to(inputs.dtype)
+        return tl.dot(inputs, low, tl.dot(inputs, high))
+    else:
+        return tl.dot(inputs.to(tl.float32), factor, input_precision=PRECISION)
 
 
 @Launcher
@@ -168,6 +183,7 @@ def _advance_runs_kernel(
     of_head = _state_of(memory, tl.load(states + request).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
     of_head = of_head + row[:, None] * width + column[None, :]
     state = tl.load(of_head, mask=known[:, None] & within[None, :], other=0.0)
+    WITHIN: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
     own_rate, own_bias, own_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
     place = tl.arange(0, CHUNK)
     for begin in range(0, count, CHUNK):
@@ -185,14 +201,13 @@ def _advance_runs_kernel(
         whole = tl.min(since, 0)  # rates are below 0: decays add up downwards
         earlier = place[:, None] >= place[None, :]
         between = tl.where(earlier, tl.exp(tl.where(earlier, since[:, None] - since[None, :], 0.0)), 0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
+        scores = tl.dot(query, tl.trans(key), input_precision=WITHIN) * between
         written = value * length[:, None]
-        found = tl.dot(query.to(tl.float32), state, input_precision=PRECISION) * tl.exp(since)[:, None]
-        found += tl.dot(scores, written, input_precision=PRECISION) + value * own_skip
+        found = _product(query, state, PRECISION) * tl.exp(since)[:, None]
+        found += tl.dot(scores, written, input_precision=WITHIN) + value * own_skip
         tl.store(out + token[:, None] * inner + (head * HEAD_DIM + column)[None, :], found, mask=both)
         written *= tl.exp(whole - since)[:, None]
-        added = tl.dot(tl.trans(key).to(tl.float32), written, input_precision=PRECISION)
-        state = state * tl.exp(whole) + added
+        state = state * tl.exp(whole) + _product(tl.trans(key), written, PRECISION)
     tl.store(of_head, state, mask=known[:, None] & within[None, :])
 
 
@@ -201,15 +216,16 @@ def advance_runs(
 ) -> torch.Tensor:
     """As `advance_tokens`, of runs: [T, heads * head_dim] float32.
 
-    Products of a float32 model are exact to float32; others take tensor cores, with 11 bits of each factor.
+    Products of a float32 model are exact to float32; others take tensor cores, with 11 bits at least of each factor.
     """
     out = torch.empty(len(inputs), sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
-    rows, columns = max(16, next_power_of_2(sizes.state_dim)), min(COLUMNS, max(16, next_power_of_2(sizes.head_dim)))
-    precision, overlap = "ieee" if inputs.dtype == torch.float32 else "tf32", overlaps(inputs.device)
+    rows = max(16, next_power_of_2(sizes.state_dim))
+    columns = max(16, min(COLUMNS, RUN_NUMBERS // rows, next_power_of_2(sizes.head_dim)))
+    precision, overlap = PRECISIONS[inputs.dtype], overlaps(inputs.device)
     step, rate, bias, skip, scale = steps
     _advance_runs_kernel[(len(runs.states), sizes.heads, cdiv(sizes.head_dim, columns))](
         inputs, step, rate, bias, skip, memory, runs.states, runs.firsts, runs.counts, out, scale, step.stride(0),
-        *sizes, rows, columns, CHUNK, precision, overlap, num_warps=4, num_stages=1, launch_pdl=overlap,
+        *sizes, rows, columns, CHUNK, precision, overlap, num_warps=8, num_stages=1, launch_pdl=overlap,
     )  # fmt: skip
     return out
 
