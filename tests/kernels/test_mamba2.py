@@ -1,19 +1,39 @@
 """Mamba-2 and gated convolutions against float64, token by token: any runs, any sizes, states that others keep."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
 from kvern.device.state_runs import runs_of
+from kvern.kernel_list import Inputs, Kernel
+from kvern.kernel_list import convolution as convolution_list
+from kvern.kernel_list import mamba2 as mamba2_list
 from kvern.kernel_list.convolution import convolved
 from kvern.kernel_list.mamba2 import advanced
 from kvern.kernels import mamba2
 from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
 from kvern.kernels.mamba2 import CHUNK, StateSizes, Steps, advance_runs, advance_tokens
+from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.test_delta_net import KERNEL, Random, assert_near
 
 SIZES = [StateSizes(4, 16, 2, 16), StateSizes(3, 40, 1, 20)]
 COUNTS = [1, 3, CHUNK, CHUNK + 5, 2]
 STATES = [3, 0, 5, 6, 1]
+MODELS = ("lfm2", "nemotron_h", "falcon_h1")
+
+
+def launch(kernel: Kernel, model: str) -> None:
+    """In its last form, of the size that models have."""
+    spec, inputs = spec_of(model, LARGE_MODELS), Inputs(torch.device("cpu"), torch.bfloat16, "empty")
+    for arguments in list(kernel.launched(spec, inputs))[-1:]:
+        kernel.make(spec, inputs, *arguments).launch()
+
+
+LAUNCHES: list[Callable[[], object]] = [
+    partial(launch, kernel, model) for kernel in (*mamba2_list.KERNELS, *convolution_list.KERNELS) for model in MODELS
+]
 
 
 def steps(random: Random, tokens: int, sizes: StateSizes, rate: float) -> Steps:

@@ -34,15 +34,15 @@ class FusedMamba2(Mamba2):
         (last, state), sizes, decays = memory.layers[self.index], sizes_of(spec), self.decays
         taps, learned = Taps(self.conv1d.taps, self.conv1d.bias), (decays.rate, decays.step, self.skip.weight)
 
-        def tokens(states: Tensor, mixed: Tensor, step: Tensor) -> Tensor:
+        def of_tokens(states: Tensor, mixed: Tensor, step: Tensor) -> Tensor:
             steps = Steps(step, *learned, spec.scales.step)
             return advance_tokens(convolve_tokens(mixed, taps, last, states), steps, state, states, sizes)
 
-        def runs(runs: Runs, mixed: Tensor, step: Tensor) -> Tensor:
+        def of_runs(runs: Runs, mixed: Tensor, step: Tensor) -> Tensor:
             steps = Steps(step, *learned, spec.scales.step)
             return advance_runs(convolve_runs(mixed, taps, last, runs), steps, state, runs, sizes)
 
-        read = memory.advance((mixed, step), tokens, runs)
+        read = memory.advance((mixed, step), of_tokens, of_runs)
         weight = self.norm.weight if isinstance(self.norm, GatedNorm) else None
         normal = gated_norm(
             rows_of(read, wanted),

@@ -23,12 +23,12 @@ class FusedShortConv(ShortConv):
         """Positions mean nothing to a state: `rotation` is not used."""
         (last,), taps = memory.layers[self.index], Taps(self.conv.taps, self.conv.bias)
 
-        def tokens(states: Tensor, projected: Tensor) -> Tensor:
+        def of_tokens(states: Tensor, projected: Tensor) -> Tensor:
             return convolve_tokens(projected, taps, last, states, gated=True)
 
-        def runs(runs: Runs, projected: Tensor) -> Tensor:
+        def of_runs(runs: Runs, projected: Tensor) -> Tensor:
             return convolve_runs(projected, taps, last, runs, gated=True)
 
-        gated = memory.advance([self.in_proj(hidden, adapters.rows)], tokens, runs)
+        gated = memory.advance([self.in_proj(hidden, adapters.rows)], of_tokens, of_runs)
         out: Tensor = self.out_proj(rows_of(gated, wanted), adapters.wanted)
         return out
