@@ -317,9 +317,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Fields of a checkpoint that sees images are those around its `text_config`, which has the common ones."""
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
 """Those with layers that keep states."""
-CPU_ALONE = (*STATE_FAMILIES, *GEMMA3N, *INDEXED)
+CPU_ALONE = (*GEMMA3N, *INDEXED)
 """Those that are refused on a GPU."""
-NO_CARD_YET = (*GEMMA4, *LATENT)
+NO_CARD_YET = (*GEMMA4, *LATENT, *STATE_FAMILIES)
 """Those whose kernels were interpreted, and compiled for cards, and which no card has run."""
 
 

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,6 @@ from kvern.errors import ConfigError, CorruptCheckpoint
 from kvern.layers import delta_rule, state_space
 from kvern.layers import states as layer_states
 from kvern.layers.decays import CHUNK
-from kvern.mixer_spec import ShortConvSpec
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.step import SchedulerOutput, StepResult
@@ -271,9 +269,6 @@ def test_what_states_do_not_go_with_yet_is_refused_by_name(folder: Path) -> None
     check_states(EngineConfig(model="model"), spec, gpu)
     with pytest.raises(ConfigError, match="their kernels do not work on this GPU"):
         check_state_kernels(spec, frozenset({"batch", "sampling"}), gpu)
-    convolutions = replace(spec, layers=(replace(spec.layers[0], mixer=ShortConvSpec(8, 3)),))
-    with pytest.raises(ConfigError, match=r"device cuda .*gated delta nets alone"):
-        check_states(EngineConfig(model="model"), convolutions, gpu)
 
 
 def test_the_memory_plan_counts_states(folder: Path) -> None:

@@ -70,6 +70,37 @@ LARGE_LATENTS = LATENTS | {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1536,
 }
+CONVOLUTIONS: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "block_auto_adjust_ff_dim": False,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_d_conv": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+}
+GRANITE = MAMBA | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 40}
+FALCON = MAMBA | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5]}
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["mamba", "moe", "attention"],
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "conv_kernel": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 16,
+}
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama": TINY,
     "gemma2": TINY | GEMMA | {"head_dim": 20, "sliding_window": 9, "query_pre_attn_scalar": 10},
@@ -85,6 +116,9 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": TINY
     | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
     | {"rope_scaling": {"rope_type": "default"}},
+    "lfm2": TINY | CONVOLUTIONS,
+    "nemotron_h": TINY | NEMOTRON,
+    "falcon_h1": TINY | FALCON,
 }
 LARGE_MODELS: dict[str, dict[str, Any]] = {
     "llama": LARGE,
@@ -104,6 +138,20 @@ LARGE_MODELS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64}
     | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
     | {"rope_scaling": {"rope_type": "default"}},
+    "lfm2": LARGE | CONVOLUTIONS | {"hidden_size": 2048},
+    "nemotron_h": LARGE
+    | NEMOTRON
+    | {"hidden_size": 2688, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64}
+    | {"n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6}
+    | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "moe_latent_size": None},
+    "granitemoehybrid": LARGE
+    | GRANITE
+    | {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
+    | {"num_local_experts": 72, "num_experts_per_tok": 10, "intermediate_size": 768, "shared_intermediate_size": 1536},
+    "falcon_h1": LARGE
+    | FALCON
+    | {"hidden_size": 5120, "intermediate_size": 21504, "num_attention_heads": 20, "num_key_value_heads": 4}
+    | {"head_dim": 128, "mamba_d_ssm": 4096, "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_d_state": 256},
 }
 
 TINY_ENCODERS: dict[str, dict[str, Any]] = {

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from kvern.device.state_runs import runs_of
-from kvern.kernel_list.delta_net import advanced, convolved
-from kvern.kernels.convolution import convolve_runs, convolve_tokens
+from kvern.kernel_list.convolution import convolved
+from kvern.kernel_list.delta_net import advanced
+from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Gates, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.layers import delta_net
 
@@ -36,7 +37,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("heads", SIZES, ids=str)
 def test_single_tokens(heads: Heads, device: torch.device) -> None:
     random, states = Random(0, device), [4, 1, 2]
-    mixed, taps = random(3, heads.channels + 5)[:, : heads.channels], random(KERNEL, heads.channels)
+    mixed, taps = random(3, heads.channels + 5)[:, : heads.channels], Taps(random(KERNEL, heads.channels))
     kept = random(6, KERNEL - 1, heads.channels)
     expected = convolved(mixed, taps, kept, [1, 1, 1], states)
     sent = torch.tensor(states, dtype=torch.int32, device=device)
@@ -56,7 +57,7 @@ def test_runs(heads: Heads, decay: float, device: torch.device) -> None:
     """Runs shorter than the convolution, of whole chunks and of parts of one; what is forgotten at once, and late."""
     random, states = Random(1, device), [3, 0, 5, 6, 1]
     tokens, runs = sum(COUNTS), runs_of(torch.tensor(states, dtype=torch.int32, device=device), COUNTS)
-    mixed, taps = random(tokens, heads.channels + 3)[:, : heads.channels], random(KERNEL, heads.channels)
+    mixed, taps = random(tokens, heads.channels + 3)[:, : heads.channels], Taps(random(KERNEL, heads.channels))
     kept = random(8, KERNEL - 1, heads.channels)
     expected = convolved(mixed, taps, kept, COUNTS, states)
     assert_near(convolve_runs(mixed, taps, kept, runs), expected[0])

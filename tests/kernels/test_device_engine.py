@@ -1,5 +1,6 @@
 """The engine whose batch lives on the device answers as the ordinary one; its kernels are interpreted here."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,10 @@ BY_NIGHT = (
     "glm4_moe_lite",
     "gemma4_vision",
     "gemma4_experts",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
 )
 FAMILIES_BY_MECHANISM = [
     *(name for name in BY_DAY if name in FAMILIES),
@@ -337,12 +342,30 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, on_device: Callable
     assert answers(again) == answers(expected)
 
 
-@pytest.mark.parametrize("budget", [7, pytest.param(64, marks=pytest.mark.nightly)])
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "qwen3_next": NETS,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {
+        "layer_types": NETS["layer_types"],
+        "num_local_experts": 0,
+        "mamba_n_heads": 2,
+        "mamba_d_head": 48,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    [
+        pytest.param(family, budget, marks=[] if (family, budget) == ("qwen3_next", 7) else [pytest.mark.nightly])
+        for family, budget in itertools.product(WITH_STATES, (7, 64))
+    ],
+)
 def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
-    budget: int, tmp_path: Path, on_device: Callable[..., LLM]
+    family: str, budget: int, tmp_path: Path, on_device: Callable[..., LLM]
 ) -> None:
     """Runs beside single tokens, samples that share a prompt, prompts that begin alike."""
-    make_checkpoint("qwen3_next", tmp_path, num_hidden_layers=2, **NETS)
+    make_checkpoint(family, tmp_path, num_hidden_layers=2, **WITH_STATES[family])
     options = OPTIONS | {"max_batch_tokens": budget}
     head = list(range(20, 28))
     prompts = [[*head, 7, 9], [*head, 41], [3, 4, 5]]

@@ -17,8 +17,8 @@ from tests.kernels.models import LARGE_MODELS, TINY_ENCODERS, TINY_MODELS, spec_
 PACKED = ("fp8_blocks", "int4_zero")
 """Of the forms of quantized weights; all are in test_packed_product.py, and of experts in test_packed_moe.py."""
 
-BY_NIGHT = ("gpt_oss", "gemma4_text", "glm4_moe_lite")
-"""Models whose kernels are others' in one more form."""
+BY_NIGHT = ("gpt_oss", "gemma4_text", "glm4_moe_lite", "lfm2", "nemotron_h", "falcon_h1")
+"""Models whose kernels are others' in one more form, or tested by themselves."""
 MODELS = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TINY_MODELS]
 
 

@@ -25,6 +25,7 @@ REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "clamped_swiglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: x.relu().square(),
 }
 """Of gates, which "clamped_swiglu" has clamped before, as it has what they multiply."""
 Biases = tuple[torch.Tensor, torch.Tensor] | None
@@ -49,13 +50,14 @@ def launch(
     add: bool = False,
     deterministic: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    gated: bool = True,
 ) -> object:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)  # never read, so that it takes no memory
 
     return fused_experts(
         empty(tokens, hidden),
-        empty(experts, 2 * width, hidden),
+        empty(experts, 2 * width if gated else width, hidden),
         empty(experts, hidden, width),
         torch.zeros(tokens, top_k),
         torch.zeros(tokens, top_k, dtype=torch.int32),
@@ -80,6 +82,7 @@ LAUNCHES: list[Callable[[], object]] = [
     *(lambda tokens=tokens: launch(tokens, 60, 4, 2048, 1408, add=True) for tokens in (1, 32)),
     *(lambda kind=kind: launch(1, 4, 2, 64, 48, activation=kind) for kind in ACTIVATIONS),
     *(lambda kind=kind: launch(8, 4, 2, 64, 48, activation=kind, deterministic=True) for kind in ACTIVATIONS),
+    *(lambda tokens=tokens: launch(tokens, 128, 6, 2688, 1856, activation="relu2", gated=False) for tokens in (1, 64)),
     lambda: launch(8, 128, 8, 2048, 768, deterministic=True),
     lambda: launch(8, 128, 8, 2048, 768, deterministic=True, dtype=torch.float32),
 ]
@@ -179,7 +182,8 @@ def experts_reference(
     for token, experts in enumerate(chosen.tolist()):
         for choice, expert in enumerate(experts):
             first, second = (0, 0) if biases is None else (bias[expert].double() for bias in biases)
-            gate, up = (gate_up[expert].double() @ x[token].double() + first).chunk(2)
+            product = gate_up[expert].double() @ x[token].double() + first
+            gate, up = product.chunk(2) if gate_up.shape[1] > down.shape[2] else (product, torch.ones_like(product))
             if activation == "clamped_swiglu":
                 gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
             part = down[expert].double() @ (REFERENCES[activation](gate) * up) + second
@@ -262,8 +266,10 @@ def test_activations_odd_sizes_and_what_is_added(
     width: int,
     top_k: int,
 ) -> None:
-    case = make_case(device, 3, 6, top_k, hidden, width, torch.float32)
-    case = (*case[:4], case[4].long())
+    x, gate_up, down, weights, chosen = make_case(device, 3, 6, top_k, hidden, width, torch.float32)
+    if activation == "relu2":  # of experts without a gate
+        gate_up = gate_up[:, :width].contiguous()
+    case = x, gate_up, down, weights, chosen.long()
     add = torch.randn(3, hidden + 4, generator=torch.Generator().manual_seed(1)).to(device)[:, :hidden]
     biases = make_biases(6, hidden, width, device) if activation == "clamped_swiglu" else None
     out = run(monkeypatch, path, case, activation, add, biases)

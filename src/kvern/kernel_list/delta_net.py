@@ -1,4 +1,4 @@
-"""Gated delta nets: convolutions, states and norms, each of single tokens and of runs."""
+"""Gated delta nets: states, of single tokens and of runs, and norms."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -7,20 +7,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.device.state_runs import runs_of
+from kvern.kernel_list.convolution import COUNTS, SINGLE, TIMED_COUNTS, TIMED_TOKENS, runs
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels import convolution, delta_net
-from kvern.kernels.convolution import Runs
-from kvern.kernels.delta_net import CHUNK, Gates, Heads
+from kvern.kernels import delta_net
+from kvern.kernels.delta_net import Gates, Heads
 from kvern.layers.fused_delta_net import heads_of
 from kvern.mixer_spec import DeltaNetSpec
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
-COUNTS = (1, CHUNK + 3, 2)
-"""Runs that are launched: shorter than the convolution, and of more than a chunk."""
-TIMED_TOKENS = (1, 64)
-TIMED_COUNTS = ((8192,), (1024,) * 8)
 
 
 def gates(inputs: Inputs, tokens: int, heads: int) -> Gates:
@@ -28,24 +23,6 @@ def gates(inputs: Inputs, tokens: int, heads: int) -> Gates:
     both = inputs.numbers(tokens, 2 * heads + 8)
     small = (inputs.numbers(heads, dtype=torch.float32) for _ in range(2))
     return Gates(both[:, :heads], both[:, heads : 2 * heads], -next(small).abs(), next(small))
-
-
-def runs(inputs: Inputs, counts: Sequence[int]) -> Runs:
-    """Of these lengths, whose states are in a mixed order."""
-    return runs_of(inputs.integers(reversed(range(len(counts)))), counts)
-
-
-def convolved(
-    mixed: torch.Tensor, taps: torch.Tensor, memory: torch.Tensor, counts: Sequence[int], states: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64: what the convolution of runs gives, and the states' inputs behind them."""
-    memory, found, first = memory.double(), [], 0
-    for count, state in zip(counts, states, strict=True):
-        window = torch.cat((memory[state], mixed[first : first + count].double()))
-        found += [(window[at : at + len(taps)] * taps.double()).sum(0) for at in range(count)]
-        memory[state] = window[count:]
-        first += count
-    return F.silu(torch.stack(found)), memory
 
 
 def advanced(
@@ -69,23 +46,6 @@ def advanced(
             found.append(torch.einsum("hkv,hk->hv", memory[state], query[token]))
             token += 1
     return torch.stack(found), memory
-
-
-def _convolve(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequence[int], single: bool) -> Call:
-    requests, tokens, channels = len(counts), sum(counts), net.channels
-    mixed = inputs.numbers(tokens, channels + 16)[:, :channels]
-    taps = inputs.numbers(net.kernel, channels, dtype=torch.float32)
-    memory, described = inputs.numbers(requests, net.kernel - 1, channels), runs(inputs, counts)
-    states = list(reversed(range(requests)))
-
-    def launch() -> tuple[torch.Tensor, torch.Tensor]:
-        if single:
-            return convolution.convolve_tokens(mixed, taps, memory, described.states), memory
-        return convolution.convolve_runs(mixed, taps, memory, described), memory
-
-    moved = (2 * tokens * channels + 2 * memory.numel()) * memory.element_size() + 4 * taps.numel()
-    sizes = f"{'x'.join(map(str, dict.fromkeys((requests, max(counts)))))} x {channels}"
-    return Call(sizes, launch, lambda: convolved(mixed, taps, memory, counts, states), moved)
 
 
 def _advance(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequence[int], single: bool) -> Call:
@@ -127,7 +87,7 @@ def _nets(spec: ModelSpec) -> list[DeltaNetSpec]:
 
 
 def _single_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((net, (1, 1, 1), True) for net in _nets(spec))
+    yield from ((net, SINGLE, True) for net in _nets(spec))
 
 
 def _runs_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -150,10 +110,8 @@ def _norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((net, tokens) for net in _nets(spec) for tokens in (*TIMED_TOKENS, 8192))
 
 
-_entry = partial(Kernel, group="delta_net")
+_entry = partial(Kernel, group="states")
 KERNELS = (
-    _entry(name="convolve_tokens", make=_convolve, launched=_single_launched, timed=_single_timed),
-    _entry(name="convolve_runs", make=_convolve, launched=_runs_launched, timed=_runs_timed),
     _entry(name="advance_tokens", make=_advance, launched=_single_launched, timed=_single_timed),
     _entry(name="advance_runs", make=_advance, launched=_runs_launched, timed=_runs_timed),
     _entry(name="gated_norm", make=_norm, launched=_norm_launched, timed=_norm_timed),

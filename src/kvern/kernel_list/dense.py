@@ -33,6 +33,7 @@ ACTIVATION: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 """What kernels call by these names."""
 
@@ -212,7 +213,7 @@ def _activate_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 def activated_mlps(spec: ModelSpec) -> list[MlpSpec]:
     """Those that a kernel can activate, beside experts too."""
     moes = dict.fromkeys(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
-    mlps = [MlpSpec(moe.shared_width, moe.activation) for moe in moes if moe.shared_width]
+    mlps = [MlpSpec(moe.shared_width, moe.activation) for moe in moes if moe.shared_width and moe.gated]
     return gated_mlps(spec) + [mlp for mlp in mlps if mlp.activation in ACTIVATIONS]
 
 

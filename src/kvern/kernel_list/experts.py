@@ -26,8 +26,20 @@ def moes(spec: ModelSpec) -> list[MoeSpec]:
     return list(dict.fromkeys(part for part in parts if isinstance(part, MoeSpec)))
 
 
+def width_of_rows(spec: ModelSpec, moe: MoeSpec) -> int:
+    """Of what the experts of a model read and give."""
+    return moe.latent or spec.hidden_size
+
+
+def bytes_of_expert(spec: ModelSpec, inputs: Inputs, moe: MoeSpec) -> int:
+    """Of an expert's plain weights."""
+    return (moe.first_width + moe.width) * width_of_rows(spec, moe) * inputs.dtype.itemsize
+
+
 def activated(moe: MoeSpec, gate_up: torch.Tensor) -> torch.Tensor:
-    """What goes on to the product with down, of `[rows, 2 * width]`."""
+    """What goes on to the product with down, of `[rows, first_width]`."""
+    if not moe.gated:
+        return ACTIVATION[moe.activation](gate_up)
     gate, up = gate_up.chunk(2, -1)
     if moe.activation == "clamped_swiglu":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
@@ -56,13 +68,14 @@ def make_experts(
     spec: ModelSpec, inputs: Inputs, moe: MoeSpec, tokens: int, hopper: bool = False, tiles: int = 0
 ) -> Call:
     """What each token makes of its experts."""
-    hidden, width = spec.hidden_size, moe.width
+    hidden, width = width_of_rows(spec, moe), moe.width
     x = inputs.numbers(tokens, hidden)
-    gate_up = inputs.numbers(moe.experts, 2 * width, hidden, deviation=hidden**-0.5)
+    gate_up = inputs.numbers(moe.experts, moe.first_width, hidden, deviation=hidden**-0.5)
     down = inputs.numbers(moe.experts, hidden, width, deviation=width**-0.5)
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
     chosen = chosen if moe.scoring == "sigmoid" else chosen.int()  # PyTorch chooses, or the router's kernel
-    add, biases = inputs.numbers(tokens, hidden) if moe.shared_width else None, make_biases(moe, hidden, inputs)
+    added = moe.shared_width and not moe.latent
+    add, biases = inputs.numbers(tokens, hidden) if added else None, make_biases(moe, hidden, inputs)
 
     def reference() -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if add is None else add.double()
@@ -88,14 +101,14 @@ def make_experts(
         hopper=hopper,
         tiles=tiles,
     )
-    moved, operations = touched * 3 * width * hidden * x.element_size(), 2 * tokens * moe.top_k * 3 * width * hidden
-    return Call(f"{tokens} tokens", launch, reference, moved, operations)
+    each = bytes_of_expert(spec, inputs, moe)
+    operations = 2 * tokens * moe.top_k * each / inputs.dtype.itemsize
+    return Call(f"{tokens} tokens", launch, reference, touched * each, operations)
 
 
 def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe in moes(spec):
-        expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
-        yield from ((moe, count) for count in forms(moe, inputs.batch_tokens, expert_bytes))
+        yield from ((moe, count) for count in forms(moe, inputs.batch_tokens, bytes_of_expert(spec, inputs, moe)))
 
 
 def forms(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
@@ -122,13 +135,13 @@ def plain_experts(spec: ModelSpec, inputs: Inputs) -> list[MoeSpec]:
     return [
         moe
         for moe in moes(spec)
-        if moe.activation in ACTIVATIONS and (moe.experts * 2 * moe.width, spec.hidden_size) not in packed
+        if moe.activation in ACTIVATIONS and (moe.experts * moe.first_width, width_of_rows(spec, moe)) not in packed
     ]
 
 
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe in plain_experts(spec, inputs):
-        expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
+        expert_bytes = bytes_of_expert(spec, inputs, moe)
         yield from ((moe, tokens) for tokens in forms(moe, inputs.batch_tokens, expert_bytes))
         if inputs.dtype.itemsize == 2:
             for tokens, tiles in itertools.product(blocks(moe, inputs.batch_tokens, expert_bytes), OTHER_TILES):

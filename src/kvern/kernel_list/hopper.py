@@ -8,7 +8,7 @@ import torch
 
 from kvern.kernel_list.dense import ACTIVATION, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.experts import blocks, make_experts, plain_experts
+from kvern.kernel_list.experts import blocks, bytes_of_expert, make_experts, plain_experts, width_of_rows
 from kvern.kernels.linear import ProductShape, StreamShape
 from kvern.kernels.moe import hopper_experts, known_here_alone
 from kvern.model_spec import ModelSpec
@@ -76,10 +76,10 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe in plain_experts(spec, inputs):
-        known = hopper_experts(inputs.dtype, spec.hidden_size, moe.width)
-        if inputs.hopper and known and not known_here_alone(moe.activation, moe.bias):
-            expert_bytes = 3 * moe.width * spec.hidden_size * inputs.dtype.itemsize
-            yield from ((moe, tokens, True) for tokens in blocks(moe, inputs.batch_tokens, expert_bytes))
+        known = hopper_experts(inputs.dtype, width_of_rows(spec, moe), moe.width)
+        if inputs.hopper and known and not known_here_alone(moe):
+            tokens = blocks(moe, inputs.batch_tokens, bytes_of_expert(spec, inputs, moe))
+            yield from ((moe, count, True) for count in tokens)
 
 
 def _experts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -101,7 +101,7 @@ def _kinds(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[MoeSpec, PackedKin
             [kind for kind in inputs.packed if kind.part == part and (kind.outputs, kind.inputs) == shape]
             for part, shape in shapes.items()
         ]
-        if moe.activation in ACTIVATIONS:
+        if moe.gated and moe.activation in ACTIVATIONS:
             yield from ((moe, gate_up, down) for gate_up, down in itertools.product(*found))
 
 
@@ -127,9 +127,7 @@ def _byte_share(kind: PackedKind) -> float:
 
 def _by_codes(moe: MoeSpec, kinds: Sequence[PackedKind], inputs: Inputs) -> bool:
     """Whether activations are rounded to codes, and multiplied as such."""
-    return not known_here_alone(moe.activation, moe.bias) and all(
-        kind.activations and multiplies_by_codes(kind, inputs) for kind in kinds
-    )
+    return not known_here_alone(moe) and all(kind.activations and multiplies_by_codes(kind, inputs) for kind in kinds)
 
 
 def _sorted(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -8,7 +8,7 @@ from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait
 from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""What `activate` knows; a gated MLP with another activation runs through PyTorch."""
+"""Of gated MLPs: others run through PyTorch. Experts know more, see `kernels/moe.py`."""
 
 
 @triton.jit
@@ -21,7 +21,8 @@ def activate(x, KIND: tl.constexpr):
     if KIND == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1.0 + tl.exp(-2.0 * inner))
-    return tl.maximum(x, 0.0)
+    x = tl.maximum(x, 0.0)
+    return x * x if KIND == "relu2" else x
 
 
 @triton.jit

@@ -1,7 +1,10 @@
-"""Causal convolutions of each channel by itself, activated, over the last tokens of requests.
+"""Causal convolutions of each channel by itself, over the last tokens of requests, activated or gated.
 
 A step's tokens are runs, one for each request, that go on with the request's state: its last inputs. Runs of a single
 token are one launch (`convolve_tokens`), others two (`convolve_runs`).
+
+Activated: what is convolved goes through a SiLU. Gated (Liquid AI 2025, LFM2): a token's row has three parts, a gate
+before, a gate behind and what they multiply, x; the first times x is convolved, and the second multiplies the result.
 """
 
 from typing import NamedTuple
@@ -35,9 +38,35 @@ class Runs(NamedTuple):
     chunks: torch.Tensor
 
 
+class Taps(NamedTuple):
+    """A layer's own: weights [kernel, channels] and what is added [channels], if anything, float32."""
+
+    weights: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
 @triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _input_of(row, channels, inside, GATED: tl.constexpr):
+    """What is convolved of a row, as a state keeps it: `row` points to its channels, before the gate behind and x."""
+    given = tl.load(row, mask=inside, other=0.0)
+    if GATED:
+        x = tl.load(row + 2 * channels, mask=inside, other=0.0)
+        given = (given.to(tl.float32) * x.to(tl.float32)).to(given.dtype)
+    return given
+
+
+@triton.jit
+def _output_of(total, row, channels, inside, GATED: tl.constexpr):
+    """What is made of the sums of a row."""
+    if GATED:
+        return total * tl.load(row + channels, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return silu(total)
 
 
 @Launcher
@@ -45,12 +74,14 @@ def silu(x):
 def _convolve_tokens_kernel(
     mixed: tl.tensor,
     taps: tl.tensor,
+    bias: tl.tensor | None,
     memory: tl.tensor,
     states: tl.tensor,
     out: tl.tensor,
     mixed_stride: tl.int64,
     channels: tl.constexpr,
     KERNEL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -62,31 +93,36 @@ def _convolve_tokens_kernel(
     inside = channel < channels
     at = memory + tl.load(states + token).to(tl.int64) * (KERNEL - 1) * channels + channel
     total = tl.zeros([BLOCK], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0)
     for place in tl.static_range(KERNEL - 1):
         given = tl.load(at + place * channels, mask=inside, other=0.0)
         if place > 0:
             tl.store(at + (place - 1) * channels, given, mask=inside)
         total += given.to(tl.float32) * tl.load(taps + place * channels + channel, mask=inside, other=0.0)
-    given = tl.load(mixed + token * mixed_stride + channel, mask=inside, other=0.0)
+    row = mixed + token * mixed_stride + channel
+    given = _input_of(row, channels, inside, GATED)
     if KERNEL > 1:
         tl.store(at + (KERNEL - 2) * channels, given, mask=inside)
     total += given.to(tl.float32) * tl.load(taps + (KERNEL - 1) * channels + channel, mask=inside, other=0.0)
-    tl.store(out + token * channels + channel, silu(total).to(out.dtype.element_ty), mask=inside)
+    target = out + token * channels + channel
+    tl.store(target, _output_of(total, row, channels, inside, GATED).to(out.dtype.element_ty), mask=inside)
 
 
 def convolve_tokens(
-    mixed: torch.Tensor, taps: torch.Tensor, memory: torch.Tensor, states: torch.Tensor
+    mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, states: torch.Tensor, *, gated: bool = False
 ) -> torch.Tensor:
-    """The activated convolution of one token of each of B requests: [B, channels], in the dtype of `mixed`.
+    """The convolution of one token of each of B requests, activated or gated: [B, channels], in the dtype of `mixed`.
 
-    mixed [B, channels], rows may have gaps; taps [kernel, channels] float32; memory [all states, kernel - 1, channels]:
+    mixed [B, channels], or [B, 3 * channels] if `gated`, rows may have gaps; memory [all states, kernel - 1, channels]:
     the last inputs of each, which change; states [B] int32, all different but those that nobody reads.
     """
-    count, channels = mixed.shape
+    (weights, bias), count = taps, len(mixed)
+    kernel, channels = weights.shape
     out = torch.empty(count, channels, dtype=mixed.dtype, device=mixed.device)
     block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(mixed.device)
     _convolve_tokens_kernel[(count, cdiv(channels, block))](
-        mixed, taps, memory, states, out, mixed.stride(0), channels, len(taps), block, overlap,
+        mixed, weights, bias, memory, states, out, mixed.stride(0), channels, kernel, gated, block, overlap,
         num_warps=2, launch_pdl=overlap,
     )  # fmt: skip
     return out
@@ -97,6 +133,7 @@ def convolve_tokens(
 def _convolve_runs_kernel(
     mixed: tl.tensor,
     taps: tl.tensor,
+    bias: tl.tensor | None,
     memory: tl.tensor,
     states: tl.tensor,
     firsts: tl.tensor,
@@ -106,6 +143,7 @@ def _convolve_runs_kernel(
     tokens,
     channels: tl.constexpr,
     KERNEL: tl.constexpr,
+    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -126,11 +164,14 @@ def _convolve_runs_kernel(
         before = source < first
         behind = mixed + source.to(tl.int64)[:, None] * mixed_stride + channel[None, :]
         kept = memory + (state * (KERNEL - 1) + (KERNEL - 1) + source - first)[:, None] * channels + channel[None, :]
-        given = tl.load(behind, mask=inside & ~before[:, None], other=0.0).to(tl.float32)
+        given = _input_of(behind, channels, inside & ~before[:, None], GATED).to(tl.float32)
         given += tl.load(kept, mask=inside & before[:, None], other=0.0).to(tl.float32)
         tap = tl.load(taps + place * channels + channel, mask=channel < channels, other=0.0)
         total += given * tap[None, :]
-    found = silu(total).to(out.dtype.element_ty)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=channel < channels, other=0.0)[None, :]
+    row = mixed + token.to(tl.int64)[:, None] * mixed_stride + channel[None, :]
+    found = _output_of(total, row, channels, inside, GATED).to(out.dtype.element_ty)
     tl.store(out + token.to(tl.int64)[:, None] * channels + channel[None, :], found, mask=inside)
 
 
@@ -145,6 +186,7 @@ def _remember_kernel(
     mixed_stride: tl.int64,
     channels: tl.constexpr,
     KERNEL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -158,24 +200,28 @@ def _remember_kernel(
     at = memory + tl.load(states + request).to(tl.int64) * (KERNEL - 1) * channels + channel
     for place in tl.static_range(KERNEL - 1):  # reads places behind the one that it writes
         source = count - (KERNEL - 1) + place
-        new = tl.load(mixed + (first + source) * mixed_stride + channel, mask=inside & (source >= 0), other=0.0)
+        there = inside & (source >= 0)
+        new = _input_of(mixed + (first + source) * mixed_stride + channel, channels, there, GATED)
         old = tl.load(at + (place + count) * channels, mask=inside & (source < 0), other=0.0)
         tl.store(at + place * channels, tl.where(source < 0, old, new), mask=inside)
 
 
-def convolve_runs(mixed: torch.Tensor, taps: torch.Tensor, memory: torch.Tensor, runs: Runs) -> torch.Tensor:
+def convolve_runs(
+    mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, runs: Runs, *, gated: bool = False
+) -> torch.Tensor:
     """As `convolve_tokens`, of runs: [T, channels]."""
-    tokens, channels = mixed.shape
+    (weights, bias), tokens = taps, len(mixed)
+    kernel, channels = weights.shape
     out = torch.empty(tokens, channels, dtype=mixed.dtype, device=mixed.device)
     block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(mixed.device)
-    parts, stride, kernel = cdiv(channels, block), mixed.stride(0), len(taps)
+    parts, stride = cdiv(channels, block), mixed.stride(0)
     _convolve_runs_kernel[(cdiv(tokens, TOKENS), parts)](
-        mixed, taps, memory, runs.states, runs.firsts, runs.requests, out, stride, tokens,
-        channels, kernel, TOKENS, block, overlap, num_warps=4, launch_pdl=overlap,
+        mixed, weights, bias, memory, runs.states, runs.firsts, runs.requests, out, stride, tokens,
+        channels, kernel, gated, TOKENS, block, overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     if kernel > 1:
         _remember_kernel[(len(runs.states), parts)](
-            mixed, memory, runs.states, runs.firsts, runs.counts, stride, channels, kernel, block, overlap,
+            mixed, memory, runs.states, runs.firsts, runs.counts, stride, channels, kernel, gated, block, overlap,
             num_warps=2, launch_pdl=overlap,
         )  # fmt: skip
     return out

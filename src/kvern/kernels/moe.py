@@ -2,6 +2,8 @@
 
     x [T, hidden] -> activation(gate) * up [T * top_k, width] -> down, times its weight -> sum [T, hidden]
 
+Without a gate it is activation(up).
+
 For one or a few tokens whose experts hardly meet, a program takes the outputs of one token and reads the expert from
 `topk_ids` (direct). Otherwise pairs of token and expert are sorted into blocks of rows of one expert, and each block's
 product runs on the matrix units (grouped), reading an expert's weights once for each of its blocks.
@@ -13,14 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.activation import activate_gated
+from kvern.kernels.activation import activate, activate_gated
 from kvern.kernels.launch import Launcher, overlaps, stages, wait_for_previous
 from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
 from kvern.kernels.moe_routing import Alignment, align, route
+from kvern.model_spec import MoeSpec
 
 __all__ = ["ACTIVATIONS", "fused_experts", "route"]
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 """What `fused_experts` knows; experts with another activation run through PyTorch."""
 
 DETERMINISTIC_ROWS = 64
@@ -64,9 +67,9 @@ def hopper_experts(dtype: torch.dtype, hidden: int, width: int) -> bool:
     return dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
 
 
-def known_here_alone(activation: str, bias: bool) -> bool:
-    """Whether experts have biases or an activation that only the kernels here and in `moe_packed.py` know."""
-    return bias or activation == "clamped_swiglu"
+def known_here_alone(moe: MoeSpec) -> bool:
+    """Whether the kernels for Hopper do not know such experts: without a gate, with biases, or by their activation."""
+    return moe.bias or not moe.gated or moe.activation in ("relu2", "clamped_swiglu")
 
 
 def rows_of_block(pairs: int, experts: int) -> int:
@@ -89,6 +92,7 @@ def _grouped_gate_up_kernel(
     hidden: tl.constexpr,
     width: tl.constexpr,
     top_k: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -109,7 +113,7 @@ def _grouped_gate_up_kernel(
     known = output < width
     column = tl.arange(0, INPUTS)
     x_tile = x + (pair // top_k).to(tl.int64)[:, None] * x_stride + column[None, :]
-    gate_tile = weight + expert * (2 * width * hidden) + (output[None, :] * hidden + column[:, None])
+    gate_tile = weight + expert * ((2 if GATED else 1) * width * hidden) + (output[None, :] * hidden + column[:, None])
     up_tile = gate_tile + width * hidden
     gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -117,15 +121,17 @@ def _grouped_gate_up_kernel(
         inside = start + column < hidden
         values = load_tile(x_tile + start, live[:, None], inside[None, :], EVEN)
         gate_weights = load_tile(gate_tile + start, known[None, :], inside[:, None], EVEN)
-        up_weights = load_tile(up_tile + start, known[None, :], inside[:, None], EVEN)
+        if GATED:
+            up_weights = load_tile(up_tile + start, known[None, :], inside[:, None], EVEN)
         gate = tl.dot(values, gate_weights, gate, input_precision="ieee")
-        up = tl.dot(values, up_weights, up, input_precision="ieee")
+        if GATED:
+            up = tl.dot(values, up_weights, up, input_precision="ieee")
     if bias is not None:
         place = bias + expert * (2 * width) + output
         gate += tl.load(place, mask=known, other=0.0).to(tl.float32)[None, :]
         up += tl.load(place + width, mask=known, other=0.0).to(tl.float32)[None, :]
     target = out + pair.to(tl.int64)[:, None] * width + output[None, :]
-    result = activate_gated(gate, up, KIND).to(out.dtype.element_ty)
+    result = (activate_gated(gate, up, KIND) if GATED else activate(gate, KIND)).to(out.dtype.element_ty)
     tl.store(target, result, mask=live[:, None] & known[None, :])
 
 
@@ -227,7 +233,7 @@ def fused_experts(
     """Sum x through the experts chosen, times their weights.
 
     x              [T, hidden], rows may have gaps
-    gate_up        [experts, 2 * width, hidden] in the dtype of x: rows of the gate, then rows of up
+    gate_up        [experts, 2 * width, hidden] in the dtype of x: rows of the gate, then rows of up; or of up alone
     down           [experts, hidden, width]
     weights        [T, top_k] float32
     topk_ids       [T, top_k] int32 or int64
@@ -238,8 +244,8 @@ def fused_experts(
     tiles          which of `TILES` do else
     returns        [T, hidden] in the dtype of x; sums in float32
 
-    Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits, if it gets no more rows
-    than a block has.
+    Moves the weights of each expert that is chosen once, 6 * width * hidden bytes in 16 bits with a gate, if it gets no
+    more rows than a block has.
     """
     tokens, top_k = topk_ids.shape
     experts, _, width = down.shape
@@ -304,6 +310,7 @@ def _grouped_gate_up(
         hidden,
         width,
         top_k,
+        gate_up.shape[1] > width,
         activation,
         rows,
         outputs,

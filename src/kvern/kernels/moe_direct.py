@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.activation import activate_gated
+from kvern.kernels.activation import activate, activate_gated
 from kvern.kernels.launch import Launcher, overlaps, wait_for_previous
 
 SHARED_BYTES = 16 << 20
@@ -60,6 +60,7 @@ def _direct_gate_up_kernel(
     hidden: tl.constexpr,
     width: tl.constexpr,
     top_k: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -74,23 +75,25 @@ def _direct_gate_up_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < width
     column = tl.arange(0, INPUTS)
-    tile = weight + expert * (2 * width * hidden) + output[:, None] * hidden + column[None, :]
+    tile = weight + expert * ((2 if GATED else 1) * width * hidden) + output[:, None] * hidden + column[None, :]
     gate = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     for start in tl.range(0, hidden, INPUTS):
         inside = start + column < hidden
         gate_weights = load_tile(tile + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
-        up_weights = load_tile(tile + width * hidden + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
+        if GATED:
+            up_weights = load_tile(tile + width * hidden + start, known[:, None], inside[None, :], EVEN).to(tl.float32)
         values = tl.load(row + start + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         gate += gate_weights * values
-        up += up_weights * values
+        if GATED:
+            up += up_weights * values
     first = tl.sum(gate, axis=1)
     second = tl.sum(up, axis=1)
     if bias is not None:
         place = bias + expert * (2 * width) + output
         first += tl.load(place, mask=known, other=0.0).to(tl.float32)
         second += tl.load(place + width, mask=known, other=0.0).to(tl.float32)
-    result = activate_gated(first, second, KIND)
+    result = activate_gated(first, second, KIND) if GATED else activate(first, KIND)
     tl.store(out + pair * width + output, result.to(out.dtype.element_ty), mask=known)
 
 
@@ -155,8 +158,8 @@ def direct_gate_up(
 ) -> None:
     """`activation(gate) * up` of every pair: x [T, hidden], gate_up [experts, 2 * width, hidden] -> out [pairs, width].
 
-    `bias [experts, 2 * width]` is added to gate and up, if it is given.
-    Moves the gate and up weights of every pair's expert: 4 * width * hidden bytes in 16 bits.
+    Without a gate `activation(up)`, with as many rows of up alone. `bias [experts, 2 * width]` is added to gate and up,
+    if it is given. Moves the gate and up weights of every pair's expert: 4 * width * hidden bytes in 16 bits.
     """
     overlap = overlaps(x.device)
     (pairs, width), hidden = out.shape, x.shape[1]
@@ -172,6 +175,7 @@ def direct_gate_up(
         hidden,
         width,
         topk_ids.shape[1],
+        gate_up.shape[1] > width,
         activation,
         outputs,
         inputs,

@@ -9,13 +9,13 @@ from kvern.errors import UnsupportedModel
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters, make_attention, rows_of
 from kvern.layers.build import Build, RowFunctions
 from kvern.layers.delta_net import make_delta_net
-from kvern.layers.mamba2 import Mamba2
+from kvern.layers.mamba2 import make_mamba2
 from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Identity, Module
 from kvern.layers.moe import make_moe
 from kvern.layers.norm import Norm, make_norm
 from kvern.layers.rope import Rotation
-from kvern.layers.short_conv import ShortConv
+from kvern.layers.short_conv import make_short_conv
 from kvern.mixer_spec import (
     AttentionSpec,
     DeltaNetSpec,
@@ -37,8 +37,8 @@ Mix = Callable[..., Tensor]
 """The forward pass of a mixer."""
 RECURRENT: Mapping[type, tuple[str, Callable[..., Module]]] = {
     DeltaNetSpec: ("linear_attn", make_delta_net),
-    ShortConvSpec: ("conv", ShortConv),
-    Mamba2Spec: ("mamba", Mamba2),
+    ShortConvSpec: ("conv", make_short_conv),
+    Mamba2Spec: ("mamba", make_mamba2),
 }
 """Modules of mixers with states, and what a Llama-style checkpoint calls them."""
 

@@ -85,7 +85,7 @@ class DeltaNet(Module):
 
 def make_delta_net(index: int, hidden_size: int, spec: DeltaNetSpec, build: Build) -> DeltaNet:
     """A delta net, out of kernels where there are some."""
-    if "delta_net" in build.kernels:
+    if "states" in build.kernels:
         from kvern.layers.fused_delta_net import FusedDeltaNet
 
         return FusedDeltaNet(index, hidden_size, spec, build)

@@ -1,30 +1,15 @@
 """Gated delta nets out of kernels: three launches between the projections for single tokens, a few more for runs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kvern.kernels.convolution import Runs, convolve_runs, convolve_tokens
+from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import Gates, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
 from kvern.layers.delta_net import DeltaNet
+from kvern.layers.device_states import DeviceStates
 from kvern.layers.rope import Rotation
 from kvern.mixer_spec import DeltaNetSpec
-
-
-@dataclass(frozen=True)
-class DeviceStates:
-    """`StepStates` on a device, whose first tokens are alone of their requests; those behind are `runs`, if any.
-
-    layers   as `StepStates` has them
-    states   [B] int32, of the first B tokens
-    """
-
-    layers: Sequence[Sequence[Tensor]]
-    states: Tensor
-    runs: Runs | None
 
 
 def heads_of(spec: DeltaNetSpec) -> Heads:
@@ -47,7 +32,7 @@ class FusedDeltaNet(DeltaNet):
         mixed, gate, beta, step = self._split(self.in_proj(hidden, adapters.rows))
         if self.spec.grouped:  # views of every other number where a key head has one value head
             beta, step = beta.contiguous(), step.contiguous()
-        alone, taps, decays = len(memory.states), self.conv1d.taps, self.decays
+        alone, taps, decays = len(memory.states), Taps(self.conv1d.taps), self.decays
         parts = []
         (convolved, matrices), heads = memory.layers[self.index], heads_of(self.spec)
         if alone:

@@ -21,7 +21,7 @@ class FusedExperts(StackedExperts):
         super().__init__(hidden_size, spec, build)
         self.deterministic = build.deterministic
         hopper = "hopper_linear" in build.kernels and hopper_experts(build.dtype, hidden_size, spec.width)
-        hopper = hopper and not build.deterministic and not known_here_alone(spec.activation, spec.bias)
+        hopper = hopper and not build.deterministic and not known_here_alone(spec)
         self._ways = Ways(self._multiply, hopper, build.dtype.itemsize == 2)
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:

@@ -46,7 +46,7 @@ class FusedPackedExperts(RowStackedExperts):
         self._packed = tuple(readable(method.packed()) for method in methods)
         codings = [coding for method in methods if (coding := _coded(method)) is not None]
         self._ways: Ways | None = None
-        by_codes = not self.deterministic and not known_here_alone(self.spec.activation, self.spec.bias)
+        by_codes = not self.deterministic and not known_here_alone(self.spec)
         if len(codings) == 2 and by_codes:
             shape = self.gate_up_proj.shape.dtype, self.hidden_size, self.spec.width
             known = all(hopper_codes(packed.code, *shape) for packed in self._packed)

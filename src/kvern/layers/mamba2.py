@@ -111,3 +111,12 @@ def make_convolution(spec: Mamba2Spec, build: Build) -> Convolution:
     scales = (spec.inner, spec.scales.value), (shared, spec.scales.key), (shared, spec.scales.query)
     each = torch.cat([torch.full((count,), scale, device=build.device) for count, scale in scales])
     return Convolution(spec.kernel, spec.channels, "conv1d", build, bias=spec.conv_bias, scales=each)
+
+
+def make_mamba2(index: int, hidden_size: int, spec: Mamba2Spec, build: Build) -> Mamba2:
+    """Mamba-2, out of kernels where there are some."""
+    if "states" in build.kernels:
+        from kvern.layers.fused_mamba2 import FusedMamba2
+
+        return FusedMamba2(index, hidden_size, spec, build)
+    return Mamba2(index, hidden_size, spec, build)

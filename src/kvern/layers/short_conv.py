@@ -36,3 +36,12 @@ class ShortConv(Module):
         gated = rows_of(behind, wanted) * rows_of(convolved, wanted).to(hidden.dtype)
         out: Tensor = self.out_proj(gated, adapters.wanted)
         return out
+
+
+def make_short_conv(index: int, hidden_size: int, spec: ShortConvSpec, build: Build) -> ShortConv:
+    """A gated short convolution, out of kernels where there are some."""
+    if "states" in build.kernels:
+        from kvern.layers.fused_short_conv import FusedShortConv
+
+        return FusedShortConv(index, hidden_size, spec, build)
+    return ShortConv(index, hidden_size, spec, build)

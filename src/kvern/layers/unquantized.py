@@ -103,8 +103,8 @@ class Unquantized(LinearFormat):
         return TableMethod(shape)
 
     def experts(self, hidden_size: int, spec: MoeSpec, build: "Build") -> Experts:
-        known = "silu", "gelu", "gelu_tanh", "clamped_swiglu"
-        if "moe" in build.kernels and spec.gated and spec.activation in known:
+        known = "silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"
+        if "moe" in build.kernels and spec.activation in known:
             from kvern.layers.fused_moe import FusedExperts
 
             return FusedExperts(hidden_size, spec, build)

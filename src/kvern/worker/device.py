@@ -9,7 +9,7 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
-from kvern.mixer_spec import DeltaNetSpec, LatentAttentionSpec
+from kvern.mixer_spec import LatentAttentionSpec
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.models.encoder import Encoder
@@ -69,16 +69,13 @@ def check_states(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
     """Raise ConfigError for what kvern cannot do with a model that has states yet."""
     if not spec.recurrent:
         return
-    only_nets = all(isinstance(mixer, DeltaNetSpec) for mixer in spec.recurrent)
     refused = {
-        f"device {device.type}": device.type != "cpu" and not only_nets,
         f"proposer {config.proposer}": config.proposer is not None,
         f"kv_tier {config.kv_tier}": config.kv_tier is not None,
         "deterministic": config.deterministic,
         "adapters on a GPU": device.type == "cuda" and config.adapter_places > 0,
     }
     reasons = {
-        "device": "kernels for GPUs are there for gated delta nets alone: use device cpu",
         "proposer": "a state cannot go back behind drafts that are rejected: leave proposer out",
         "kv_tier": "a tier keeps blocks and no states: leave kv_tier out",
         "deterministic": "a state's last bits depend on how a prompt is cut into steps: leave deterministic off",
@@ -93,7 +90,7 @@ def check_states(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
 
 def check_state_kernels(spec: ModelSpec, kernels: frozenset[str], device: torch.device) -> None:
     """Raise ConfigError on a GPU where a model's states have no kernels that work: nothing else computes them there."""
-    if spec.recurrent and device.type == "cuda" and not kernels >= {*REQUIRED_KERNELS, "delta_net"}:
+    if spec.recurrent and device.type == "cuda" and not kernels >= {*REQUIRED_KERNELS, "states"}:
         raise ConfigError(
             f"{spec.model_type} has layers that keep states, and their kernels do not work on this GPU (the log says "
             "why): use device cpu"

@@ -7,7 +7,7 @@ import torch
 from kvern.device.device_batch import DeviceBatch
 from kvern.device.state_runs import runs_of
 from kvern.device.transfer import upload
-from kvern.layers.fused_delta_net import DeviceStates
+from kvern.layers.device_states import DeviceStates
 from kvern.model_spec import ModelSpec
 from kvern.step import SchedulerOutput
 

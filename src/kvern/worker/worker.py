@@ -62,9 +62,7 @@ from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
 from kvern.worker.windows import report
 
-MODEL_KERNELS = frozenset(
-    {"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "delta_net"}
-)
+MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
 """What the parts of a model may be made of, besides kernels of a CPU."""
 FALLBACK_KERNELS = frozenset({"cpu_attention", "cpu_sampling"})
 """What is left to do beside a model that transformers computes."""

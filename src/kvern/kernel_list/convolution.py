@@ -1,0 +1,90 @@
+"""Convolutions of layers with states, activated or gated, of single tokens and of runs."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvern.device.state_runs import runs_of
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernels import convolution
+from kvern.kernels.convolution import Runs, Taps
+from kvern.kernels.delta_net import CHUNK
+from kvern.mixer_spec import Mamba2Spec, RecurrentSpec, ShortConvSpec
+from kvern.model_spec import ModelSpec
+
+Sizes = Iterator[tuple[Any, ...]]
+SINGLE = (1, 1, 1)
+COUNTS = (1, CHUNK + 3, 2)
+"""Runs that are launched: shorter than the convolution, and of more than a chunk."""
+TIMED_TOKENS = (1, 64)
+TIMED_COUNTS = ((8192,), (1024,) * 8)
+
+
+def runs(inputs: Inputs, counts: Sequence[int]) -> Runs:
+    """Of these lengths, whose states are in a mixed order."""
+    return runs_of(inputs.integers(reversed(range(len(counts)))), counts)
+
+
+def convolved(
+    mixed: torch.Tensor,
+    taps: Taps,
+    memory: torch.Tensor,
+    counts: Sequence[int],
+    states: Sequence[int],
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64: what the convolution of runs gives, and the states' inputs behind them."""
+    memory, found, first, weights = memory.double(), [], 0, taps.weights.double()
+    before, behind, x = torch.chunk(mixed.double(), 3, 1) if gated else (None, None, mixed.double())
+    given = x if before is None else (before * x).to(mixed.dtype).double()  # as a state keeps them
+    for count, state in zip(counts, states, strict=True):
+        window = torch.cat((memory[state], given[first : first + count]))
+        found += [(window[at : at + len(weights)] * weights).sum(0) for at in range(count)]
+        memory[state] = window[count:]
+        first += count
+    sums = torch.stack(found)
+    if taps.bias is not None:
+        sums += taps.bias.double()
+    return F.silu(sums) if behind is None else sums * behind, memory
+
+
+def _convolve(spec: ModelSpec, inputs: Inputs, mixer: RecurrentSpec, counts: Sequence[int], single: bool) -> Call:
+    requests, tokens, channels, gated = len(counts), sum(counts), mixer.channels, isinstance(mixer, ShortConvSpec)
+    width = 3 * channels if gated else channels
+    mixed = inputs.numbers(tokens, width + 16)[:, :width]
+    taps = Taps(inputs.numbers(mixer.kernel, channels, dtype=torch.float32))
+    if (isinstance(mixer, ShortConvSpec) and mixer.bias) or (isinstance(mixer, Mamba2Spec) and mixer.conv_bias):
+        taps = taps._replace(bias=inputs.numbers(channels, dtype=torch.float32))
+    memory, described = inputs.numbers(requests, mixer.kernel - 1, channels), runs(inputs, counts)
+    states = list(reversed(range(requests)))
+
+    def launch() -> tuple[torch.Tensor, torch.Tensor]:
+        if single:
+            return convolution.convolve_tokens(mixed, taps, memory, described.states, gated=gated), memory
+        return convolution.convolve_runs(mixed, taps, memory, described, gated=gated), memory
+
+    moved = (tokens * (width + channels) + 2 * memory.numel()) * memory.element_size() + 4 * taps.weights.numel()
+    sizes = f"{'x'.join(map(str, dict.fromkeys((requests, max(counts)))))} x {channels}"
+    return Call(sizes, launch, lambda: convolved(mixed, taps, memory, counts, states, gated), moved)
+
+
+def _launched(spec: ModelSpec, inputs: Inputs, counts: Sequence[int], single: bool) -> Sizes:
+    yield from ((mixer, counts, single) for mixer in dict.fromkeys(spec.recurrent))
+
+
+def _single_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, (1,) * tokens, True) for mixer in dict.fromkeys(spec.recurrent) for tokens in TIMED_TOKENS)
+
+
+def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, counts, False) for mixer in dict.fromkeys(spec.recurrent) for counts in TIMED_COUNTS)
+
+
+_entry = partial(Kernel, group="states", make=_convolve)
+KERNELS = (
+    _entry(name="convolve_tokens", launched=partial(_launched, counts=SINGLE, single=True), timed=_single_timed),
+    _entry(name="convolve_runs", launched=partial(_launched, counts=COUNTS, single=False), timed=_runs_timed),
+)

@@ -1,0 +1,134 @@
+"""Mamba-2: states, of single tokens and of runs, and norms."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvern.kernel_list.convolution import COUNTS, SINGLE, TIMED_COUNTS, TIMED_TOKENS, runs
+from kvern.kernel_list.entry import Call, Inputs, Kernel
+from kvern.kernels import mamba2
+from kvern.kernels.mamba2 import StateSizes, Steps
+from kvern.layers.fused_mamba2 import sizes_of
+from kvern.mixer_spec import Mamba2Spec
+from kvern.model_spec import ModelSpec
+
+Sizes = Iterator[tuple[Any, ...]]
+
+
+def make_steps(inputs: Inputs, tokens: int, heads: int, scale: float) -> Steps:
+    """Of a product's outputs, which lie behind others."""
+    step = inputs.numbers(tokens, heads + 8)[:, 8:]
+    rate, bias, skip = (inputs.numbers(heads, dtype=torch.float32) for _ in range(3))
+    return Steps(step, -rate.abs(), bias, skip, scale)
+
+
+def advanced(
+    mixed: torch.Tensor,
+    steps: Steps,
+    memory: torch.Tensor,
+    counts: Sequence[int],
+    states: Sequence[int],
+    sizes: StateSizes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, token by token: what runs read of their states, and the states behind them."""
+    heads, head_dim, groups, state_dim = sizes
+    value, key, query = torch.split(mixed.double(), [heads * head_dim, groups * state_dim, groups * state_dim], 1)
+    value = torch.unflatten(value, 1, (heads, head_dim))
+    key, query = (torch.unflatten(part, 1, (groups, state_dim)) for part in (key, query))
+    length = F.softplus(steps.step.double() * steps.scale + steps.bias.double())
+    kept = (steps.rate.double() * length).exp()[..., None].expand_as(value)
+    memory, found, token, beside = memory.double(), [], 0, (groups, 1, -1)
+    for count, state in zip(counts, states, strict=True):
+        for _ in range(count):
+            written = (value[token] * length[token][:, None]).reshape(beside)
+            memory[state] = memory[state] * kept[token].reshape(beside) + key[token][..., None] * written
+            found.append((query[token][:, None] @ memory[state]).view(heads, head_dim))
+            token += 1
+    return (torch.stack(found) + value * steps.skip.double()[:, None]).flatten(1), memory
+
+
+def _advance(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequence[int], single: bool) -> Call:
+    requests, tokens, sizes = len(counts), sum(counts), sizes_of(mixer)
+    mixed = inputs.numbers(tokens, mixer.channels)
+    steps = make_steps(inputs, tokens, mixer.heads, mixer.scales.step)
+    memory = inputs.numbers(requests, *mixer.states[1].shape, dtype=torch.float32)
+    described, states = runs(inputs, counts), list(reversed(range(requests)))
+
+    def launch() -> tuple[torch.Tensor, torch.Tensor]:
+        if single:
+            return mamba2.advance_tokens(mixed, steps, memory, described.states, sizes), memory
+        return mamba2.advance_runs(mixed, steps, memory, described, sizes), memory
+
+    moved = 8 * memory.numel() + mixed.numel() * mixed.element_size() + 4 * tokens * mixer.inner
+    operations = 4.0 * tokens * mixer.inner * mixer.state_dim
+    shown = f"{requests} x {max(counts)} x {mixer.heads} heads"
+    return Call(shown, launch, lambda: advanced(mixed, steps, memory, counts, states, sizes), moved, operations)
+
+
+def _norm(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, tokens: int) -> Call:
+    read, inner = inputs.numbers(tokens, mixer.inner, dtype=torch.float32), mixer.inner
+    gate = inputs.numbers(tokens, inner + 16)[:, :inner]
+    weight = None if mixer.gating == "without_norm" else inputs.numbers(inner, dtype=torch.float32)
+
+    def normal(rows: torch.Tensor) -> torch.Tensor:
+        if weight is None:
+            return rows
+        grouped = torch.unflatten(rows, 1, (mixer.groups, -1))
+        lengths = (grouped.square().mean(-1, keepdim=True) + mixer.epsilon).sqrt()
+        return (grouped / lengths).flatten(1) * weight.double()
+
+    def reference() -> torch.Tensor:
+        opened = F.silu(gate.double() * mixer.scales.gate)
+        rows = read.double()
+        return normal(rows) * opened if mixer.gating == "after_norm" else normal(rows * opened)
+
+    launch = partial(
+        mamba2.gated_norm,
+        read,
+        gate,
+        weight,
+        mixer.epsilon,
+        groups=mixer.groups,
+        gating=mixer.gating,
+        scale=mixer.scales.gate,
+    )
+    return Call(f"{tokens} x {inner}", launch, reference, read.numel() * (4 + 2 * gate.element_size()))
+
+
+def _mixers(spec: ModelSpec) -> list[Mamba2Spec]:
+    return list(dict.fromkeys(mixer for mixer in spec.recurrent if isinstance(mixer, Mamba2Spec)))
+
+
+def _single_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, SINGLE, True) for mixer in _mixers(spec))
+
+
+def _runs_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, COUNTS, False) for mixer in _mixers(spec))
+
+
+def _norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, 3) for mixer in _mixers(spec))
+
+
+def _single_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, (1,) * tokens, True) for mixer in _mixers(spec) for tokens in TIMED_TOKENS)
+
+
+def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, counts, False) for mixer in _mixers(spec) for counts in TIMED_COUNTS)
+
+
+def _norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, tokens) for mixer in _mixers(spec) for tokens in (*TIMED_TOKENS, 8192))
+
+
+_entry = partial(Kernel, group="states")
+KERNELS = (
+    _entry(name="mamba2_tokens", make=_advance, launched=_single_launched, timed=_single_timed),
+    _entry(name="mamba2_runs", make=_advance, launched=_runs_launched, timed=_runs_timed),
+    _entry(name="mamba2_norm", make=_norm, launched=_norm_launched, timed=_norm_timed),
+)

@@ -1,0 +1,288 @@
+"""Mamba-2 (Dao and Gu 2024, Transformers are SSMs): its states, token by token or in chunks, and its gated norm.
+
+    length = softplus(step + bias);  S <- e^(rate length) S + key (length value)^T;  out = S^T query + skip value
+
+`advance_tokens` takes a token of each request. In longer runs `advance_runs` goes from chunk to chunk: within one,
+tokens attend to each other, and together they change the state.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.kernels.convolution import PLACES, Runs, silu
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.mixer_spec import Gating
+
+CHUNK = 64
+"""Tokens that attend to each other."""
+COLUMNS = 32
+"""Of a head's state, that are a program's; in runs fewer of one with many rows, which registers would not hold."""
+PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
+"""Of products in runs, by the model's dtype: float16 has no room for a state's numbers."""
+RUN_NUMBERS = 4096
+"""Of a state, that are a program's in runs."""
+
+
+class StateSizes(NamedTuple):
+    """Heads of states [state_dim, head_dim], in groups of neighbours that share keys and queries."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token: its values, keys and queries."""
+        return self.heads * self.head_dim + 2 * self.groups * self.state_dim
+
+
+class Steps(NamedTuple):
+    """What decides how states change: `step [T, heads]`, rows may have gaps, times `scale`; and the layer's own.
+
+    `rate` (below 0), `bias` and `skip` are [heads], float32.
+    """
+
+    step: torch.Tensor
+    rate: torch.Tensor
+    bias: torch.Tensor
+    skip: torch.Tensor
+    scale: float = 1.0
+
+
+@triton.jit
+def _step_length(step, bias):
+    """Softplus without overflow."""
+    x = step + bias
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _state_of(
+    memory, state, head, HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+):
+    """Where a head's state begins; its rows lie beside those of the other heads of its group."""
+    each: tl.constexpr = HEADS // GROUPS
+    return memory + (state * GROUPS + head // each) * (DIM * each * HEAD_DIM) + head % each * HEAD_DIM
+
+
+@Launcher
+@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=[*PLACES, "step"])
+def _advance_tokens_kernel(
+    inputs: tl.tensor,
+    step: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    memory: tl.tensor,
+    states: tl.tensor,
+    out: tl.tensor,
+    scale: tl.float32,
+    step_stride: tl.int64,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A token of each request; a program has some columns of one head's state."""
+    if OVERLAP:
+        wait_for_previous()
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    known, inside = row < STATE_DIM, column < HEAD_DIM
+    both = known[:, None] & inside[None, :]
+    inner: tl.constexpr = HEADS * HEAD_DIM
+    width: tl.constexpr = inner // GROUPS
+    place = _state_of(memory, tl.load(states + token).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
+    place = place + row[:, None] * width + column[None, :]
+    state = tl.load(place, mask=both, other=0.0)
+    at = inputs + token * (inner + 2 * GROUPS * STATE_DIM)
+    shared = at + inner + head // (HEADS // GROUPS) * STATE_DIM + row
+    key = tl.load(shared, mask=known, other=0.0).to(tl.float32)
+    query = tl.load(shared + GROUPS * STATE_DIM, mask=known, other=0.0).to(tl.float32)
+    value = tl.load(at + head * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
+    length = _step_length(tl.load(step + token * step_stride + head).to(tl.float32) * scale, tl.load(bias + head))
+    state = state * tl.exp(tl.load(rate + head) * length) + key[:, None] * (value * length)[None, :]
+    tl.store(place, state, mask=both)
+    found = tl.sum(state * query[:, None], 0) + value * tl.load(skip + head)
+    tl.store(out + token * inner + head * HEAD_DIM + column, found, mask=inside)
+
+
+def advance_tokens(
+    inputs: torch.Tensor, steps: Steps, memory: torch.Tensor, states: torch.Tensor, sizes: StateSizes
+) -> torch.Tensor:
+    """What one token of each of B requests reads of its state, which it changes: [B, heads * head_dim] float32.
+
+    inputs [B, channels]: values, keys and queries; memory [all states, groups, state_dim, heads of a group * head_dim]
+    float32; states [B] int32. Moves the states of all heads in and out.
+    """
+    count = len(inputs)
+    out = torch.empty(count, sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
+    rows, overlap = next_power_of_2(sizes.state_dim), overlaps(inputs.device)
+    columns = min(COLUMNS, next_power_of_2(sizes.head_dim))
+    step, rate, bias, skip, scale = steps
+    _advance_tokens_kernel[(count, sizes.heads, cdiv(sizes.head_dim, columns))](
+        inputs, step, rate, bias, skip, memory, states, out, scale, step.stride(0), *sizes, rows, columns, overlap,
+        num_warps=max(1, rows // 32), launch_pdl=overlap,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _product(inputs, factor, PRECISION: tl.constexpr):
+    """Of a tile of the inputs, as they are, with float32, which may be split into a sum of two of their dtype."""
+    if PRECISION == "split":
+        high = factor.to(inputs.dtype)
+        low = (factor - high.to(tl.float32)).to(inputs.dtype)
+        return tl.dot(inputs, low, tl.dot(inputs, high))
+    else:
+        return tl.dot(inputs.to(tl.float32), factor, input_precision=PRECISION)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=[*PLACES, "step"])
+def _advance_runs_kernel(
+    inputs: tl.tensor,
+    step: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    memory: tl.tensor,
+    states: tl.tensor,
+    firsts: tl.tensor,
+    counts: tl.tensor,
+    out: tl.tensor,
+    scale: tl.float32,
+    step_stride: tl.int64,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A run, chunk after chunk; a program has some columns of one head's state."""
+    if OVERLAP:
+        wait_for_previous()
+    request, head = tl.program_id(0), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    known, within = row < STATE_DIM, column < HEAD_DIM
+    inner: tl.constexpr = HEADS * HEAD_DIM
+    width: tl.constexpr = inner // GROUPS
+    stride: tl.constexpr = inner + 2 * GROUPS * STATE_DIM
+    first, count = tl.load(firsts + request).to(tl.int64), tl.load(counts + request)
+    of_head = _state_of(memory, tl.load(states + request).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
+    of_head = of_head + row[:, None] * width + column[None, :]
+    state = tl.load(of_head, mask=known[:, None] & within[None, :], other=0.0)
+    WITHIN: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
+    own_rate, own_bias, own_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
+    place = tl.arange(0, CHUNK)
+    for begin in range(0, count, CHUNK):
+        token, inside = first + begin + place, place < count - begin
+        at = inputs + token[:, None] * stride
+        shared = at + (inner + head // (HEADS // GROUPS) * STATE_DIM + row)[None, :]
+        both = inside[:, None] & known[None, :]
+        key = tl.load(shared, mask=both, other=0.0)
+        query = tl.load(shared + GROUPS * STATE_DIM, mask=both, other=0.0)
+        both = inside[:, None] & within[None, :]
+        value = tl.load(at + (head * HEAD_DIM + column)[None, :], mask=both, other=0.0).to(tl.float32)
+        length = tl.load(step + token * step_stride + head, mask=inside, other=0.0).to(tl.float32) * scale
+        length = tl.where(inside, _step_length(length, own_bias), 0.0)
+        since = tl.cumsum(own_rate * length, 0)
+        whole = tl.min(since, 0)  # rates are below 0: decays add up downwards
+        earlier = place[:, None] >= place[None, :]
+        between = tl.where(earlier, tl.exp(tl.where(earlier, since[:, None] - since[None, :], 0.0)), 0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision=WITHIN) * between
+        written = value * length[:, None]
+        found = _product(query, state, PRECISION) * tl.exp(since)[:, None]
+        found += tl.dot(scores, written, input_precision=WITHIN) + value * own_skip
+        tl.store(out + token[:, None] * inner + (head * HEAD_DIM + column)[None, :], found, mask=both)
+        written *= tl.exp(whole - since)[:, None]
+        state = state * tl.exp(whole) + _product(tl.trans(key), written, PRECISION)
+    tl.store(of_head, state, mask=known[:, None] & within[None, :])
+
+
+def advance_runs(
+    inputs: torch.Tensor, steps: Steps, memory: torch.Tensor, runs: Runs, sizes: StateSizes
+) -> torch.Tensor:
+    """As `advance_tokens`, of runs: [T, heads * head_dim] float32.
+
+    Products of a float32 model are exact to float32; others take tensor cores, with 11 bits at least of each factor.
+    """
+    out = torch.empty(len(inputs), sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
+    rows = max(16, next_power_of_2(sizes.state_dim))
+    columns = max(16, min(COLUMNS, RUN_NUMBERS // rows, next_power_of_2(sizes.head_dim)))
+    precision, overlap = PRECISIONS[inputs.dtype], overlaps(inputs.device)
+    step, rate, bias, skip, scale = steps
+    _advance_runs_kernel[(len(runs.states), sizes.heads, cdiv(sizes.head_dim, columns))](
+        inputs, step, rate, bias, skip, memory, runs.states, runs.firsts, runs.counts, out, scale, step.stride(0),
+        *sizes, rows, columns, CHUNK, precision, overlap, num_warps=8, num_stages=1, launch_pdl=overlap,
+    )  # fmt: skip
+    return out
+
+
+@Launcher
+@triton.jit
+def _gated_norm_kernel(
+    read: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor | None,
+    out: tl.tensor,
+    gate_stride: tl.int64,
+    epsilon: tl.float32,
+    scale: tl.float32,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        wait_for_previous()
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = group * WIDTH + tl.arange(0, BLOCK)
+    inside = tl.arange(0, BLOCK) < WIDTH
+    x = tl.load(read + token * GROUPS * WIDTH + column, mask=inside, other=0.0)
+    opened = silu(tl.load(gate + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32) * scale)
+    if GATING != "after_norm":
+        x *= opened
+    if GATING != "without_norm":
+        x *= tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon) * tl.load(weight + column, mask=inside, other=0.0)
+    if GATING == "after_norm":
+        x *= opened
+    tl.store(out + token * GROUPS * WIDTH + column, x.to(out.dtype.element_ty), mask=inside)
+
+
+def gated_norm(
+    read: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    *,
+    groups: int,
+    gating: Gating,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """What is read, normalised in groups of neighbours and gated: [T, inner] in the dtype of `gate`.
+
+    read [T, inner] float32; gate [T, inner], rows may have gaps, whose SiLU multiplies, after `scale`, on the side of
+    the norm that `gating` names; weight [inner] float32, or None without a norm.
+    """
+    (tokens, inner), overlap = read.shape, overlaps(read.device)
+    out = torch.empty(tokens, inner, dtype=gate.dtype, device=gate.device)
+    width = inner // groups
+    block = next_power_of_2(width)
+    _gated_norm_kernel[(tokens, groups)](
+        read, gate, weight, out, gate.stride(0), epsilon, scale, groups, width, gating, block, overlap,
+        num_warps=min(16, max(1, block // 512)), launch_pdl=overlap,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,57 @@
+"""Mamba-2 out of kernels: three launches between the projections for single tokens, one more for runs."""
+
+import torch
+from torch import Tensor
+
+from kvern.kernels.convolution import Runs, Taps, convolve_runs, convolve_tokens
+from kvern.kernels.mamba2 import StateSizes, Steps, advance_runs, advance_tokens, gated_norm
+from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
+from kvern.layers.device_states import DeviceStates
+from kvern.layers.mamba2 import GatedNorm, Mamba2
+from kvern.layers.rope import Rotation
+from kvern.mixer_spec import Mamba2Spec
+
+
+def sizes_of(spec: Mamba2Spec) -> StateSizes:
+    """What kernels are told of a layer."""
+    return StateSizes(spec.heads, spec.head_dim, spec.groups, spec.state_dim)
+
+
+class FusedMamba2(Mamba2):
+    """`hidden [T, hidden] -> [T, hidden]`."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        memory: DeviceStates,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
+    ) -> Tensor:
+        """Positions mean nothing to a state: `rotation` is not used."""
+        spec = self.spec
+        gate, mixed, step = torch.split(self.in_proj(hidden, adapters.rows), [spec.inner, spec.channels, spec.heads], 1)
+        (last, state), sizes, decays = memory.layers[self.index], sizes_of(spec), self.decays
+        taps, learned = Taps(self.conv1d.taps, self.conv1d.bias), (decays.rate, decays.step, self.skip.weight)
+
+        def of_tokens(states: Tensor, mixed: Tensor, step: Tensor) -> Tensor:
+            steps = Steps(step, *learned, spec.scales.step)
+            return advance_tokens(convolve_tokens(mixed, taps, last, states), steps, state, states, sizes)
+
+        def of_runs(runs: Runs, mixed: Tensor, step: Tensor) -> Tensor:
+            steps = Steps(step, *learned, spec.scales.step)
+            return advance_runs(convolve_runs(mixed, taps, last, runs), steps, state, runs, sizes)
+
+        read = memory.advance((mixed, step), of_tokens, of_runs)
+        weight = self.norm.weight if isinstance(self.norm, GatedNorm) else None
+        normal = gated_norm(
+            rows_of(read, wanted),
+            rows_of(gate, wanted),
+            weight,
+            spec.epsilon,
+            groups=spec.groups,
+            gating=spec.gating,
+            scale=spec.scales.gate,
+        )
+        out: Tensor = self.out_proj(normal, adapters.wanted)
+        return out if spec.scales.out == 1.0 else out.mul_(spec.scales.out)
