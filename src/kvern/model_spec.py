@@ -140,6 +140,11 @@ class MoeSpec:
         """Outputs of an expert's first product: of gate and up, or of up alone."""
         return 2 * self.width if self.gated else self.width
 
+    @property
+    def has_plain_gate(self) -> bool:
+        """Whether experts are gated through SiLU or GELU, without biases."""
+        return self.gated and not self.bias and self.activation in ("silu", "gelu", "gelu_tanh")
+
 
 @dataclass(frozen=True)
 class PerLayerSpec:

@@ -10,7 +10,7 @@ from kvern.kernel_list.dense import ACTIVATION, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.experts import blocks, bytes_of_expert, make_experts, plain_experts, width_of_rows
 from kvern.kernels.linear import ProductShape, StreamShape
-from kvern.kernels.moe import hopper_experts, known_here_alone
+from kvern.kernels.moe import hopper_experts
 from kvern.model_spec import ModelSpec
 
 Sizes = Iterator[tuple[Any, ...]]
@@ -77,7 +77,7 @@ def _product_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 def _experts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     for moe in plain_experts(spec, inputs):
         known = hopper_experts(inputs.dtype, width_of_rows(spec, moe), moe.width)
-        if inputs.hopper and known and not known_here_alone(moe):
+        if inputs.hopper and known and moe.has_plain_gate:
             tokens = blocks(moe, inputs.batch_tokens, bytes_of_expert(spec, inputs, moe))
             yield from ((moe, count, True) for count in tokens)
 

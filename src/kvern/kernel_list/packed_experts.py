@@ -10,7 +10,7 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.experts import OTHER_TILES, activated, blocks, forms, make_biases, moes
 from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
 from kvern.kernels.codes import CODES, readable
-from kvern.kernels.moe import ACTIVATIONS, known_here_alone
+from kvern.kernels.moe import ACTIVATIONS
 from kvern.kernels.moe_direct import runs_direct
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
@@ -127,7 +127,7 @@ def _byte_share(kind: PackedKind) -> float:
 
 def _by_codes(moe: MoeSpec, kinds: Sequence[PackedKind], inputs: Inputs) -> bool:
     """Whether activations are rounded to codes, and multiplied as such."""
-    return not known_here_alone(moe) and all(kind.activations and multiplies_by_codes(kind, inputs) for kind in kinds)
+    return moe.has_plain_gate and all(kind.activations and multiplies_by_codes(kind, inputs) for kind in kinds)
 
 
 def _sorted(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -19,7 +19,6 @@ from kvern.kernels.activation import activate, activate_gated
 from kvern.kernels.launch import Launcher, overlaps, stages, wait_for_previous
 from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
 from kvern.kernels.moe_routing import Alignment, align, route
-from kvern.model_spec import MoeSpec
 
 __all__ = ["ACTIVATIONS", "fused_experts", "route"]
 
@@ -65,11 +64,6 @@ FLOAT32_TILES = Tiles(*[Tile(32, 32, 1, 4, 2)] * 2)
 def hopper_experts(dtype: torch.dtype, hidden: int, width: int) -> bool:
     """Whether the kernels for Hopper GPUs know such experts: rows are copied in runs of which Triton sees the end."""
     return dtype.itemsize == 2 and hidden % 16 == 0 and width % 16 == 0
-
-
-def known_here_alone(moe: MoeSpec) -> bool:
-    """Whether the kernels for Hopper do not know such experts: without a gate, with biases, or by their activation."""
-    return moe.bias or not moe.gated or moe.activation in ("relu2", "clamped_swiglu")
 
 
 def rows_of_block(pairs: int, experts: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvern.kernels.moe import fused_experts, hopper_experts, known_here_alone, route
+from kvern.kernels.moe import fused_experts, hopper_experts, route
 from kvern.layers.build import Build
 from kvern.layers.experts import StackedExperts
 from kvern.layers.router import ScaledRouter, SigmoidRouter, SoftmaxRouter
@@ -21,7 +21,7 @@ class FusedExperts(StackedExperts):
         super().__init__(hidden_size, spec, build)
         self.deterministic = build.deterministic
         hopper = "hopper_linear" in build.kernels and hopper_experts(build.dtype, hidden_size, spec.width)
-        hopper = hopper and not build.deterministic and not known_here_alone(spec)
+        hopper = hopper and not build.deterministic and spec.has_plain_gate
         self._ways = Ways(self._multiply, hopper, build.dtype.itemsize == 2)
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:

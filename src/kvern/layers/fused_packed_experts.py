@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvern.kernels.codes import readable
-from kvern.kernels.moe import ACTIVATIONS, known_here_alone
+from kvern.kernels.moe import ACTIVATIONS
 from kvern.kernels.moe_packed import one_by_one, packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.scaled_product import multiplies_codes
@@ -46,7 +46,7 @@ class FusedPackedExperts(RowStackedExperts):
         self._packed = tuple(readable(method.packed()) for method in methods)
         codings = [coding for method in methods if (coding := _coded(method)) is not None]
         self._ways: Ways | None = None
-        by_codes = not self.deterministic and not known_here_alone(self.spec)
+        by_codes = not self.deterministic and self.spec.has_plain_gate
         if len(codings) == 2 and by_codes:
             shape = self.gate_up_proj.shape.dtype, self.hidden_size, self.spec.width
             known = all(hopper_codes(packed.code, *shape) for packed in self._packed)
