@@ -151,8 +151,8 @@ class PerLayerSpec:
     """Inputs `[width]` of each token for each layer, beside what the layer before it hands on (Gemma 3n and 4).
 
     They are rows of a table with `vocab_size` tokens, of which later ones take the first row, and a projection of the
-    token's embedding. Behind its MLP each
-    layer projects the residual to `width`, and multiplies the activation of that by its input.
+    token's embedding. Behind its MLP each layer projects the residual to `width`, and multiplies the activation of
+    that by its input.
     """
 
     width: int
