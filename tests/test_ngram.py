@@ -123,6 +123,16 @@ def test_times_of_steps_are_a_line() -> None:
     assert times.share_of_row(6) == pytest.approx(6 * 0.5 / 6.0)
 
 
+def test_steps_that_stay_long_are_no_outliers() -> None:
+    """As those of a long text behind short ones are."""
+    times = StepTimes()
+    for rows in (1, 4) * 30:
+        times.add(rows, 3.0 + 0.01 * rows)
+    for rows in (1, 4) * 150:
+        times.add(rows, 30.0 * rows)
+    assert times.share_of_row(1) > 0.9
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"cpu_kernels": False, "prefix_cache": False}, {"kv_cache_tokens": 96}], ids=str
 )

@@ -29,7 +29,8 @@ KEPT_OF_REQUEST = 0.9
 FIRST_SHARE = 0.25
 """What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
 LONGEST = 5.0
-"""Times the mean: a step that takes longer was held up by something else."""
+"""Times the mean: a step that takes longer was held up by something else, unless `MOST_LONG` before it were, too."""
+MOST_LONG = 4
 PROBED = 64
 """Tokens after which a request whose drafts were not worth their rows gets one again."""
 
@@ -39,10 +40,16 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+        self._long = 0
+        """Steps in a row that were held up."""
 
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        if self._weight > 1 and seconds > LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows):
+        most = math.inf
+        if self._weight > 1:
+            most = LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows)
+        self._long = self._long + 1 if seconds > most else 0
+        if 0 < self._long <= MOST_LONG:
             return
         for name, value in (
             ("_weight", 1.0),
