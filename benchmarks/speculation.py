@@ -2,7 +2,7 @@
 
     python benchmarks/speculation.py                                    # the embedded model repeats texts
 
-Every prompt asks for a text again that stands in it, as editing and extraction do; `--free` asks for texts that do not.
+Every prompt is a run of random tokens, eight times: most models go on with it, as where a text is edited or quoted.
 """
 
 import argparse

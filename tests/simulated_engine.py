@@ -71,7 +71,7 @@ class SimulatedEngine:
         self.device = SimulatedDevice(setup, self.requests)
         costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
         pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
-        drafting = AnyLength(self) if setup.drafts else None
+        drafting = AnyLength(self, VOCABULARY) if setup.drafts else None
         self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, pace=pace)
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}

@@ -47,7 +47,7 @@ def speculating(llm: LLM, outputs: Sequence[RequestOutput], accuracy: float = 0.
         searched = output.outputs[0].cumulative_logprob is not None and output.outputs[0].logprobs is None
         answers += [[]] if searched else [answer.token_ids for answer in output.outputs]
     oracle = Oracle(answers, core.scheduler._arrivals, accuracy, most)
-    core.drafting = AnyLength(oracle)
+    core.drafting = AnyLength(oracle, llm._engine.inputs.vocab_size)
     try:
         yield oracle
     finally:

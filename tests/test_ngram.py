@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern import LLM, SamplingParams
+from kvern.config import EngineConfig
 from kvern.engine import ngram
 from kvern.engine.drafting import MOST, Drafting, StepTimes
 from kvern.engine.ngram import LONGEST, PLACES, Text
+from kvern.models.implementation import describe_model
+from kvern.models.loader import read_config
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.step import ScheduledTokens, SchedulerOutput
@@ -44,13 +47,26 @@ def test_a_text_goes_on_as_it_read(token_ids: list[int], count: int, data: st.Da
     while known < len(token_ids):
         known = data.draw(st.integers(known + 1, len(token_ids)))
         if known > 1:
+            assert text.read(token_ids[:known], 99) > 0
             assert text.continued(token_ids[:known], count) == as_it_read(token_ids[:known], count)
 
 
-def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "READ_AT_ONCE", 10)
-    text, token_ids = Text(), [1, 2, 3, 4, 5, 6] * 4
-    assert [text.continued(token_ids, 2) for _ in range(3)] == [[], [], [1, 2]]
+def test_long_prompts_are_read_in_parts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them together, while texts that were read go on."""
+    monkeypatch.setattr(ngram, "READ_AT_ONCE", 40)
+    monkeypatch.setattr(ngram, "READ_OF_EACH", 2)
+    config, folder = EngineConfig(str(tiny_model)), tiny_model
+    proposer = ngram.NgramProposer(config, describe_model(folder, read_config(folder), config.model_implementation))
+    texts = [5, 6] * 4, [*range(10)] * 4, [*range(10)] * 4
+    going = [Request(RequestSpec(str(i), PromptInput(text), ResolvedParams(), 99)) for i, text in enumerate(texts)]
+    known = going[0]
+    assert proposer.propose([known], [2]) == [[5, 6]]
+    found = []
+    for _ in range(4):
+        known.token_ids += 5, 6
+        found.append(proposer.propose(going, [2, 2, 2]))
+    assert [guesses[0] for guesses in found] == [[5, 6]] * 4
+    assert [guesses[1] for guesses in found] == [[], [0, 1], [0, 1], [0, 1]]
 
 
 class Nothing:
@@ -65,7 +81,7 @@ class Steps:
 
     def __init__(self, base: float, row: float) -> None:
         self._base, self._row, self._now = base, row, 0.0
-        self.drafting = Drafting(Nothing(), lambda: self._now)
+        self.drafting = Drafting(Nothing(), 100, lambda: self._now)
 
     def run(self, requests: list[Request], drafts: int, right: int) -> tuple[int, int]:
         output = SchedulerOutput(1)
@@ -107,6 +123,16 @@ def test_times_of_steps_are_a_line() -> None:
     assert times.share_of_row(6) == pytest.approx(6 * 0.5 / 6.0)
 
 
+def test_steps_that_stay_long_are_no_outliers() -> None:
+    """As those of a long text behind short ones are."""
+    times = StepTimes()
+    for rows in (1, 4) * 30:
+        times.add(rows, 3.0 + 0.01 * rows)
+    for rows in (1, 4) * 150:
+        times.add(rows, 30.0 * rows)
+    assert times.share_of_row(1) > 0.9
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"cpu_kernels": False, "prefix_cache": False}, {"kv_cache_tokens": 96}], ids=str
 )
@@ -130,4 +156,7 @@ def test_answers_are_those_without(options: dict[str, Any], tiny_model: Path) ->
             assert answers[0] == answers[1]
         counted = guessing._engine.statistics()
         assert 0 < counted.accepted_tokens <= counted.draft_tokens
-        guessing._engine.core.scheduler.check_integrity()
+        core = guessing._engine.core
+        core.scheduler.check_integrity()
+        assert core.drafting is not None and isinstance(proposer := core.drafting._proposer, ngram.NgramProposer)
+        assert not proposer._texts, "what is known of texts outlives their requests"

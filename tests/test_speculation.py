@@ -1,6 +1,6 @@
 """Answers whose drafts are verified have the tokens that they have without drafts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvern import LLM, RequestOutput, SamplingParams
 from kvern.config import EngineConfig
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.rows import BatchRows
+from kvern.engine.drafting import Drafting
 from kvern.engine.proposer import PROPOSERS
 from kvern.errors import ConfigError
 from kvern.model_spec import ModelSpec
@@ -21,7 +22,7 @@ from kvern.sample.drafts import verify
 from kvern.step import ScheduledTokens
 from kvern.structured_output import StructuredOutput
 from tests.peft_adapters import make_adapter
-from tests.speculation import speculating
+from tests.speculation import AnyLength, speculating
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [5, 9, 17, 33, 2, 80, 40, 41, 42, 43, 44, 45], [100] * 10]
 LENGTH: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -170,6 +171,59 @@ def test_an_engine_takes_its_proposer_by_name(tiny_model: Path) -> None:
         expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
         assert [output.outputs[0].token_ids for output in guessing.generate(prompts, params)] == expected
         assert guessing.statistics().computed_tokens > plain.statistics().computed_tokens, "no draft was verified"
+
+
+class Broken:
+    """Goes on with whatever it is told to, behind some steps with good guesses."""
+
+    def __init__(self, guess: Callable[[], Any]) -> None:
+        self._guess, self.asked = guess, 0
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Any:
+        self.asked += 1
+        return [[request.token_ids[-1]] for request in requests] if self.asked < 4 else self._guess()
+
+
+@pytest.mark.parametrize(
+    ("guess", "said"),
+    [
+        (lambda: {}["nothing"], "KeyError: 'nothing'"),
+        (lambda: None, "TypeError"),
+        (lambda: [[5]] * 7, "ValueError: zip"),
+        (lambda: [[5], None], "TypeError"),
+        (lambda: [[5], [1 << 40]], "ValueError: it guesses 1099511627776: a token id is an integer from 0 to"),
+        (lambda: [[5], [6, -1]], "ValueError: it guesses -1"),
+        (lambda: [[5], [6.0]], "ValueError: it guesses 6.0"),
+        (lambda: ["ab", [5]], "ValueError: it guesses 'a'"),
+    ],
+)
+def test_a_broken_proposer_costs_its_drafts_alone(
+    guess: Callable[[], Any], said: str, llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, params = llm._engine.core, SamplingParams(temperature=0, **LENGTH)
+    expected, broken = answers(llm.generate(PROMPTS[:2], params)), Broken(guess)
+    core.drafting = AnyLength(broken, llm._engine.inputs.vocab_size)
+    try:
+        assert answers(llm.generate(PROMPTS[:2], params)) == expected
+        assert answers(llm.generate(PROMPTS[:2], params)) == expected
+    finally:
+        core.drafting = None
+    assert broken.asked == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "the proposer fails and is not asked again; answers go on without drafts"
+    ]
+    assert said in caplog.text
+    core.scheduler.check_integrity()
+
+
+def test_too_many_drafts_are_cut(llm: LLM) -> None:
+    core, params = llm._engine.core, SamplingParams(temperature=0, **LENGTH)
+    expected = answers(llm.generate(PROMPTS[:2], params))
+    core.drafting = Drafting(Broken(lambda: [[7] * 10_000] * 2), llm._engine.inputs.vocab_size)
+    try:
+        assert answers(llm.generate(PROMPTS[:2], params)) == expected
+    finally:
+        core.drafting = None
 
 
 @pytest.mark.parametrize("option", ["proposer", "kv_tier"])

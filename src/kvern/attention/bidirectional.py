@@ -46,10 +46,10 @@ def _attended(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) ->
     if window is None or length <= window:
         yield F.scaled_dot_product_attention(query, key, value, scale=spec.scale)
         return
+    places = torch.arange(length, device=query.device)
     for begin in range(0, length, LOCAL_QUERIES):
         end = min(begin + LOCAL_QUERIES, length)
         seen = slice(max(0, begin + 1 - window), min(length, end - 1 + window))
-        places = torch.arange(length, device=query.device)
         mask = (places[begin:end, None] - places[seen]).abs() < window
         yield F.scaled_dot_product_attention(
             query[:, :, begin:end], key[:, :, seen], value[:, :, seen], mask, scale=spec.scale

@@ -7,14 +7,18 @@ requests gives N tokens. So the k-th draft is worth its row if its chance exceed
 token costs: `acceptance ** k > row * N / step`. Both are learnt as steps return.
 """
 
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvern.engine.proposer import Proposer, takes_drafts
+from kvern.errors import shown
 from kvern.request import Request, State
 from kvern.step import SchedulerOutput
+
+logger = logging.getLogger("kvern")
 
 MOST = 16
 """Drafts of a request in a step."""
@@ -25,7 +29,8 @@ KEPT_OF_REQUEST = 0.9
 FIRST_SHARE = 0.25
 """What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
 LONGEST = 5.0
-"""Times the mean: a step that takes longer was held up by something else."""
+"""Times the mean: a step that takes longer was held up by something else, unless `MOST_LONG` before it were, too."""
+MOST_LONG = 4
 PROBED = 64
 """Tokens after which a request whose drafts were not worth their rows gets one again."""
 
@@ -35,10 +40,16 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+        self._long = 0
+        """Steps in a row that were held up."""
 
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        if self._weight > 1 and seconds > LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows):
+        most = math.inf
+        if self._weight > 1:
+            most = LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows)
+        self._long = self._long + 1 if seconds > most else 0
+        if 0 < self._long <= MOST_LONG:
             return
         for name, value in (
             ("_weight", 1.0),
@@ -67,10 +78,14 @@ class StepTimes:
 
 
 class Drafting:
-    """Has a `proposer` guess, and learns from steps, in the order in which they were submitted."""
+    """Has a `proposer` guess, and learns from steps, in the order in which they were submitted.
 
-    def __init__(self, proposer: Proposer, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._proposer, self._clock = proposer, clock
+    A proposer that raises, or guesses anything but token ids below `vocab_size`, is not asked again.
+    """
+
+    def __init__(self, proposer: Proposer, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._proposer: Proposer | None = proposer
+        self._vocab_size, self._clock = vocab_size, clock
         self._times = StepTimes()
         self._begun: deque[float] = deque()
         self._ended = 0.0
@@ -108,8 +123,28 @@ class Drafting:
         going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
         counts = self.most(going, running)
         most = [count and count + request.in_flight for request, count in zip(going, counts, strict=True)]
-        for request, count, drafts in zip(going, most, self._proposer.propose(going, most), strict=True):
-            request.draft_token_ids = drafts[:count]
+        for request, drafts in zip(going, self._guesses(going, most), strict=True):
+            request.draft_token_ids = drafts
+
+    def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """What the proposer says: token ids alone, as kernels read rows of tables by them."""
+        try:
+            if self._proposer is not None:
+                found = self._proposer.propose(requests, most)
+                return [self._checked(drafts[:count]) for drafts, count in zip(found, most, strict=True)]
+        except Exception:
+            self._proposer = None
+            logger.exception("the proposer fails and is not asked again; answers go on without drafts")
+        return [[] for _ in requests]
+
+    def _checked(self, drafts: Sequence[int]) -> list[int]:
+        """A copy. Raises ValueError."""
+        for token in drafts:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"it guesses {shown(token)}: a token id is an integer from 0 to {self._vocab_size - 1}"
+                )
+        return list(drafts)
 
     def most(self, requests: Sequence[Request], running: int) -> list[int]:
         """How many drafts of each are worth their rows in the next step, beside so many requests that run."""

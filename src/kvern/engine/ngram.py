@@ -16,7 +16,9 @@ PLACES = 8
 LONGEST = 16
 """Tokens that are compared."""
 READ_AT_ONCE = 4096
-"""Tokens between two steps: everybody waits while a prompt is read for the first time."""
+"""Tokens of all texts between two steps: everybody waits while prompts are read for the first time."""
+READ_OF_EACH = 32
+"""Tokens of a text that are read in any case: one that was read goes on, whatever others begin."""
 
 
 @PROPOSERS.register("ngram")
@@ -28,13 +30,18 @@ class NgramProposer:
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """What `Proposer` wants."""
-        return [self._guess(request, count) if count else [] for request, count in zip(requests, most, strict=True)]
-
-    def _guess(self, request: Request, count: int) -> list[int]:
-        text = self._texts.get(request)
-        if text is None:
-            text = self._texts[request] = Text()
-        return text.continued(request.token_ids, count)
+        guesses: list[list[int]] = []
+        left = READ_AT_ONCE
+        for request, count in zip(requests, most, strict=True):
+            if not count:
+                guesses.append([])
+                continue
+            text = self._texts.get(request)
+            if text is None:
+                text = self._texts[request] = Text()
+            left -= text.read(request.token_ids, max(left, READ_OF_EACH))
+            guesses.append(text.continued(request.token_ids, count))
+        return guesses
 
 
 class Text:
@@ -46,12 +53,18 @@ class Text:
         self._before: list[int] = [-1]
         """By place: where the pair that ends there stood before; -1: nowhere."""
 
-    def continued(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """What `count` tokens may follow; none if the text's end stands nowhere else, or is not read yet."""
-        for place in range(len(self._before), min(len(token_ids), len(self._before) + READ_AT_ONCE)):
+    def read(self, token_ids: Sequence[int], most: int) -> int:
+        """Go on reading the text, which has grown to these tokens, by so many at most; how many are read."""
+        begin = len(self._before)
+        end = min(len(token_ids), begin + most)
+        for place in range(begin, end):
             pair = (token_ids[place - 1], token_ids[place])
             self._before.append(self._last.get(pair, -1))
             self._last[pair] = place
+        return end - begin
+
+    def continued(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """What `count` tokens may follow; none if the text's end stands nowhere else, or is not read yet."""
         end = len(token_ids) - 1
         if len(self._before) <= end:
             return []

@@ -21,7 +21,7 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[list[int]]:
         """For each request the tokens that may follow its `token_ids`, at most so many; none where there is no guess.
 
-        As many of the first as `in_flight` says are sampled already, and not used.
+        As many of the first as `in_flight` says are sampled already, and not used. One that raises is not asked again.
         """
         ...
 
