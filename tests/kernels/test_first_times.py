@@ -45,9 +45,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4": {"global_head_dim": 32},
     **{name: {"mamba_n_heads": 8, "mamba_d_head": 12} for name in ("granitemoehybrid", "falcon_h1")},
     "nemotron_h": {"mamba_num_heads": 8},
-    **{
-        name: {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16} for name in LATENT
-    },
+    **dict.fromkeys(LATENT, ALIGNED_LATENTS),
 }
 """Rows of projections that are aligned, as they are in large models."""
 
