@@ -24,6 +24,7 @@ from kvern.worker.cuda_graph import DecodeGraphs
 from kvern.worker.prompt_graphs import PromptGraphs
 from tests.families import make_checkpoint
 from tests.kernels.recorded import Specialisation, recorded
+from tests.latent_families import LATENT
 from tests.peft_adapters import make_adapter
 from tests.tiny_model import make_tiny_model
 
@@ -37,15 +38,29 @@ OPTIONS: dict[str, Any] = {
     "max_batch_tokens": 256,
 }
 
+ALIGNED_LATENTS = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_experts": 0, "linear_num_value_heads": 8},
     "qwen3_5": {"linear_num_value_heads": 8},
     "gemma4": {"global_head_dim": 32},
+    **{name: {"mamba_n_heads": 8, "mamba_d_head": 12} for name in ("granitemoehybrid", "falcon_h1")},
+    "nemotron_h": {"mamba_num_heads": 8},
+    **dict.fromkeys(LATENT, ALIGNED_LATENTS),
 }
 """Rows of projections that are aligned, as they are in large models."""
 
 BY_DAY = ("tiny", "llama_bias", "gemma2", "qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5")
-BY_NIGHT = ("gemma4", "gemma4_experts", "gemma4_vision")
+BY_NIGHT = (
+    "gemma4",
+    "gemma4_experts",
+    "gemma4_vision",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "lfm2",
+    "granitemoehybrid",
+    "nemotron_h",
+    "falcon_h1",
+)
 FAMILIES = (*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT))
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
@@ -63,8 +78,9 @@ class Nothing:
 def listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Specialisation, list[Any]]:
     """What a start launches."""
     inputs = Inputs(torch.device("cpu"), torch.bfloat16, "zeros", block_size=2, adapter_rank=16, adapter_places=3)
-    inputs.processors = 1  # as the engine counts a CPU's
     spec = spec_from_config(read_config(folder))
+    if not spec.attends_to_latents:  # else of an H100, as in the engine
+        inputs.processors = 1  # as the engine counts a CPU's
     with recorded(monkeypatch) as launched:
         for kernel in KERNELS:
             for arguments in kernel.launched(spec, inputs):
@@ -149,6 +165,7 @@ def test_what_is_launched_was_launched_at_start(
         use_everything(llm, adapter)
     known = listed(folder, monkeypatch)  # behind the engine, which the interpreter gives shorter chunks
     names = {name for name, _ in launched}
-    assert names >= {"_prefill_attention_kernel", "_prefix_attention_kernel", "_sample_chunk_kernel"}
+    attention = {"_prefill_attention_kernel", "_prefix_attention_kernel"}
+    assert names >= {"_sample_chunk_kernel"} | ({"_join_latents_kernel"} if family in LATENT else attention)
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
     assert not missing, "\n".join(missing)

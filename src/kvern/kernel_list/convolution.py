@@ -28,6 +28,11 @@ def runs(inputs: Inputs, counts: Sequence[int]) -> Runs:
     return runs_of(inputs.integers(reversed(range(len(counts)))), counts)
 
 
+def beside(mixer: RecurrentSpec) -> int:
+    """Entries of a projection's rows that are not convolved: what rows are apart is known to the kernels."""
+    return mixer.inner + mixer.heads if isinstance(mixer, Mamba2Spec) else 16
+
+
 def convolved(
     mixed: torch.Tensor,
     taps: Taps,
@@ -54,7 +59,7 @@ def convolved(
 def _convolve(spec: ModelSpec, inputs: Inputs, mixer: RecurrentSpec, counts: Sequence[int], single: bool) -> Call:
     requests, tokens, channels, gated = len(counts), sum(counts), mixer.channels, isinstance(mixer, ShortConvSpec)
     width = 3 * channels if gated else channels
-    mixed = inputs.numbers(tokens, width + 16)[:, :width]
+    mixed = inputs.numbers(tokens, width + beside(mixer))[:, :width]
     taps = Taps(inputs.numbers(mixer.kernel, channels, dtype=torch.float32))
     if (isinstance(mixer, ShortConvSpec) and mixer.bias) or (isinstance(mixer, Mamba2Spec) and mixer.conv_bias):
         taps = taps._replace(bias=inputs.numbers(channels, dtype=torch.float32))

@@ -21,6 +21,7 @@ from kvern.layers.few_rows import matvec_shape
 from kvern.layers.fused_adapters import SHAPES, adapted_shape, joins
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.tuned_linear import Shape, candidates_of
+from kvern.mixer_spec import LatentAttentionSpec
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 ROWS = 64
@@ -76,6 +77,9 @@ def _norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         yield ROWS, spec.hidden_size
         if spec.per_layer is not None:
             yield ROWS, spec.per_layer.width
+        mixers = (layer.mixer for layer in spec.layers)
+        asked = (mixer.q_lora_rank for mixer in mixers if isinstance(mixer, LatentAttentionSpec))
+        yield from ((ROWS, width) for width in dict.fromkeys(asked) if width is not None)
 
 
 def _add_norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:

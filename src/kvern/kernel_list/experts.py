@@ -36,6 +36,11 @@ def bytes_of_expert(spec: ModelSpec, inputs: Inputs, moe: MoeSpec) -> int:
     return (moe.first_width + moe.width) * width_of_rows(spec, moe) * inputs.dtype.itemsize
 
 
+def as_chosen(moe: MoeSpec, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Of PyTorch int64, which chooses by sigmoids and within groups; of the router's kernel int32."""
+    return topk_ids if moe.scoring == "sigmoid" or moe.groups > 1 else topk_ids.int()
+
+
 def activated(moe: MoeSpec, gate_up: torch.Tensor) -> torch.Tensor:
     """What goes on to the product with down, of `[rows, first_width]`."""
     if not moe.gated:
@@ -73,7 +78,7 @@ def make_experts(
     gate_up = inputs.numbers(moe.experts, moe.first_width, hidden, deviation=hidden**-0.5)
     down = inputs.numbers(moe.experts, hidden, width, deviation=width**-0.5)
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
-    chosen = chosen if moe.scoring == "sigmoid" else chosen.int()  # PyTorch chooses, or the router's kernel
+    chosen = as_chosen(moe, chosen)
     added = moe.shared_width and not moe.latent
     add, biases = inputs.numbers(tokens, hidden) if added else None, make_biases(moe, hidden, inputs)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.kernel_list.convolution import COUNTS, SINGLE, TIMED_COUNTS, TIMED_TOKENS, runs
+from kvern.kernel_list.convolution import COUNTS, SINGLE, TIMED_COUNTS, TIMED_TOKENS, beside, runs
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import mamba2
 from kvern.kernels.mamba2 import StateSizes, Steps
@@ -68,9 +68,10 @@ def _advance(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequenc
     return Call(shown, launch, lambda: advanced(mixed, steps, memory, counts, states, sizes), moved, operations)
 
 
-def _norm(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, tokens: int) -> Call:
+def _norm(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, tokens: int, apart: bool = True) -> Call:
+    """Of gates that lie in a projection's rows, or that were taken out of them."""
     read, inner = inputs.numbers(tokens, mixer.inner, dtype=torch.float32), mixer.inner
-    gate = inputs.numbers(tokens, inner + 16)[:, :inner]
+    gate = inputs.numbers(tokens, mixer.channels + beside(mixer) if apart else inner)[:, :inner]
     weight = None if mixer.gating == "without_norm" else inputs.numbers(inner, dtype=torch.float32)
 
     def normal(rows: torch.Tensor) -> torch.Tensor:
@@ -111,7 +112,7 @@ def _runs_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _norm_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((mixer, 3) for mixer in _mixers(spec))
+    yield from ((mixer, 3, apart) for mixer in _mixers(spec) for apart in (True, False))
 
 
 def _single_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernel_list.experts import OTHER_TILES, activated, blocks, forms, make_biases, moes
+from kvern.kernel_list.experts import OTHER_TILES, activated, as_chosen, blocks, forms, make_biases, moes
 from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
 from kvern.kernels.codes import CODES, readable
 from kvern.kernels.moe import ACTIVATIONS
@@ -51,7 +51,7 @@ def _experts(
     biases = make_biases(moe, hidden, inputs)
     matrices = [random_packed(inputs, kind, kind.outputs) for kind in (gate_up, down)]
     weights, chosen = inputs.numbers(tokens, moe.experts, dtype=torch.float32).topk(moe.top_k)
-    chosen = chosen if moe.scoring == "sigmoid" else chosen.int()
+    chosen = as_chosen(moe, chosen)
     codes = [Coding(kind.code, 0 if kind.group == kind.inputs else kind.group, late=hopper) for kind in (gate_up, down)]
 
     def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:

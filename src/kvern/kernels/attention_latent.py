@@ -28,6 +28,8 @@ SPAN = 256
 MOST_PARTS = 1024
 """Of all tiles together, about, and `MOST_SPLITS` of one."""
 MOST_SPLITS = 128
+JOINED = 8
+"""Parts that are joined at a time, however many there are: the kernel is compiled once."""
 MOST_TURNS = 4
 TURN_COST = 0.04
 """Of a step's time, what beginning and ending a turn takes: a guess."""
@@ -362,7 +364,7 @@ def latent_attention(
         runs is None,
         rows,
         entries,
-        min(8, next_power_of_2(splits)),
+        JOINED,
         overlap,
         num_warps=4,
         launch_pdl=overlap,
