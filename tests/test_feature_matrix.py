@@ -82,6 +82,7 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
         options |= FEATURES[name].options()
     if "preemption" in of_engine:
         options["kv_cache_tokens"] = options["max_model_len"] = too_little_room(asks, alone)
+        options["windowed_kv_cache"] = "off"  # else there is room for all
     rounds = 2 if "prefix cache" in of_engine else 1
     llm = AsyncLLM(**options) if "streaming" in of_engine else LLM(**options)
     preempted = watch_preemptions(llm)

@@ -156,7 +156,7 @@ def test_long_runs_become_plain_for_hopper(monkeypatch: pytest.MonkeyPatch, devi
     scales = torch.tensor([[0.0625], [0.03125]])
     cache = torch.stack([codes_of(*kind, dtype) for kind in zip(numbers.flatten(1, 2), scales, strict=True)])
     cache = cache.view(numbers.shape)
-    planner = hopper.HopperPrefill([layer], device, 8, dtype)
+    planner = hopper.HopperPrefill([layer], device, 8, [0], dtype)
     assert planner.pays(queries)
     assert not planner.pays(make_queries([(21, 300), (0, 100)], shapes, layer)[0]), "too short"
     assert not planner.pays(replace(queries, known_tiles=(queries.device_slots, queries.device_slots))), "in a graph"

@@ -59,7 +59,7 @@ def test_programs_compute_what_was_captured(dtype: torch.dtype) -> None:
     programs: list[Program] = []
     for model in models:
         programs.append(Program(memory, model, model.first, model.second))
-        assert torch.equal(programs[-1].results(0)[0], model.first()[0])
+        assert torch.equal(programs[-1].run(0, 0)[0], model.first()[0])
         for earlier, program in zip(models, programs, strict=False):
             for _ in range(2):
                 earlier.x.copy_(torch.randn(earlier.x.shape, generator=generator))

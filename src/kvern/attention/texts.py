@@ -30,9 +30,12 @@ class PackedTexts:
         self._tiles = upload([number for tile in zip(*tiles, strict=True) for number in tile], torch.int32, device)
 
     @cached_property
-    def slot_mapping(self) -> Tensor:
-        """Tokens lie as they come."""
+    def _slots(self) -> Tensor:
         return torch.arange(len(self._batch.token_ids), device=self._batch.starts.device)
+
+    def slot_mapping(self, layer: int) -> Tensor:
+        """Tokens lie as they come."""
+        return self._slots
 
     @cached_property
     def _stored(self) -> Tensor:

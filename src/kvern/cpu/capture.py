@@ -129,10 +129,6 @@ class Program:
         for view, found in zip(chain(*self._results), chain(*results), strict=True):
             view.copy_(found)
 
-    def results(self, stage: int) -> tuple[Tensor, ...]:
-        """Those of a stage when it was made last, or captured."""
-        return self._results[stage]
-
     def run(self, first: int, last: int) -> tuple[Tensor, ...]:
         """Make the calls of stages, up to the last: its results, which are valid until another program runs."""
         if self._memory.bytes is not self._within:

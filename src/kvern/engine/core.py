@@ -188,23 +188,7 @@ class EngineCore:
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
             output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()))
             if output.scheduled or output.loads:
-                self._counted.steps += 1
-                self._counted.scheduled += len(output.scheduled)
-                self._counted.computed_tokens += output.token_count
-                self._counted.prefill_tokens += sum(
-                    item.count for item in output.scheduled if item.count > (item.sampled or 1)
-                )
-                requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
-                if output.joined:
-                    now = time.monotonic()
-                    for request in requests:
-                        request.begun_at = request.begun_at or now
-                if self._note is not None:
-                    self._note(output.request_ids)
-                self._pace.began(output)
-                if self.drafting is not None:
-                    self.drafting.began()
-                self._in_flight.append((output, requests, self.executor.submit(output)))
+                self._submit(output)
                 if len(self._in_flight) < self._depth:
                     return []
         if not self._in_flight:
@@ -240,6 +224,23 @@ class EngineCore:
             answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
             self.drafting.propose(answered, len(self.scheduler.running))
         return events
+
+    def _submit(self, output: SchedulerOutput) -> None:
+        self._counted.steps += 1
+        self._counted.scheduled += len(output.scheduled)
+        self._counted.computed_tokens += output.token_count
+        self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > (item.sampled or 1))
+        requests = [self.scheduler.running_request(request_id) for request_id in output.request_ids]
+        if output.joined:
+            now = time.monotonic()
+            for request in requests:
+                request.begun_at = request.begun_at or now
+        if self._note is not None:
+            self._note(output.request_ids)
+        self._pace.began(output)
+        if self.drafting is not None:
+            self.drafting.began()
+        self._in_flight.append((output, requests, self.executor.submit(output)))
 
     def _undo(self, output: SchedulerOutput) -> None:
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""

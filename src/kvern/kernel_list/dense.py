@@ -171,9 +171,7 @@ def _rotate_queries(spec: ModelSpec, inputs: Inputs, layer: LayerSpec, tokens: i
     queries = inputs.numbers(tokens, heads * head_dim)
     interleaved = rope is not None and rope.interleaved
     table = None if rope is None else rotation_table(inputs, tokens, rope.dim, interleaved)
-    weight = None
-    if spec.query_key_norm is not None:
-        weight = inputs.numbers(heads, head_dim, dtype=torch.float32)
+    weight = None if spec.query_key_norm is None else inputs.numbers(heads, head_dim, dtype=torch.float32)
     positions = inputs.integers(range(tokens), torch.int64)
 
     def launch() -> torch.Tensor:

@@ -107,6 +107,8 @@ class CapturedDecodes:
             decodes = _Decodes(len(slots), self._table)
         decodes.slots[:], decodes.starts[:] = slots, starts
         if decodes.program is None:
+            following = torch.tensor(slots), torch.tensor(starts) + 1
+            drafts = self._rows.tokens[following]  # what is captured is computed, too, and written in their place
             try:
                 with torch.inference_mode():
                     decodes.program = self._capture(decodes.requests, decodes.looked_up)
@@ -114,7 +116,9 @@ class CapturedDecodes:
                 logger.debug("steps of decodes are not captured: %s", error)
                 self._captures = False
                 return None
-            self._sizes[len(slots)], decodes.is_computed = decodes, not self._looks_up
+            finally:
+                self._rows.tokens[following] = drafts
+            self._sizes[len(slots)] = decodes
         return decodes
 
     def _capture(self, requests: Tensor, looked_up: Tensor | None) -> Program:
@@ -166,11 +170,8 @@ class _Decodes:
         self.index = self.requests[0]
         self.slots, self.starts, _ = self.requests.numpy()
         self.program: Program | None = None
-        self.is_computed = False
-        """It was by being captured."""
 
     def run(self, first: int, last: int) -> tuple[Tensor, ...]:
-        """What the last of some stages makes, unless it is made."""
+        """What the last of some stages makes."""
         assert self.program is not None
-        is_computed, self.is_computed = self.is_computed, False
-        return self.program.results(last) if is_computed else self.program.run(first, last)
+        return self.program.run(first, last)

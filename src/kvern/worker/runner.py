@@ -122,7 +122,6 @@ class ModelRunner:
             scored = self._captured.score(scheduled)
             if scored is not None:
                 needs = self._needed(scored.slots)
-                self._rows.draft(output.drafts)  # capturing a step has written what it chooses in their place
                 if not needs & BESIDE_KERNELS:
                     return SampledStep(self._kept(output, self._captured.choose(len(scored.slots))))
                 if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
