@@ -95,7 +95,7 @@ def test_kernels_read_codes(dtype: torch.dtype, head_dim: int) -> None:
     if torch.cuda.get_device_capability() == (9, 0):
         from kvern.attention.hopper import HopperPrefill
 
-        hopper = HopperPrefill([layer], device, 16, dtype)
+        hopper = HopperPrefill([layer], device, 16, [0], dtype)
     kernels = TritonKernels([layer], device, 64, dtype=dtype, hopper=hopper)
     shapes = Shapes([layer], 16, torch.bfloat16, dtype, device, 64, 9000)
     for phase, requests in (

@@ -260,6 +260,11 @@ def test_the_fastest_of_what_a_method_offers_is_chosen_once() -> None:
         assert bool(tune(model, clock, known)) == (stale is not None), "None is one of the ways"
 
 
+def test_what_is_held_plain_for_latents_is_not_timed(tmp_path: Path) -> None:
+    make_checkpoint("glm4_moe_lite", tmp_path)
+    assert tune(load_model(tmp_path, dtype="float32"), lambda calls: 1.0, {}) == {}
+
+
 def test_a_way_to_multiply_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     layers = [
         Linear(inputs, {"a": 4}, Build(torch.float32, CPU, 1, linear=LinearMethods(Choices()))) for inputs in (6, 8)

@@ -69,7 +69,10 @@ def test_runs(sizes: StateSizes, rate: float, device: torch.device) -> None:
 
 
 def test_runs_in_16_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bfloat16 is multiplied, which the interpreter cannot: a sum of two numbers is nearer than one would be."""
+    """As bfloat16 is multiplied, which the interpreter cannot: a sum of two numbers is nearer than one would be.
+
+    On a GPU tokens of a chunk meet in TF32, which keeps 11 bits.
+    """
     monkeypatch.setitem(mamba2.PRECISIONS, torch.float16, "split")
     random, tokens, sizes = Random(3, device), sum(COUNTS), SIZES[0]
     runs = runs_of(torch.tensor(STATES, dtype=torch.int32, device=device), COUNTS)
@@ -77,7 +80,7 @@ def test_runs_in_16_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
     inputs = inputs.half()
     expected = advanced(inputs, given, kept, COUNTS, STATES, sizes)
     for found, wanted in zip((advance_runs(inputs, given, kept, runs, sizes), kept), expected, strict=True):
-        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+        assert (found - wanted).norm() < (1e-5 if device.type == "cpu" else 1e-3) * wanted.norm()
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "activated"])

@@ -54,7 +54,7 @@ class Convolution(Loadable):
         if self.bias is not None and part == f"{self.name}.bias":
             copy_rows(self.bias, tensor, first_row)
         else:
-            taps = tensor[:, 0].float()
+            taps = self.taps.narrow(1, first_row, len(tensor))
+            taps.copy_(tensor[:, 0].T)
             if self._scales is not None:
-                taps = taps * self._scales[first_row : first_row + len(tensor), None]
-            self.taps.narrow(1, first_row, len(tensor)).copy_(taps.T)
+                taps.mul_(self._scales[first_row : first_row + len(tensor)])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvern.layers.embedding import Embedding
 from kvern.layers.experts import Experts
+from kvern.layers.latent_attention import LatentExpansion
 from kvern.layers.linear import Weighted
 from kvern.layers.linear_method import CodesProduct, LinearMethod, Product
 
@@ -92,7 +93,7 @@ def _alike(model: nn.Module) -> dict[str, list[_Timed]]:
     """Weights that are multiplied by, are stored alike and have one shape."""
     kinds: dict[str, list[_Timed]] = {}
     for layer in model.modules():
-        if isinstance(layer, Weighted) and not isinstance(layer, Embedding):
+        if isinstance(layer, Weighted) and not isinstance(layer, Embedding | LatentExpansion):
             for method in layer.method.methods():
                 shape = method.shape
                 timed = _timed_method(method, None if method is not layer.method else layer.bias)

@@ -15,9 +15,6 @@ def choose_groups(config: EngineConfig, spec: ModelSpec, plan: Plan, libraries: 
         return groups
     obstacles = {
         "windowed_kv_cache is off": config.windowed_kv_cache == "off",
-        "windowed_kv_cache is not on, and no GPU has run it yet": (
-            config.windowed_kv_cache == "auto" and plan.device == "cuda"
-        ),
         "the contiguous cache has one block for each sequence": config.kv_cache != "paged",
         f"the tier {config.kv_tier} keeps blocks of one table": config.kv_tier is not None,
         "states of recurrent layers are kept at other places": bool(spec.recurrent),
