@@ -44,7 +44,7 @@ def _produce(
 ):  # fmt: skip
     """Fetches the queries, and the tiles of keys as soon as their places are released."""
     ROWS: gl.constexpr = queries.shape[1]
-    TILE: gl.constexpr = keys.shape[2]
+    TILE: gl.constexpr = keys.shape[1]
     WIDTH: gl.constexpr = 2 * HALF + rest_keys.shape[2]
     mbarrier.expect(asked_full, ROWS * WIDTH * 2)
     for half in gl.static_range(2):
