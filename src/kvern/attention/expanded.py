@@ -109,7 +109,7 @@ class ExpandedRuns:
         self, kernels: ExpandedAttention, queries: Queries, parts: Sequence[Part], first: int, whole: bool
     ) -> None:
         self._kernels, self.first, self.whole = kernels, first, whole
-        self._parts = [self._planned(queries, part) for part in parts]
+        self.parts = [self._planned(queries, part) for part in parts]
 
     def _planned(self, queries: Queries, part: Part) -> Planned:
         kernels, device = self._kernels, queries.block_table.device
@@ -164,7 +164,7 @@ class ExpandedRuns:
         out      [T, heads, v_head_dim]
         """
         spec, latent, entries = self._kernels.spec, values.shape[1], own.shape[2] + rotated.shape[2]
-        for part in self._parts:
+        for part in self.parts:
             rows = cache.flatten(0, 3).index_select(0, part.places)
             latents, shared = rows[:, :latent], rows[:, latent : latent + rotated.shape[2]]
             each = latents.expand(spec.heads, -1, -1)
