@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.attention import expanded
 from kvern.structured_output import StructuredOutput
 from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
@@ -120,32 +119,6 @@ def test_latents_beside_adapters_and_quantized_weights(
         )
         # Behind an answer's first token engines may go on with different ones.
         assert found[::2] == pytest.approx(expected[::2], abs=close)
-
-
-@pytest.mark.parametrize("most_bytes", [1 << 30, pytest.param(24 << 10, marks=pytest.mark.nightly)])
-def test_long_runs_make_keys_and_values_of_latents(
-    most_bytes: int, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of all that a step has, of some, and in parts that there is memory for; beside decodes, and behind a context."""
-    make_checkpoint("glm4_moe_lite", tmp_path, num_hidden_layers=2, mlp_layer_types=["dense", "dense"])
-    monkeypatch.setattr(expanded, "LEAST_QUERIES", 6)
-    monkeypatch.setattr(expanded, "MOST_BYTES", most_bytes)
-    attend, seen = expanded.ExpandedRuns.attend, set()
-
-    def watched(runs: expanded.ExpandedRuns, *arguments: Any) -> None:
-        seen.add((runs.whole, runs.first > 0, len(runs.parts) > 1))
-        attend(runs, *arguments)
-
-    monkeypatch.setattr(expanded.ExpandedRuns, "attend", watched)
-    prompts = [PROMPTS[0], list(range(5, 22)), list(range(40, 53)), list(range(7, 37))]
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=1)
-    options = OPTIONS | {"max_batch_tokens": 32}
-    expected = LLM(str(tmp_path), device="cpu", **options).generate(prompts, params)
-    found = on_device(tmp_path, **options).generate(prompts, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
-    whole, beside, divided = (set(kind) for kind in zip(*seen, strict=True))
-    assert divided == {False, True} if most_bytes < 1 << 20 else whole == beside == {False, True}
 
 
 @pytest.mark.parametrize(
