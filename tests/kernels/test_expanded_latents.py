@@ -35,4 +35,4 @@ def test_long_runs_make_keys_and_values_of_latents(
     assert answers(found) == answers(expected)
     assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
     whole, beside, divided = (set(kind) for kind in zip(*seen, strict=True))
-    assert divided == {False, True} if most_bytes < 1 << 20 else whole == beside == {False, True}
+    assert True in divided if most_bytes < 1 << 20 else whole == beside == {False, True}
