@@ -319,8 +319,6 @@ HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", *STATE_FAMILIES)
 """Those with layers that keep states."""
 CPU_ALONE = (*GEMMA3N, *INDEXED)
 """Those that are refused on a GPU."""
-NO_CARD_YET = (*GEMMA4, *LATENT, *STATE_FAMILIES)
-"""Those whose kernels were interpreted, and compiled for cards, and which no card has run."""
 
 
 def make_model(family: str, **changes: Any) -> Any:

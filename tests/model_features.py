@@ -22,7 +22,7 @@ from kvern.models.loader import load_model
 from kvern.worker.plan import Layout
 from kvern.worker.tiered import TIERS
 from tests.cache_folder import load_kernels
-from tests.families import CPU_ALONE, FAMILIES, NO_CARD_YET, make_checkpoint, reference_logits, reference_state
+from tests.families import CPU_ALONE, FAMILIES, make_checkpoint, reference_logits, reference_state
 from tests.host_tier import HostTier
 from tests.peft_adapters import make_adapter, merge
 from tests.test_model_parity import PROMPT, logits
@@ -160,7 +160,7 @@ FEATURES: Mapping[str, Callable[[Path], bool]] = {
 EVERYWHERE: Mapping[str, Collection[str]] = {
     "logits": FAMILIES,
     "chunks, prefix cache": FAMILIES,
-    "GPU": FAMILIES.keys() - {*CPU_ALONE, *NO_CARD_YET},
+    "GPU": FAMILIES.keys() - {*CPU_ALONE},
 }
 """What other tests show of these families: `test_model_parity.py`, `test_parity_matrix.py`, and `test_gpu.py`."""
 

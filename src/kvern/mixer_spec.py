@@ -6,6 +6,11 @@ from typing import Literal, NamedTuple
 Gating = Literal["before_norm", "after_norm", "without_norm"]
 
 
+EXPANDED_HEADS = 8
+"""Of latents, whose keys and values are made at a time, at most."""
+WIDEST_EXPANDED = 256
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """One layer's attention.
@@ -18,7 +23,8 @@ class AttentionSpec:
     in the softmax and has no value, so that a query may attend to nothing (Xiao et al. 2023, "Efficient Streaming
     Language Models with Attention Sinks", section 3.3). `keys_are_values`: values are what is projected for the keys,
     before its norm and rotation. `cache_of`: the place in the model of an earlier layer whose keys and values this one
-    attends to (None: it has its own).
+    attends to (None: it has its own). `expanded`: of keys that are latents, the attention to what is made of them, for
+    so many heads at a time (None: nothing that kernels know).
     """
 
     heads: int
@@ -33,6 +39,7 @@ class AttentionSpec:
     sinks: bool = False
     keys_are_values: bool = False
     cache_of: int | None = None
+    expanded: "AttentionSpec | None" = None
 
     @property
     def own_kv_heads(self) -> int:
@@ -80,7 +87,15 @@ class LatentAttentionSpec:
         """What it is to those who keep and read the cache: all heads' queries over one key that is value, too."""
         index = 0 if self.indexer is None else self.indexer.head_dim
         width = self.kv_lora_rank + self.qk_rope_head_dim + index
-        return AttentionSpec(self.heads, 1, width, self.scale, value_dim=self.kv_lora_rank)
+        return AttentionSpec(self.heads, 1, width, self.scale, value_dim=self.kv_lora_rank, expanded=self._expanded)
+
+    @property
+    def _expanded(self) -> AttentionSpec | None:
+        """Heads are as wide as kernels know them, and so many that few launches do."""
+        widest = max(self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim)
+        together = next(count for count in range(EXPANDED_HEADS, 0, -1) if self.heads % count == 0)
+        size = 1 << (widest - 1).bit_length()
+        return AttentionSpec(together, together, size, self.scale) if size <= WIDEST_EXPANDED else None
 
 
 class StateTensor(NamedTuple):

@@ -84,3 +84,18 @@ def test_decodes_are_cut_so_that_few_processors_are_idle(requests: int, turns: i
     shape = latent_shape(20, requests, True, 132, torch.device("cpu"))
     assert shape.programs == turns * 132
     assert shape.splits >= shape.programs // requests
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 20, 32, 5])
+def test_decodes_on_hopper(heads: int) -> None:
+    """Of few keys and many, in parts and alone, of blocks that lie anywhere, with NaN behind the last key."""
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    starts = [0, 15, 62, 63, 64, 700, 5001, 9000]
+    batch = make_batch(device, starts, [1] * len(starts), heads, 1, 576, torch.bfloat16, block_size=16)
+    for requests in (len(starts), 1):
+        shape = latent_shape(heads, requests, True, 132, device)
+        found = attended(batch, 512, shape, 0.05, None)
+        assert relative_error(found, reference(batch, 512, 0.05)) < 1e-2

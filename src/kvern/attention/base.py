@@ -11,6 +11,7 @@ from kvern.mixer_spec import AttentionSpec
 from kvern.step import BlockCopy
 
 if TYPE_CHECKING:
+    from kvern.attention.expanded import ExpandedAttention
     from kvern.device.device_batch import Queries
 
 __all__ = [
@@ -102,6 +103,11 @@ class OwnKernels(AttentionKernels, Protocol):
 
     prefix_members: int
     """As of an `AttentionBackend`."""
+
+    @property
+    def expanding(self) -> "ExpandedAttention | None":
+        """Who makes keys and values of latents for long runs."""
+        ...
 
 
 def sinks_of(layers: Sequence[AttentionSpec], sinks: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor | None]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvern.attention.base import PlannedAttention
+from kvern.attention.expanded import ExpandedAttention
 from kvern.device.device_batch import Queries
 from kvern.kernels.attention_latent import QUERIES, Runs, latent_attention, latent_shape
 from kvern.kernels.launch import processors
@@ -18,10 +19,16 @@ class LatentKernels:
     captures = True
     prefix_members = 0
 
-    def __init__(self, layers: Sequence[AttentionSpec], device: torch.device, max_requests: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[AttentionSpec],
+        device: torch.device,
+        max_requests: int,
+        expanding: ExpandedAttention | None = None,
+    ) -> None:
         self._layers = list(layers)
         self._processors = processors(device)
-        self.max_requests = max_requests
+        self.max_requests, self.expanding = max_requests, expanding
 
     def decode(self, queries: Queries) -> PlannedAttention:
         return self._planned(queries, None, len(queries.slots))

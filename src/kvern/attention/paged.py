@@ -7,6 +7,7 @@ import torch
 
 from kvern.attention.base import AttentionKernels, OwnKernels, PlannedAttention, sinks_of
 from kvern.attention.eight_bit import EightBit, store_tokens
+from kvern.attention.expanded import ExpandedRuns
 from kvern.attention.groups import LayerGroups
 from kvern.attention.triton import LONG_CONTEXT
 from kvern.device.device_batch import DeviceBatch, Queries
@@ -103,12 +104,17 @@ class PagedStep:
         decodes = 0 if backend.deterministic else batch.decodes
         self._runs: list[list[tuple[slice, PlannedAttention]]] = [[] for _ in self._tables]
         """Of each block table."""
+        self.expanded: ExpandedRuns | None = None
         if decodes:
             queries = batch.queries(0, decodes)
             for (table, _), runs in zip(self._tables, self._runs, strict=True):
                 runs.append((slice(0, decodes), phases.decode.decode(queries.over(table))))
         if decodes < requests:
             queries = batch.queries(decodes, requests)
+            if backend.triton.expanding is not None and not batch.uncertain:
+                self.expanded = backend.triton.expanding.plan(queries, decodes)
+                if self.expanded is not None and self.expanded.whole:
+                    return
             keys = sum(queries.starts) + sum(queries.counts)
             long = keys >= LONG_CONTEXT * (requests - decodes)
             kernels = phases.mixed if decodes else phases.long_prefill if long else phases.short_prefill

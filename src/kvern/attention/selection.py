@@ -15,6 +15,7 @@ import torch
 
 from kvern.attention.base import AttentionKernels, OwnKernels
 from kvern.attention.eight_bit import LARGEST_CODE
+from kvern.attention.expanded import ExpandedAttention
 from kvern.attention.latent import LatentKernels
 from kvern.attention.paged import Phases
 from kvern.attention.triton import TritonKernels
@@ -105,8 +106,22 @@ def _own(shapes: Shapes, deterministic: bool, hopper: "HopperPrefill | None") ->
     """Of a model all or none of whose layers attend to latents."""
     layers, device = shapes.layers, shapes.device
     if any(layer.value_dim is not None for layer in layers):
-        return LatentKernels(layers, device, shapes.max_requests)
+        return LatentKernels(layers, device, shapes.max_requests, _expanding(shapes))
     return TritonKernels(layers, device, shapes.max_requests, deterministic, shapes.cache_dtype, hopper)
+
+
+def _expanding(shapes: Shapes) -> ExpandedAttention | None:
+    """Who makes keys and values of latents, if all layers' are alike and kernels know such heads."""
+    kinds = {layer.expanded for layer in shapes.layers}
+    kind = kinds.pop()
+    if kinds or kind is None:
+        return None
+    is_hopper = False
+    if shapes.hopper:
+        from kvern.attention.hopper import hopper_fits
+
+        is_hopper = hopper_fits(kind.head_dim, shapes.block_size, shapes.dtype)
+    return ExpandedAttention(kind, shapes.device, shapes.dtype, shapes.block_size, shapes.longest, is_hopper)
 
 
 def _hopper(shapes: Shapes) -> "HopperPrefill | None":

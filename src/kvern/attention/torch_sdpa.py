@@ -221,6 +221,8 @@ class TorchAttention:
 class TorchAttend:
     """One step over the cache of `backend`: for each block table and window, the keys of each group of requests."""
 
+    expanded = None
+
     def __init__(
         self, backend: TorchAttention, batch: InputBatch, gathers: dict[tuple[int, int | None], list[Gather]]
     ) -> None:

@@ -29,6 +29,8 @@ class TritonKernels:
     name = "triton"
     captures = True
 
+    expanding = None
+
     def __init__(
         self,
         layers: Sequence[AttentionSpec],

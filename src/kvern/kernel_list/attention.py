@@ -268,8 +268,14 @@ def _runs(
     return Call(f"{requests} x {queries}", _into(out, launch), reference, moved, operations)
 
 
+def _expanded(spec: ModelSpec) -> list[AttentionSpec]:
+    """What is made of latents."""
+    return [kind.expanded for kind in dict.fromkeys(spec.attentions) if kind.expanded is not None]
+
+
 def _prefill_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((kind, 2, 5, inputs.block_size + 3, long) for kind in _kinds(spec) for long in (False, True))
+    yield from ((kind, 2, 5, inputs.block_size + 3, True) for kind in _expanded(spec) if not _on_hopper(kind, inputs))
 
 
 def _split_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -286,12 +292,18 @@ def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((attention, *size) for attention in _kinds(spec)[:1] for size in sizes)
 
 
-def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if inputs.hopper and not any(kind.sinks for kind in _kinds(spec)):
-        from kvern.kernels.attention_hopper import hopper_fits
+def _on_hopper(kind: AttentionSpec, inputs: Inputs) -> bool:
+    if not inputs.hopper:
+        return False
+    from kvern.kernels.attention_hopper import hopper_fits
 
-        fitting = (kind for kind in _kinds(spec) if hopper_fits(kind.head_dim, inputs.block_size, inputs.dtype))
-        yield from ((kind, 2, 5, inputs.block_size + 3) for kind in fitting)
+    return hopper_fits(kind.head_dim, inputs.block_size, inputs.dtype)
+
+
+def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if not any(kind.sinks for kind in _kinds(spec)):
+        kinds = (*_kinds(spec), *_expanded(spec))
+        yield from ((kind, 2, 5, inputs.block_size + 3) for kind in kinds if _on_hopper(kind, inputs))
 
 
 def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -90,7 +90,7 @@ def _in_order(total):
 
 
 @gluon.jit
-def _opaque(number):
+def opaque(number):
     """`number`, of which the compiler knows nothing.
 
     Addresses that two loops have in common are else computed before the first alone, where it may be skipped (ptxas
@@ -199,19 +199,19 @@ def consume(
         seen = 1
         if WINDOW > 0:
             seen = gl.minimum(gl.maximum((low + ROWS - WINDOW - begin + KEYS - 1) // KEYS, 1), causal)
-            query = q.index(_opaque(index % BUFFERS * 2 + HALF))
+            query = q.index(opaque(index % BUFFERS * 2 + HALF))
             for step in range(1, seen):
                 weights, maximum, total, gathered, turn = _step(
                     weights, maximum, total, gathered, turn, begin + step * KEYS, low, scale, softcap, query,
                     k, v, k_full, k_empty, v_full, v_empty, WINDOW, SOFTCAP, STAGES, True, SCORES,
                 )  # fmt: skip
-        query = q.index(_opaque(index % BUFFERS * 2 + HALF))
+        query = q.index(opaque(index % BUFFERS * 2 + HALF))
         for step in range(seen, causal):
             weights, maximum, total, gathered, turn = _step(
                 weights, maximum, total, gathered, turn, begin + step * KEYS, low, scale, softcap, query,
                 k, v, k_full, k_empty, v_full, v_empty, WINDOW, SOFTCAP, STAGES, False, SCORES,
             )  # fmt: skip
-        query = q.index(_opaque(index % BUFFERS * 2 + HALF))
+        query = q.index(opaque(index % BUFFERS * 2 + HALF))
         for step in range(causal, steps):
             weights, maximum, total, gathered, turn = _step(
                 weights, maximum, total, gathered, turn, begin + step * KEYS, low, scale, softcap, query,

@@ -307,47 +307,67 @@ def latent_attention(
     requests = slots.shape[0]
     tiles, rows = (requests, heads) if runs is None else (runs.tile_request.shape[0], QUERIES * heads)
     tokens, counts, tile_request, tile_first = runs or (slots,) * 4
+    splits, fits = shape.splits, False
+    if runs is None and capability(query.device) == 90:
+        from kvern.kernels.attention_latent_hopper import GROUPS, latent_hopper, latent_hopper_fits
+
+        fits = latent_hopper_fits(heads, width, latent, block_size, cache.dtype)
+        if fits:
+            splits = GROUPS * min(splits, cdiv(2 * shape.programs, requests))
     partial = partial_sum = out
-    splits = shape.splits
     if splits > 1:
         partial = torch.empty(tiles, splits, rows, latent, dtype=torch.float32, device=query.device)
         partial_sum = torch.empty(tiles, splits, rows, dtype=torch.float32, device=query.device)
     entries = max(16, next_power_of_2(latent))
-    _latent_attention_kernel[(cdiv(rows, shape.rows), splits, tiles)](
-        query,
-        cache,
-        block_table,
-        slots,
-        starts,
-        tokens,
-        counts,
-        tile_request,
-        tile_first,
-        out,
-        partial,
-        partial_sum,
-        scale * LOG2_E,
-        block_table.stride(0),
-        requests,
-        splits,
-        shape.programs,
-        heads,
-        width,
-        latent,
-        block_size,
-        runs is None,
-        splits > 1,
-        rows,
-        shape.rows,
-        entries,
-        max(16, next_power_of_2(width - latent)),
-        shape.keys,
-        SPAN,
-        overlap,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        launch_pdl=overlap,
-    )
+    if fits:
+        latent_hopper(
+            query,
+            cache,
+            block_table,
+            slots,
+            starts,
+            partial,
+            partial_sum,
+            programs=shape.programs,
+            span=SPAN,
+            scale=scale,
+        )
+    else:
+        _latent_attention_kernel[(cdiv(rows, shape.rows), splits, tiles)](
+            query,
+            cache,
+            block_table,
+            slots,
+            starts,
+            tokens,
+            counts,
+            tile_request,
+            tile_first,
+            out,
+            partial,
+            partial_sum,
+            scale * LOG2_E,
+            block_table.stride(0),
+            requests,
+            splits,
+            shape.programs,
+            heads,
+            width,
+            latent,
+            block_size,
+            runs is None,
+            splits > 1,
+            rows,
+            shape.rows,
+            entries,
+            max(16, next_power_of_2(width - latent)),
+            shape.keys,
+            SPAN,
+            overlap,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            launch_pdl=overlap,
+        )
     if splits == 1:
         return
     _join_latents_kernel[(rows, tiles)](

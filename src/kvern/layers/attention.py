@@ -70,6 +70,25 @@ class ReadableAttend(PagedAttend, Protocol):
         """Of each request of the step."""
 
 
+class ExpandedRuns(Protocol):
+    """Runs of queries, from the step's token `first` on, that attend to what is made of latents.
+
+    `whole`: they are all runs of the step.
+    """
+
+    first: int
+    whole: bool
+
+    def attend(self, cache: Tensor, own: Tensor, rotated: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Write the sums of values of these tokens to `out`; shapes are in `attention/expanded.py`."""
+
+
+class ExpandingAttend(PagedAttend, Protocol):
+    """A `PagedAttend` over latents, of which keys and values may be made."""
+
+    expanded: ExpandedRuns | None
+
+
 class StepAdapters(NamedTuple):
     """Which adapters a step's rows use, in the form that the adapted linear layers take; None: no row uses one.
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.store_latents import store_latents
-from kvern.layers.attention import Attend, PagedAttend
+from kvern.layers.attention import Attend, ExpandingAttend
 from kvern.layers.build import Build
-from kvern.layers.latent_attention import LatentAttention
+from kvern.layers.latent_attention import HeadMatrices, LatentAttention
 from kvern.layers.rope import Rotation
 from kvern.mixer_spec import LatentAttentionSpec
 from kvern.model_spec import ModelSpec, RopeSpec
@@ -27,11 +27,13 @@ class FusedLatentAttention(LatentAttention):
     def attended(
         self, asked: Tensor, cached: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None
     ) -> Tensor:
-        spec, paged, norm = self.spec, cast("PagedAttend", attend), self.kv_a_layernorm
+        spec, paged, norm = self.spec, cast("ExpandingAttend", attend), self.kv_a_layernorm
         table, positions, _ = rotation
         query = asked.new_empty(len(asked), spec.heads, cached.shape[1])
-        heads = torch.unflatten(asked, 1, (spec.heads, -1))
-        self.expansion.absorb(heads[..., : spec.qk_nope_head_dim], query[..., : spec.kv_lora_rank])
+        own = torch.unflatten(asked, 1, (spec.heads, -1))[..., : spec.qk_nope_head_dim]
+        runs = None if wanted is not None else paged.expanded
+        absorbed = len(asked) if runs is None or not runs.whole else runs.first
+        self.expansion.absorb(own[:absorbed], query[:absorbed, :, : spec.kv_lora_rank])
         store_latents(
             cached,
             asked,
@@ -44,4 +46,13 @@ class FusedLatentAttention(LatentAttention):
             query,
             interleaved=self.interleaved,
         )
-        return paged.over_cache(self.index, query, wanted)
+        if runs is None:
+            return self.expansion.expand(paged.over_cache(self.index, query, wanted))
+        sums = asked.new_empty(len(asked), spec.heads, spec.v_head_dim)
+        if absorbed:
+            self.expansion.expand(paged.over_cache(self.index, query)[:absorbed], sums[:absorbed])
+        absorb, expand = (cast("HeadMatrices", item) for item in (self.expansion.absorb, self.expansion.expand))
+        rotated = query[runs.first :, :, spec.kv_lora_rank :]
+        matrices = absorb.columns, expand.columns
+        runs.attend(paged.cache(self.index), own[runs.first :], rotated, *matrices, sums[runs.first :])
+        return sums

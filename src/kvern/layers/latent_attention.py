@@ -29,24 +29,24 @@ from kvern.mixer_spec import LatentAttentionSpec
 from kvern.model_spec import ModelSpec, NormSpec, RopeSpec
 
 HeadProducts = Callable[..., Tensor]
-"""`x [T, heads, inputs] -> [T, heads, outputs]`, each head times a matrix of its own.
+"""`x [T, heads, inputs] -> [T, heads, outputs]`, each head times a matrix of its own."""
 
-PyTorch's takes `out`, whose rows may have gaps.
-"""
+
+class HeadMatrices:
+    """`HeadProducts` by PyTorch, with `columns [heads, inputs, outputs]`; rows of `out` may have gaps."""
+
+    def __init__(self, matrices: Tensor) -> None:
+        self.columns = matrices.transpose(1, 2).contiguous()
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        out = x.new_empty(*x.shape[:2], self.columns.shape[2]) if out is None else out
+        torch.bmm(x.transpose(0, 1), self.columns, out=out.transpose(0, 1))
+        return out
 
 
 def multiply_heads(matrices: Tensor, is_compiled: bool) -> HeadProducts:
     """The product with `matrices [heads, outputs, inputs]`, by a kernel for CPUs or PyTorch."""
-    if is_compiled:
-        return partial(linear_heads, pack_heads(matrices))
-    columns = matrices.transpose(1, 2).contiguous()
-
-    def multiply(x: Tensor, out: Tensor | None = None) -> Tensor:
-        out = x.new_empty(*x.shape[:2], columns.shape[2]) if out is None else out
-        torch.bmm(x.transpose(0, 1), columns, out=out.transpose(0, 1))
-        return out
-
-    return multiply
+    return partial(linear_heads, pack_heads(matrices)) if is_compiled else HeadMatrices(matrices)
 
 
 class LatentExpansion(Weighted):
@@ -124,15 +124,15 @@ class LatentAttention(Module):
         if self.spec.q_lora_rank is not None:
             asked = self.q_b_proj(self.q_a_layernorm(asked), adapters.rows)
         attended = self.attended(asked, cached, rotation, attend, wanted)
-        out: Tensor = self.o_proj(self.expansion.expand(attended).flatten(1), adapters.wanted)
+        out: Tensor = self.o_proj(attended.flatten(1), adapters.wanted)
         return out
 
     def attended(
         self, asked: Tensor, cached: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None
     ) -> Tensor:
-        """Queries `[T, heads * (qk_nope_head_dim + qk_rope_head_dim)]`, latents and shared keys -> sums of latents.
+        """Queries `[T, heads * (qk_nope_head_dim + qk_rope_head_dim)]`, latents and shared keys -> sums of values.
 
-        `cached [T, kv_lora_rank + qk_rope_head_dim]`; the sums are `[S, heads, kv_lora_rank]`.
+        `cached [T, kv_lora_rank + qk_rope_head_dim]`; the sums are `[S, heads, v_head_dim]`.
         """
         spec = self.spec
         latent, shared = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], 1)
@@ -141,4 +141,5 @@ class LatentAttention(Module):
         turned = self.rotate(torch.cat((rope, shared[:, None]), 1), rotation)
         query = torch.cat((self.expansion.absorb(nope), turned[:, :-1]), 2)
         key = torch.cat((self.kv_a_layernorm(latent)[:, None], turned[:, -1:]), 2)
-        return rows_of(attend(self.index, query, key, key[..., : spec.kv_lora_rank]), wanted)
+        sums = rows_of(attend(self.index, query, key, key[..., : spec.kv_lora_rank]), wanted)
+        return self.expansion.expand(sums)
