@@ -111,7 +111,7 @@ def _own(shapes: Shapes, deterministic: bool, hopper: "HopperPrefill | None") ->
 
 def _hopper(shapes: Shapes) -> "HopperPrefill | None":
     """The kernel for Hopper, if it works here and knows some of the layers."""
-    if not shapes.hopper or any(layer.sinks for layer in shapes.layers):
+    if not shapes.hopper:
         return None
     if shapes.cache_dtype != shapes.dtype and shapes.cache_dtype not in LARGEST_CODE:
         return None

@@ -287,7 +287,7 @@ def _prefill_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if inputs.hopper and not any(kind.sinks for kind in _kinds(spec)):
+    if inputs.hopper:
         from kvern.kernels.attention_hopper import hopper_fits
 
         fitting = (kind for kind in _kinds(spec) if hopper_fits(kind.head_dim, inputs.block_size, inputs.dtype))
