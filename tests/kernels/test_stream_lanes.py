@@ -9,7 +9,7 @@ import torch
 
 from kvern.kernel_list.experts import activated
 from kvern.kernels.expert_lanes import LARGEST_SCALE, STEP, LaneWeight, fits_lanes, in_lanes
-from kvern.kernels.moe_lanes import FEWEST_ROWS, lane_experts
+from kvern.kernels.moe_lanes import FEWEST_ROWS, lane_experts, rows_of_block
 from kvern.kernels.moe_routing import Alignment
 from kvern.kernels.packed import E2M1
 from kvern.model_spec import MoeSpec
@@ -95,8 +95,16 @@ def test_scales_beyond_bfloat16_do_not_fit() -> None:
     assert not fits_lanes(packed)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(1, 8), (16, 8), (32, 8), (64, 16), (128, 32), (256, 64), (1024, 64), (2048, 128), (8192, 128)]
+)
+def test_blocks_hold_twice_what_an_expert_gets(tokens: int, rows: int) -> None:
+    """Of 32 experts, four for each token."""
+    assert rows_of_block(4 * tokens, 32) == rows
+
+
 @GPU
-@pytest.mark.parametrize("tokens", [1, 2, 3, 9, 17, 40, 100, 1000])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9, 17, 40, 100, 500])
 @pytest.mark.parametrize(("hidden", "width"), [(192, 320), (2880, 2880), (128, 64)])
 @pytest.mark.parametrize("activation", ["clamped_swiglu", "silu"])
 def test_experts(device: torch.device, tokens: int, hidden: int, width: int, activation: str) -> None:

@@ -17,7 +17,7 @@ STEP = 128
 """Inputs of a word of scales."""
 LARGEST_SCALE = 192
 """Exponent plus 127: what kernels multiply codes by, 2**-64 times a scale, is a number of bfloat16 up to this one."""
-RUN_BYTES = 64 << 20
+RUN_BYTES = 16 << 20
 """That are arranged at a time."""
 
 

@@ -17,6 +17,8 @@ LANE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 """Of gates, that the kernel knows."""
 FEWEST_ROWS, MOST_ROWS = 8, 128
 """Of a block."""
+MANY_ROWS = 256
+"""Of an expert on average, from which on blocks are the largest."""
 MOST_NUMBERS = 1 << 31
 """That activations may be: rows are found by 32 bits."""
 MOST_ALONE = 64
@@ -34,8 +36,14 @@ def alone(device: torch.device) -> torch.Tensor:
 
 
 def rows_of_block(pairs: int, experts: int) -> int:
-    """Twice what an expert gets on average, so that most experts' weights are read by one block."""
-    return min(MOST_ROWS, max(FEWEST_ROWS, next_power_of_2(max(1, 2 * pairs // experts))))
+    """Twice what an expert gets on average, so that most experts' weights are read by one block, or the most for many.
+
+    In between more blocks are faster than blocks of which half is empty.
+    """
+    average = pairs // experts
+    if average >= MANY_ROWS:
+        return MOST_ROWS
+    return min(MOST_ROWS // 2, max(FEWEST_ROWS, next_power_of_2(max(1, 2 * average))))
 
 
 def lane_experts(
@@ -59,7 +67,7 @@ def lane_experts(
     (tokens, top_k), pairs = topk_ids.shape, topk_ids.numel()
     width = gate_up.codes.shape[0] // experts // 2
     if pairs * max(x.shape[1], width) >= MOST_NUMBERS:
-        raise ValueError(f"{tokens} tokens in a step are too many for experts in MXFP4; lower max_num_batched_tokens")
+        raise ValueError(f"{tokens} tokens in a step are too many for experts in MXFP4; lower max_batch_tokens")
     x, topk_ids, weights = x.contiguous(), topk_ids.int().contiguous(), weights.contiguous()
     expert_bytes = (gate_up.codes.nbytes + down.codes.nbytes) // experts
     if pairs <= MOST_ALONE and runs_direct(tokens, top_k, experts, expert_bytes):
