@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.test_attention import make_batch, reference
+from tests.kernels.test_attention import make_batch, make_sinks, reference
 from tests.kernels.test_norm import relative_error
 
 pytestmark = [
@@ -16,15 +16,15 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window", "softcap", "block_size", "dtype"),
+    ("heads", "kv_heads", "dim", "window", "softcap", "block_size", "dtype", "sunk"),
     [
-        (8, 2, 128, None, None, 16, torch.bfloat16),
-        (7, 1, 128, 130, None, 24, torch.float16),
-        (4, 4, 128, 17, 5.0, 1024, torch.bfloat16),
-        (4, 4, 64, None, 5.0, 8, torch.bfloat16),
-        (8, 2, 64, 200, None, 64, torch.float16),
-        (4, 2, 256, None, None, 16, torch.float16),
-        (4, 2, 256, 130, 2.0, 128, torch.bfloat16),
+        (8, 2, 128, None, None, 16, torch.bfloat16, False),
+        (7, 1, 128, 130, None, 24, torch.float16, False),
+        (4, 4, 128, 17, 5.0, 1024, torch.bfloat16, True),
+        (4, 4, 64, None, 5.0, 8, torch.bfloat16, False),
+        (8, 2, 64, 200, None, 64, torch.float16, True),
+        (4, 2, 256, None, None, 16, torch.float16, True),
+        (4, 2, 256, 130, 2.0, 128, torch.bfloat16, False),
     ],
 )  # each is compiled, for seconds
 def test_hopper_prefill(
@@ -35,6 +35,7 @@ def test_hopper_prefill(
     softcap: float | None,
     block_size: int,
     dtype: torch.dtype,
+    sunk: bool,
 ) -> None:
     """Runs of any length behind any context, of blocks that lie anywhere, with NaN behind the last key."""
     from kvern.kernels.attention_hopper import QUERIES, hopper_prefill
@@ -44,6 +45,7 @@ def test_hopper_prefill(
     batch = make_batch(device, [0, 131, 770, 128, 1001], counts, heads, kv_heads, dim, dtype, block_size)
     tiles = [(request, first) for request, count in enumerate(counts) for first in range(0, count, QUERIES)]
     requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
+    sinks = make_sinks(heads, sunk, device)
     out = torch.full((len(batch.query) + 1, heads, dim), float("nan"), dtype=dtype, device=device)
     hopper_prefill(
         batch.query,
@@ -60,6 +62,7 @@ def test_hopper_prefill(
         scale=0.1,
         window=window,
         softcap=softcap,
+        sinks=sinks,
     )
     assert out[-1].isnan().all()
-    assert relative_error(out[:-1], reference(batch, 0.1, window, softcap)) < 5e-3
+    assert relative_error(out[:-1], reference(batch, 0.1, window, softcap, sinks)) < 5e-3

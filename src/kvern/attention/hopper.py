@@ -91,6 +91,7 @@ class HopperPrefill:
                 scale=spec.scale,
                 window=spec.window,
                 softcap=spec.softcap,
+                sinks=sinks,
             )
 
         return run

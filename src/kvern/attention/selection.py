@@ -126,7 +126,7 @@ def _expanding(shapes: Shapes) -> ExpandedAttention | None:
 
 def _hopper(shapes: Shapes) -> "HopperPrefill | None":
     """The kernel for Hopper, if it works here and knows some of the layers."""
-    if not shapes.hopper or any(layer.sinks for layer in shapes.layers):
+    if not shapes.hopper:
         return None
     if shapes.cache_dtype != shapes.dtype and shapes.cache_dtype not in LARGEST_CODE:
         return None

@@ -301,9 +301,8 @@ def _on_hopper(kind: AttentionSpec, inputs: Inputs) -> bool:
 
 
 def _hopper_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    if not any(kind.sinks for kind in _kinds(spec)):
-        kinds = (*_kinds(spec), *_expanded(spec))
-        yield from ((kind, 2, 5, inputs.block_size + 3) for kind in kinds if _on_hopper(kind, inputs))
+    kinds = (*_kinds(spec), *_expanded(spec))
+    yield from ((kind, 2, 5, inputs.block_size + 3) for kind in kinds if _on_hopper(kind, inputs))
 
 
 def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

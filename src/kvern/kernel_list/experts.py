@@ -1,7 +1,7 @@
 """Routing, and the experts that were chosen."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,9 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
         yield from ((moe, count) for count in forms(moe, inputs.batch_tokens, bytes_of_expert(spec, inputs, moe)))
 
 
-def forms(moe: MoeSpec, most: int, expert_bytes: int) -> list[int]:
+def forms(
+    moe: MoeSpec, most: int, expert_bytes: int, rows_of_block: Callable[[int, int], int] = rows_of_block
+) -> list[int]:
     """Numbers of tokens up to `most`, one for each way in which their pairs with experts are cut."""
     found: dict[tuple[int, ...], int] = {}
     for tokens in range(1, most + 1):

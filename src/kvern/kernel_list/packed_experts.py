@@ -10,8 +10,10 @@ from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernel_list.experts import OTHER_TILES, activated, as_chosen, blocks, forms, make_biases, moes
 from kvern.kernel_list.quantized import PackedKind, bytes_of, multiplies_by_codes, plain_of, random_packed
 from kvern.kernels.codes import CODES, readable
+from kvern.kernels.expert_lanes import STEP, LaneWeight, in_lanes, knows_lanes
 from kvern.kernels.moe import ACTIVATIONS
 from kvern.kernels.moe_direct import runs_direct
+from kvern.kernels.moe_lanes import LANE_ACTIVATIONS, lane_experts, rows_of_block
 from kvern.kernels.moe_packed import packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.packed import Packed
@@ -45,6 +47,7 @@ def _experts(
     by_codes: bool = False,
     hopper: bool = False,
     tiles: int = 0,
+    lanes: bool = False,
 ) -> Call:
     hidden, width = spec.hidden_size, moe.width
     x, add = inputs.numbers(tokens, hidden), inputs.numbers(tokens, hidden) if moe.shared_width else None
@@ -74,7 +77,14 @@ def _experts(
                 out.index_add_(0, token, made * weights[token, place].double()[:, None])
         return out
 
+    arranged = [_arranged(inputs, matrix) for matrix in matrices] if lanes else []
+
     def launch() -> torch.Tensor:
+        if lanes:
+            return lane_experts(
+                x, arranged[0], arranged[1], weights, chosen, moe.activation,
+                experts=moe.experts, biases=biases, add=add,
+            )  # fmt: skip
         one, other = map(readable, matrices)
         if by_codes:
             return coded_experts(
@@ -88,6 +98,16 @@ def _experts(
     touched = 1 - (1 - moe.top_k / moe.experts) ** tokens
     moved, operations = touched * sum(map(bytes_of, matrices)), 2 * tokens * moe.top_k * 3 * width * hidden
     return Call(f"{tokens} tokens {gate_up.code} {down.code}", launch, reference, moved, operations)
+
+
+def _arranged(inputs: Inputs, matrix: Packed) -> LaneWeight:
+    """The matrix in lanes; where nothing runs, memory like that."""
+    if inputs.device.type == "cuda":
+        return in_lanes(matrix._replace(codes=matrix.codes.clone()))
+    outputs, width = matrix.codes.shape
+    return LaneWeight(
+        matrix.codes.view(torch.int32), inputs.numbers(-(-2 * width // STEP), outputs, dtype=torch.float32).int()
+    )
 
 
 def _kinds(spec: ModelSpec, inputs: Inputs) -> Iterator[tuple[MoeSpec, PackedKind, PackedKind]]:
@@ -114,6 +134,8 @@ def _launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     """Where codes are multiplied by codes only tokens that are not sorted."""
     for moe, *kinds in _kinds(spec, inputs):
         expert_bytes, coded = _expert_bytes(moe, *kinds), _by_codes(moe, kinds, inputs)
+        if _by_lanes(moe, kinds, inputs):
+            continue
         for tokens in forms(moe, inputs.batch_tokens, expert_bytes):
             if not coded or runs_direct(tokens, moe.top_k, moe.experts, expert_bytes):
                 yield moe, *kinds, tokens
@@ -128,6 +150,25 @@ def _byte_share(kind: PackedKind) -> float:
 def _by_codes(moe: MoeSpec, kinds: Sequence[PackedKind], inputs: Inputs) -> bool:
     """Whether activations are rounded to codes, and multiplied as such."""
     return moe.has_plain_gate and all(kind.activations and multiplies_by_codes(kind, inputs) for kind in kinds)
+
+
+def _by_lanes(moe: MoeSpec, kinds: Sequence[PackedKind], inputs: Inputs) -> bool:
+    """Whether kernels for Hopper multiply them in lanes."""
+    forms = ((kind.code, kind.group, kind.scale, kind.inputs) for kind in kinds)
+    known = all(knows_lanes(*form) and not kind.factor for form, kind in zip(forms, kinds, strict=True))
+    return inputs.hopper and known and inputs.dtype == torch.bfloat16 and moe.activation in LANE_ACTIVATIONS
+
+
+def _lanes_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for moe, *kinds in _kinds(spec, inputs):
+        if _by_lanes(moe, kinds, inputs):
+            for tokens in forms(moe, inputs.batch_tokens, _expert_bytes(moe, *kinds), rows_of_block):
+                yield moe, *kinds, tokens, False, False, 0, True
+
+
+def _lanes_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    for sizes in itertools.islice(_lanes_launched(spec, inputs), 1):
+        yield from ((*sizes[:3], tokens, *sizes[4:]) for tokens in (1, 64, 8192))
 
 
 def _sorted(spec: ModelSpec, inputs: Inputs) -> Sizes:
@@ -175,5 +216,6 @@ def _hopper_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 KERNELS = (
     Kernel("quantized experts", "quantized", _experts, _launched, _timed),
     Kernel("experts, codes by codes", "quantized", _experts, _coded_launched, _coded_timed),
+    Kernel("experts in lanes on Hopper", "hopper_linear", _experts, _lanes_launched, _lanes_timed),
     Kernel("experts, codes by codes on Hopper", "hopper_linear", _experts, _hopper_launched, _hopper_timed),
 )

@@ -101,8 +101,8 @@ def _produce(
     do_not_specialize_on_alignment=["slots", "starts", "tokens", "counts", "tile_request", "tile_first"],
 )
 def _hopper_prefill_kernel(
-    query, cache, block_table, slots, starts, tokens, counts, tile_request, tile_first, out, tiles, scale, softcap,
-    table_stride, cache_rows,
+    query, cache, block_table, slots, starts, tokens, counts, tile_request, tile_first, out, sinks, tiles, scale,
+    softcap, table_stride, cache_rows,
     heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, KEYS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
     PRODUCER: gl.constexpr, CONSUMER: gl.constexpr,
@@ -132,7 +132,7 @@ def _hopper_prefill_kernel(
             (
                 consume,
                 (
-                    starts, tokens, counts, tile_request, tile_first, tiles, out, scale, softcap,
+                    starts, tokens, counts, tile_request, tile_first, tiles, out, sinks, scale, softcap,
                     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     heads, WINDOW, SOFTCAP, BOX, STAGES, BUFFERS, 0,
                 ),
@@ -140,7 +140,7 @@ def _hopper_prefill_kernel(
             (
                 consume,
                 (
-                    starts, tokens, counts, tile_request, tile_first, tiles, out, scale, softcap,
+                    starts, tokens, counts, tile_request, tile_first, tiles, out, sinks, scale, softcap,
                     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     heads, WINDOW, SOFTCAP, BOX, STAGES, BUFFERS, 1,
                 ),
@@ -188,6 +188,7 @@ def hopper_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """What `prefill_attention` computes, with its arguments, in tiles of `QUERIES` queries.
 
@@ -209,6 +210,7 @@ def hopper_prefill(
         tile_request,
         tile_first,
         out,
+        sinks,
         tiles,
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,

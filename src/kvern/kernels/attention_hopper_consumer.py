@@ -145,7 +145,7 @@ def _erase(values, known, BOX: gl.constexpr, LINES: gl.constexpr):
 
 @gluon.jit
 def consume(
-    starts, tokens, counts, tile_request, tile_first, tiles, out, scale, softcap,
+    starts, tokens, counts, tile_request, tile_first, tiles, out, sinks, scale, softcap,
     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     heads: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr, HALF: gl.constexpr,
@@ -234,6 +234,8 @@ def consume(
         )
         gathered, weights = warpgroup_mma_wait(1, (gathered, weights))
         mbarrier.arrive(v_empty.index(stage_v))
+        if sinks is not None:
+            total += gl.exp2(gl.load(sinks + head) * 1.4426950408889634 - maximum)
         result = gathered / gl.convert_layout(total, gl.SliceLayout(1, GATHERED))[:, None]
         row = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
         dim = gl.arange(0, DIM, gl.SliceLayout(0, LINES))

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvern.kernels.activation import activate
+from kvern.kernels.activation import activate, activate_gated
 from kvern.kernels.launch import processors as processors
 
 DTYPES = {
@@ -17,8 +17,8 @@ DTYPES = {
     torch.int32: gl.int32,
 }
 """That the matrix units multiply."""
-KINDS = (None, "silu", "gelu", "gelu_tanh", "relu")
-"""Of activations."""
+KINDS = (None, "silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
+"""Of activations, the last of them of experts alone."""
 
 
 def hopper_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> bool:
@@ -69,3 +69,11 @@ def activate_by(x, KIND: gl.constexpr):
     if KIND == 3:
         return activate(x, "gelu_tanh")
     return activate(x, "relu")
+
+
+@gluon.jit
+def activate_gated_by(gate, up, KIND: gl.constexpr):
+    """As `activate_gated`."""
+    if KIND == 5:
+        return activate_gated(gate, up, "clamped_swiglu")
+    return activate_by(gate, KIND) * up

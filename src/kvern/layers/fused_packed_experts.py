@@ -4,14 +4,18 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kvern.kernels.codes import readable
+from kvern.kernels.expert_lanes import LaneWeight, fits_lanes
 from kvern.kernels.moe import ACTIVATIONS
+from kvern.kernels.moe_lanes import LANE_ACTIVATIONS, alone, lane_experts
 from kvern.kernels.moe_packed import one_by_one, packed_experts
 from kvern.kernels.moe_scaled import coded_experts, hopper_codes
 from kvern.kernels.scaled_product import multiplies_codes
 from kvern.layers.linear_method import LinearMethod
+from kvern.layers.quantized.groups import GroupedMethod
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.layers.quantized.products import multiplies
 from kvern.layers.row_experts import RowStackedExperts
@@ -28,7 +32,8 @@ class FusedPackedExperts(RowStackedExperts):
     """Experts whose products are grouped by expert on the device.
 
     A format that rounds activations to codes like its weights' has codes multiplied by codes, but for one or a few
-    tokens, and for experts with biases, which are multiplied as they are.
+    tokens, and for experts with biases, which are multiplied as they are. On Hopper GPUs MXFP4 has kernels of its own,
+    with weights in lanes.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class FusedPackedExperts(RowStackedExperts):
     def finish(self) -> None:
         super().finish()
         methods = self.gate_up_proj, self.down_proj
+        self._lanes = self._take_lanes() if self._hopper and not self.deterministic else None
         self._packed = tuple(readable(method.packed()) for method in methods)
         codings = [coding for method in methods if (coding := _coded(method)) is not None]
         self._ways: Ways | None = None
@@ -56,6 +62,11 @@ class FusedPackedExperts(RowStackedExperts):
 
     def forward(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> Tensor:
         experts, (gate_up, down) = self.spec.experts, self._packed
+        if self._lanes is not None:
+            return lane_experts(
+                x, self._lanes[0], self._lanes[1], weights, topk_ids, self.spec.activation,
+                experts=experts, biases=self.bias_pair, add=add,
+            )  # fmt: skip
         if self._ways is not None and not one_by_one(topk_ids, experts, gate_up, down):
             return self._ways(x, weights, topk_ids, add)
         given = x, gate_up, down, weights, topk_ids, self.spec.activation
@@ -71,6 +82,17 @@ class FusedPackedExperts(RowStackedExperts):
     def choose(self, tokens: int, candidate: Hashable) -> None:
         if self._ways is not None:
             self._ways.choose(tokens, candidate)
+
+    def _take_lanes(self) -> tuple[LaneWeight, LaneWeight] | None:
+        """Both matrices as the kernel for Hopper reads them, if it knows such experts."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if not isinstance(gate_up, GroupedMethod) or not isinstance(down, GroupedMethod):
+            return None
+        known = self.spec.activation in LANE_ACTIVATIONS and gate_up.shape.dtype == torch.bfloat16
+        if not known or not all(fits_lanes(method.packed()) for method in (gate_up, down)):
+            return None
+        alone(gate_up.codes.device)
+        return gate_up.take_lanes(), down.take_lanes()
 
     def _multiply(self, x: Tensor, weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, **way: Any) -> Tensor:
         gate_up, down = self._packed

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
+from kvern.kernels.expert_lanes import LaneWeight, in_lanes
 from kvern.kernels.packed import E2M1, NF4
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import (
@@ -174,6 +175,12 @@ class GroupedMethod(QuantizedMethod):
         return Packed(
             self.form.code, self.codes, self.scale, self.zero, self.group, order=self.order, factor=self.factor
         )
+
+    def take_lanes(self) -> LaneWeight:
+        """The matrix, which has to fit, in lanes: who asks alone multiplies by it from then on."""
+        weight = in_lanes(self.packed())
+        self.scale = nn.Parameter(weight.scales, requires_grad=False)
+        return weight
 
     def fill_random(self, generator: torch.Generator) -> None:
         super().fill_random(generator)
