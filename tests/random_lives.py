@@ -45,8 +45,8 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 def with_states(setup: Setup, kept: int | None) -> Setup:
-    """The same for a model with states, of which so many are kept; such a model takes no drafts, and has no tier."""
-    return setup if kept is None else replace(setup, kept_states=kept, drafts=0, tier_blocks=0)
+    """The same for a model with states, of which so many are kept; such a model has no tier."""
+    return setup if kept is None else replace(setup, kept_states=kept, tier_blocks=0)
 
 
 def with_window(setup: Setup, windowed: tuple[int, int] | None) -> Setup:

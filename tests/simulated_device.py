@@ -258,7 +258,6 @@ class SimulatedDevice:
             if self.states:
                 before = prefix[positions.start - 1] if positions.start else 0
                 assert self.states[row.state_index] == before, f"row {item.slot} goes on with a state not its own"
-                self.states[row.state_index] = prefix[-1]
         self.clock += output.token_count
         result = ModelRunnerOutput([], [], [])
         for item, prefix in zip(output.scheduled, keys, strict=True):
@@ -267,6 +266,8 @@ class SimulatedDevice:
             assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
             self._check_window(row, self._positions(item), prefix)
             kept = self._verified(row, item, prefix)
+            if self.states:
+                self.states[row.state_index] = prefix[len(prefix) - item.sampled + len(kept) - 1]
             width = row.request.params.beam_width
             if width is None:
                 if item.sampled:

@@ -61,8 +61,8 @@ def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def blocks_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
-    def update_and_release(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
-        full = update(self, request, token_ids, sampled)
+    def update_and_release(self: Scheduler, request: Request, *arguments: Any) -> bool:
+        full = update(self, request, *arguments)
         if full and len(request.block_ids) > len(request.nodes):
             self.cache.pool.release(request.block_ids[-1:])
         return full
@@ -202,8 +202,8 @@ def all_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
 def rejected_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
-    def update_and_keep(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
-        full = update(self, request, token_ids, sampled)
+    def update_and_keep(self: Scheduler, request: Request, token_ids: list[int], sampled: int, unused: int) -> bool:
+        full = update(self, request, token_ids, sampled, unused)
         request.num_computed_tokens += (sampled - len(token_ids)) * (request.state is State.RUNNING)
         return full
 
@@ -340,12 +340,41 @@ def states_of_new_requests_are_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(StatePool, "plan", lambda self, step: [item for item in plan(self, step) if item[0] >= 0])
 
 
-@pytest.mark.parametrize(
-    "mistake", [states_of_failed_steps_stay, states_are_copied_a_step_early, states_of_new_requests_are_not_zeroed]
-)
+def states_of_unverified_drafts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = KVCacheManager.free
+
+    def free_what_is_known(self: KVCacheManager, request: Request, step: int) -> None:
+        request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids))
+        free(self, request, step)
+
+    monkeypatch.setattr(KVCacheManager, "free", free_what_is_known)
+
+
+def states_behind_a_stop_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def update_and_forget(self: Scheduler, request: Request, token_ids: list[int], sampled: int, unused: int) -> bool:
+        return update(self, request, token_ids, sampled)
+
+    monkeypatch.setattr(Scheduler, "update", update_and_forget)
+
+
+STATE_MISTAKES: list[Mistake] = [
+    states_of_failed_steps_stay,
+    states_are_copied_a_step_early,
+    states_of_new_requests_are_not_zeroed,
+    states_of_unverified_drafts_are_kept,
+    states_behind_a_stop_are_kept,
+    rejected_drafts_count,
+    rows_behind_drafts_begin_where_planned,
+]
+
+
+@pytest.mark.parametrize("mistake", STATE_MISTAKES)
 def test_a_crowd_with_states_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     def setup(seed: int) -> Setup:
-        return with_states(replace(random_setup(seed), paged=True, prefix_cache=True, chunked=True), 8)
+        setup = replace(random_setup(seed), paged=True, prefix_cache=True, chunked=True, drafts=seed % 4)
+        return with_states(setup, 8)
 
     mistake(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):

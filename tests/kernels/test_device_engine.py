@@ -377,3 +377,23 @@ def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
             found.append([answers(output) for output in outputs])
             assert llm.statistics().cached_tokens > 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen3_next" else [pytest.mark.nightly]) for name in WITH_STATES]
+)
+def test_states_see_the_drafts_that_are_accepted(family: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    """Beside prompts and single tokens, with two steps in flight; a conversation goes on with what they leave."""
+    make_checkpoint(family, tmp_path, num_hidden_layers=2, **WITH_STATES[family])
+    options, prompts = OPTIONS | {"max_batch_tokens": 12}, PROMPTS[:2]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=5, ignore_eos=True),
+    ]
+    with LLM(str(tmp_path), device="cpu", **options) as cpu, on_device(tmp_path, **options) as llm:
+        expected = cpu.generate(prompts, params)
+        with speculating(llm, expected, 0.7, most=3) as oracle:
+            assert answers(llm.generate(prompts, params)) == answers(expected)
+        assert oracle.guessed > 5
+        longer, more = [[*prompts[0], *expected[0].outputs[0].token_ids, 50]], params[0].replace(max_tokens=3)
+        assert answers(llm.generate(longer, more)) == answers(cpu.generate(longer, more))

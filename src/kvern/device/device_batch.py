@@ -117,6 +117,8 @@ class Queries:
 class DeviceBatch(InputBatch):
     """An InputBatch whose description is on the device too; R requests, the first `decodes` of which have one token.
 
+    Of the next `drafted` requests all tokens but the first are drafts.
+
     device_slots, device_starts, device_counts, query_start_loc   [R] int32: row, first position, number of tokens, and
     index of the first token among the T
     device_sample_slots                                         [S] int64: the row of each token that is sampled
@@ -132,6 +134,7 @@ class DeviceBatch(InputBatch):
     """What `Queries.tiles` returns for all requests, if it was made before."""
     shared: SharedPrefix | None = None
     """What the decodes have in common, if it is to be read once."""
+    drafted: int = 0
     uncertain: bool = False
     """Some of `starts` are bounds: where these requests begin, only the device knows."""
 
@@ -191,6 +194,7 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         device_counts=device_counts,
         query_start_loc=query_start_loc,
         device_sample_slots=device_sample_slots,
+        drafted=sum(item.sampled > 1 for item in scheduled[decodes:]),
         uncertain=uncertain,
         windows=rows.windows(*described),
     )

@@ -300,15 +300,15 @@ class EngineCore:
                 if token_ids:
                     events += self._report(request, item.slot, result)
                 continue
-            slot, logprobs = item.slot, result.logprobs[index]
+            slot, logprobs, unused = item.slot, result.logprobs[index], 0
             if item.sampled > 1:
-                token_ids = _until_stop(request, token_ids)
-                logprobs = logprobs and logprobs[: len(token_ids)]
+                kept, token_ids = len(token_ids), _until_stop(request, token_ids)
+                unused, logprobs = kept - len(token_ids), logprobs and logprobs[: len(token_ids)]
             reason = result.broken.get(slot)
             if reason == OUT_OF_TOKENS:
                 token_ids, logprobs = [], logprobs and []
             self._counted.generation_tokens += len(token_ids)
-            full = self.scheduler.update(request, token_ids, item.sampled)
+            full = self.scheduler.update(request, token_ids, item.sampled, unused)
             if reason is not None:
                 ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
                 self.scheduler.finish(request, ended, reason or None)

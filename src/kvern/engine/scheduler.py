@@ -102,14 +102,14 @@ class Scheduler:
             member.finish_reason, member.stop_reason = reason, stop_reason
             self.forget(member)
 
-    def update(self, request: Request, token_ids: list[int], sampled: int) -> bool:
-        """Append what is kept of `sampled` tokens that have arrived; whether the request has reached its length."""
+    def update(self, request: Request, token_ids: list[int], sampled: int, unused: int = 0) -> bool:
+        """Append those kept of `sampled` tokens, but for `unused` ones behind a stop; whether the length is reached."""
         request.token_ids.extend(token_ids)
         request.in_flight -= sampled
         if sampled > 1:
             request.drafts_in_flight = 0
             if request.state is State.RUNNING:
-                request.num_computed_tokens -= sampled - len(token_ids)
+                request.num_computed_tokens -= sampled - len(token_ids) - unused
         if request.state is State.RUNNING:
             self.cache.publish(request, self.step)
         else:

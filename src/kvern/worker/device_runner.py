@@ -245,6 +245,8 @@ class DeviceRunner:
         kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
         if starts is not None:
             kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
+            if kept is not None and self._states is not None:
+                self._states.accept(kept)
         write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen)
         step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
         if needs & Needs.GRAMMAR:

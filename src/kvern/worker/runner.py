@@ -133,7 +133,7 @@ class ModelRunner:
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, wanted is not None)
-        states = None if self._states is None else self._states.plan(batch)
+        states = None if self._states is None else self._states.plan(scheduled)
         attend = self._attention.plan(batch)
         hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, self._sampling.logprobs)
@@ -177,6 +177,8 @@ class ModelRunner:
         if drafted:
             starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)
             kept = verify(rows, scheduled, starts, index, positions, chosen)
+            if kept is not None and self._states is not None:
+                self._states.accept(scheduled, kept)
         self._sampling.write(index, positions, chosen)
         if not needs:
             return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept)
