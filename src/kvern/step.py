@@ -193,7 +193,7 @@ class ModelRunnerOutput:
     prompt_logprobs: list[list[TokenLogprobs] | None]
     """Of the prompt tokens that the step's tokens predict, in their order."""
     broken: dict[int, str] = field(default_factory=dict)
-    """By slot: why a request cannot go on, through its grammar or logits processor; its token means nothing.
+    """By slot: why a request cannot go on, through its grammar or logits processor; its last token means nothing.
 
     OUT_OF_TOKENS: its form was brought to an end, since its tokens run out.
     """

@@ -304,9 +304,9 @@ class EngineCore:
             if item.sampled > 1:
                 token_ids = _until_stop(request, token_ids)
                 logprobs = logprobs and logprobs[: len(token_ids)]
-            reason = result.broken.get(slot)
+            reason = result.broken.get(slot) if len(token_ids) == len(result.token_ids[index]) else None
             if reason == OUT_OF_TOKENS:
-                token_ids, logprobs = [], logprobs and []
+                token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
             self._counted.generation_tokens += len(token_ids)
             full = self.scheduler.update(request, token_ids, item.sampled)
             if reason is not None:

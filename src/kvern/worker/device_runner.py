@@ -11,7 +11,7 @@ sampled tokens <-- copied to the host behind the step, which an event marks as d
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,12 +27,12 @@ from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates, most_probable
-from kvern.sample.drafts import verify
+from kvern.sample.drafts import read_drafts, verify
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.sample.sampler import sample
 from kvern.step import ScheduledTokens, SchedulerOutput
-from kvern.structured.masks import GrammarRows
+from kvern.structured.masks import GrammarRows, Restricted
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
@@ -150,9 +150,12 @@ class DeviceRunner:
             needs |= self._needs[item.slot]
             decodes = decodes and item.count == item.sampled == 1
             uncertain = uncertain or item.uncertain
-        if uncertain and not self._attention.reads_device_starts:
-            scheduled = self._rows.certain(scheduled)
         wanted = Needs(needs)
+        if uncertain and (wanted & Needs.PROCESSORS or not self._attention.reads_device_starts):
+            scheduled = self._rows.certain(scheduled)
+        drafts = None
+        if wanted & Needs.GRAMMAR and any(item.sampled > 1 for item in scheduled):
+            drafts = read_drafts(self._rows, scheduled)  # before the model, which is not waited for
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
         if decodes and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
@@ -191,7 +194,7 @@ class DeviceRunner:
         decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions)
         counted = uncertain or any(item.sampled > 1 for item in scheduled)
         exact = batch.device_starts if counted else None
-        return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
+        return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact, drafts)
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs
@@ -223,17 +226,21 @@ class DeviceRunner:
         needs: Needs,
         prompts: PromptLogprobs | None,
         starts: torch.Tensor | None,
+        drafts: Callable[[], list[int]] | None = None,
     ) -> PendingStep:
-        """Sample and write what `slots` [S] go on with. `starts` [R] int32: of a step with drafts, or behind them."""
+        """Sample and write what `slots` [S] go on with.
+
+        `starts` [R] int32: of a step with drafts, or behind them. `drafts`: see `read_drafts`, if grammars follow them.
+        """
         rows = self._rows
         logits = self._decoder.logits(decoded.hidden, upcast=False) if decoded.logits is None else decoded.logits
         scores = self._scores(logits, scheduled, slots, decoded, needs, starts is not None)
         verdict = None
         if needs & Needs.PROCESSORS:
             verdict = self._processors.apply(scores, rows.tokens, slots, sampled_tokens(scheduled).positions)
-        broken: dict[int, str] = {}
+        broken, unknown = Restricted({}, [])
         if needs & Needs.GRAMMAR:
-            broken = self._grammars.restrict(scores, slots)
+            broken, unknown = self._grammars.restrict(scores, slots, None, drafts)
         chosen = self._choose(logits, scores, slots, decoded, needs)
         counts: list[int | None] = []
         logprobs = None
@@ -244,7 +251,7 @@ class DeviceRunner:
         candidates = DeviceCandidates(scores, logits, rows, slots, listed) if needs & Needs.BEAMS else None
         kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
         if starts is not None:
-            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
+            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen, unknown)
         write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen)
         step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
         if needs & Needs.GRAMMAR:

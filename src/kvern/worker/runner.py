@@ -13,7 +13,7 @@ from kvern.models.decoder import LanguageModel
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.drafts import kept_of, verify
 from kvern.step import ScheduledTokens, SchedulerOutput, StepResult
-from kvern.structured.masks import GrammarRows
+from kvern.structured.masks import GrammarRows, Restricted
 from kvern.worker.adapters import Adapters
 from kvern.worker.captured_decodes import CapturedDecodes, Scored
 from kvern.worker.needs import Needs, RowNeeds
@@ -172,11 +172,12 @@ class ModelRunner:
         slots, index, positions, logits = scored.slots, scored.index, scored.positions, scored.logits
         original = logits.clone() if needs & Needs.LOGPROBS and needs & CHANGES else logits
         verdict = self._constrain(logits, slots, index, positions, needs)
-        chosen, broken = self._choose(logits, slots, index, positions, needs)
+        drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []
+        chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts)
         kept = None
         if drafted:
             starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)
-            kept = verify(rows, scheduled, starts, index, positions, chosen)
+            kept = verify(rows, scheduled, starts, index, positions, chosen, unknown)
         self._sampling.write(index, positions, chosen)
         if not needs:
             return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept)
@@ -210,24 +211,45 @@ class ModelRunner:
         return self._processors.apply(logits, self._rows.tokens, slots, positions.tolist())
 
     def _choose(
-        self, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor, needs: Needs
-    ) -> tuple[torch.Tensor, dict[int, str]]:
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        index: torch.Tensor,
+        positions: torch.Tensor,
+        needs: Needs,
+        drafts: Sequence[int],
+    ) -> tuple[torch.Tensor, Restricted]:
         """Sample; grammars are asked afterwards, since they mostly allow what a model says, and masks cost more.
 
         The most probable token of all, or the earliest drawn, is also the one among those allowed, if it is allowed
-        itself. Filters look at all probabilities: they need the mask before.
+        itself. Filters look at all probabilities: they need the mask before. `drafts` [S] stand in the places of the
+        tokens that are sampled: grammars are asked about as many as are right, and one more.
         """
         if not needs & Needs.GRAMMAR:
-            return self._sampling.sample(logits, slots, index, positions, needs), {}
-        looking = [row for row, slot in enumerate(slots) if slot in self._grammars and self._needs[slot] & LOOKS_AT_ALL]
-        broken = self._grammars.restrict(logits, slots, looking)
+            return self._sampling.sample(logits, slots, index, positions, needs), Restricted({}, [])
+        bound = [row for row, slot in enumerate(slots) if slot in self._grammars]
+        looking = [row for row in bound if self._needs[slots[row]] & LOOKS_AT_ALL]
+        restricted = self._grammars.restrict(logits, slots, looking, lambda: drafts)
         chosen = self._sampling.sample(logits, slots, index, positions, needs)
-        going = [None if self._rows.request(slot).params.beam_width else slot for slot in slots]
-        refused = self._grammars.accept(going, chosen.tolist())
-        broken |= self._grammars.restrict(logits, slots, refused)
-        if refused:
-            place = torch.tensor(refused, device=logits.device)
-            again = [slots[row] for row in refused]
-            chosen[place] = self._sampling.sample(logits[place], again, index[place], positions[place], needs)
-            self._grammars.accept(again, chosen[place].tolist())
-        return chosen, broken
+        tokens = chosen.tolist()
+        going = [row for row in bound if row == 0 or slots[row - 1] != slots[row]]
+        going = [row for row in going if self._rows.request(slots[row]).params.beam_width is None]
+        while going:
+            asked = [tokens[row] for row in going]
+            refused = [going[place] for place in self._grammars.accept([slots[row] for row in going], asked)]
+            restricted.broken.update(self._grammars.broken(slots, going))
+            if refused:
+                self._grammars.restrict(logits, slots, refused)
+                place, again = torch.tensor(refused, device=logits.device), [slots[row] for row in refused]
+                found = self._sampling.sample(logits[place], again, index[place], positions[place], needs)
+                chosen[place], asked = found, found.tolist()
+                self._grammars.accept(again, asked)
+                for row, token in zip(refused, asked, strict=True):
+                    tokens[row] = token
+            stopped = {*restricted.broken, *restricted.unknown}
+            going = [
+                row + 1
+                for row in going
+                if slots[row + 1 : row + 2] == [slots[row]] and tokens[row] == drafts[row] and row not in stopped
+            ]
+        return chosen, restricted
