@@ -1,6 +1,6 @@
 """A step's result while the device still computes it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -87,13 +87,14 @@ class PendingStep:
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
 
-        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput; `verdict`: of
-        logits processors; `kept` [R]: how many of the tokens sampled for each request are kept; None: all. `on_gpu`:
-        there is a GPU to wait for even if nothing is sampled.
+        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput, but by place
+        among the S; `verdict`: of logits processors; `kept` [R]: how many of the tokens sampled for each request are
+        kept; None: all. `on_gpu`: there is a GPU to wait for even if nothing is sampled.
         """
         self._scheduled = scheduled
         self._counts = counts
         self._sampled = None if sampled is None else fetch(sampled)
+        self.kept = kept
         self._kept = None if kept is None else fetch(kept)
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
@@ -121,19 +122,24 @@ class PendingStep:
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
         candidates = {} if self._candidates is None else self._candidates.by_slot()
         broken = self._verdict.reasons() | self._broken
-        if self._kept is None and self._logprobs is None and len(tokens) == places:
+        if self._kept is None and self._logprobs is None and len(tokens) == places and not broken:
             return ModelRunnerOutput(
-                [[token] for token in tokens], [None] * places, prompts, broken, embeddings, candidates
+                [[token] for token in tokens], [None] * places, prompts, {}, embeddings, candidates
             )
-        runs = self._runs()
+        runs = self._runs(broken)
         token_ids = [tokens[run] for run in runs]
-        return ModelRunnerOutput(token_ids, self._entries(tokens, runs), prompts, broken, embeddings, candidates)
+        ends = {
+            item.slot: run.stop - 1 for item, run in zip(self._scheduled, runs, strict=True) if run.start < run.stop
+        }
+        broken_slots = {slot: broken[end] for slot, end in ends.items() if end in broken}
+        return ModelRunnerOutput(token_ids, self._entries(tokens, runs), prompts, broken_slots, embeddings, candidates)
 
-    def _runs(self) -> list[slice]:
-        """Where the tokens of each request that are kept stand among those sampled."""
+    def _runs(self, broken: Collection[int]) -> list[slice]:
+        """Where the tokens of each request that are kept stand among those sampled; none behind one that is broken."""
         kept = [item.sampled for item in self._scheduled] if self._kept is None else self._kept.tolist()
         firsts = accumulate((item.sampled for item in self._scheduled), initial=0)
-        return [slice(first, first + count) for first, count in zip(firsts, kept, strict=False)]
+        runs = [range(first, first + count) for first, count in zip(firsts, kept, strict=False)]
+        return [slice(run.start, next((row + 1 for row in run if row in broken), run.stop)) for run in runs]
 
     def _entries(self, tokens: list[int], runs: Sequence[slice]) -> list[list[TokenLogprobs] | None]:
         """Log-probabilities of the tokens in each of `runs`, where they were asked for."""
