@@ -52,7 +52,7 @@ class Recorded(VerifyGraphs):
             return None
         self.used.append((VerifyStep(0, 0, options, adapted), scheduled))
         # Results are copied from a GPU before the next replay; here they would be read behind it.
-        return VerifiedStep(verified.sampled.clone(), verified.kept.clone())
+        return VerifiedStep(*(part.clone() for part in verified))
 
     def logprobs(self, count: int, most: int) -> DeviceLogprobs:
         found = super().logprobs(count, most)
@@ -106,10 +106,11 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(tmp_path, **(OPTIONS | options))
     graphs = recorded(llm)
-    with speculating(llm, expected, 0.7, most=3):
-        found = llm.generate(PROMPTS, params)
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    for guessed_there in (False, True):
+        with speculating(llm, expected, 0.7, most=3, on_device=guessed_there):
+            found = llm.generate(PROMPTS, params)
+        assert answers(found) == answers(expected)
+        assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
     counts = {item.count for _, scheduled in graphs.used for item in scheduled}
     assert {1, 4} <= counts, "rows with and without drafts were to be verified together"
     uncertain = {item.uncertain for _, scheduled in graphs.used for item in scheduled}

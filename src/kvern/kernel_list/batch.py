@@ -88,10 +88,12 @@ def _read_slots_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 def _read_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
     tokens, table = _rows(inputs)
-    computed = inputs.integers((7, 8, 9))
+    computed, exact = inputs.integers((7, 8, 9)), inputs.zeros(3)
     slots, starts, firsts, counts = (inputs.integers(row) for row in ((1, 0, 2), (-1, 33, 0), (0, 3, 4), (3, 1, 2)))
     runs = slots, starts, firsts, counts
-    launch = partial(drafts.read_drafts, tokens, table, computed, *runs, 6, inputs.block_size)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        return *drafts.read_drafts(tokens, table, computed, *runs, exact, 6, inputs.block_size), exact
 
     def reference() -> tuple[torch.Tensor, ...]:
         row = inputs.integers((1, 1, 1, 0, 2, 2))

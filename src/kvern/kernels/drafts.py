@@ -60,20 +60,21 @@ def read_drafts(
     starts: torch.Tensor,
     firsts: torch.Tensor,
     counts: torch.Tensor,
+    exact_starts: torch.Tensor,
     total: int,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `read_tokens` returns and the positions that are sampled behind each token, [4, total] int64; the row of
-    each token, [total] int32; and where runs begin, [R] int32.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `read_tokens` returns and the positions that are sampled behind each token, [4, total] int64; and the row of
+    each token, [total] int32.
 
-    starts    [R] int32; below 0: where `computed` [slots] int32 says
+    starts        [R] int32; below 0: where `computed` [slots] int32 says
+    exact_starts  [R] int32, written
 
     All else is as for `read_tokens`; together runs have `total` tokens.
     """
     runs = slots.shape[0]
     described = torch.empty(4, total, dtype=torch.int64, device=tokens.device)
     token_slots = torch.empty(total, dtype=torch.int32, device=tokens.device)
-    exact_starts = torch.empty(runs, dtype=torch.int32, device=tokens.device)
     _read_drafts_kernel[(runs, cdiv(total, READ))](
         tokens,
         block_table,
@@ -92,7 +93,7 @@ def read_drafts(
         READ,
         num_warps=2,
     )
-    return described, token_slots, exact_starts
+    return described, token_slots
 
 
 @Launcher

@@ -113,7 +113,7 @@ class KernelParts:
             contents.adapters,
             layout.max_batch_tokens,
             states,
-            config.proposer is not None,
+            drafts=config.proposer is not None,
         )
 
     def _attention(

@@ -97,10 +97,18 @@ class VerifyGraph:
 
 
 class VerifiedStep(NamedTuple):
-    """What a step leaves, good until the next: `sampled` [S] int64, and how many are `kept` of each row, [R] int64."""
+    """What a step of R rows and T tokens leaves, all good until the next.
+
+    sampled  [T] int64           what is sampled behind each token
+    kept     [R] int64           how many of these are kept of each row
+    starts   [R] int32           where rows began
+    hidden   [T, hidden]         the last hidden states
+    """
 
     sampled: torch.Tensor
     kept: torch.Tensor
+    starts: torch.Tensor
+    hidden: torch.Tensor
 
 
 class VerifyGraphs:
@@ -127,6 +135,7 @@ class VerifyGraphs:
         largest = max((step.tokens for step in self.missing), default=0)
         self._reported = logprobs.empty(largest, rows.device)
         self._kept = torch.zeros(max(ROWS), dtype=torch.int64, device=rows.device)
+        self._starts = torch.zeros(max(ROWS) + 2, dtype=torch.int32, device=rows.device)
 
     def capture_next(self) -> None:
         """Capture the next of those that are `missing`."""
@@ -152,7 +161,8 @@ class VerifyGraphs:
             graph.inputs.copy_(send(np.array(packed, dtype=np.int32), self._rows.device))
             graph.packed = packed
         graph.replay()
-        return VerifiedStep(graph.outputs.sampled[:tokens], self._kept[: len(scheduled)])
+        count, outputs = len(scheduled), graph.outputs
+        return VerifiedStep(outputs.sampled[:tokens], self._kept[:count], self._starts[:count], outputs.hidden[:tokens])
 
     def logprobs(self, count: int, most: int) -> DeviceLogprobs:
         """Of the first `count` tokens of the last step with options, and of at most so many others beside each."""
@@ -187,11 +197,11 @@ class VerifyGraphs:
 
     def _step(self, step: VerifyStep, inputs: torch.Tensor) -> DecodedStep:
         rows, runs, tokens = self._rows, step.runs, step.tokens
-        slots, starts, counts, firsts = inputs[: 4 * runs].view(4, -1)
-        described, token_slots, starts = read_drafts(
-            rows.tokens, rows.block_table, rows.num_computed_tokens, slots, starts, firsts, counts, tokens,
-            self._block_size,
-        )  # fmt: skip
+        slots, planned, counts, firsts = inputs[: 4 * runs].view(4, -1)
+        starts, batch_rows = self._starts[:runs], (rows.tokens, rows.block_table, rows.num_computed_tokens)
+        described, token_slots = read_drafts(
+            *batch_rows, slots, planned, firsts, counts, starts, tokens, self._block_size
+        )
         token_ids, positions, slot_mapping, next_positions = described
         batch = DeviceBatch(
             slots=[rows.scratch] * runs,
