@@ -163,3 +163,100 @@ def accept_drafts(
         MOST_TOKENS,
         num_warps=1,
     )
+
+
+@Launcher
+@triton.jit(
+    do_not_specialize=["rows", "scratch"],
+    do_not_specialize_on_alignment=["asked", "tokens", "last", "state"],
+)
+def _begin_drafts_kernel(
+    computed: tl.tensor,
+    reach: tl.tensor,
+    asked: tl.tensor,
+    tokens: tl.tensor,
+    last: tl.tensor,
+    state: tl.tensor,
+    rows,
+    scratch,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    slot = tl.load(asked + row, mask=inside, other=0)
+    known = tl.load(asked + rows + row, mask=inside, other=0)
+    guesses = tl.load(asked + 2 * rows + row, mask=inside, other=0)
+    wanted = inside & (guesses > 0)
+    newest = tl.load(computed + slot, mask=wanted, other=0)
+    start = tl.where(known < 0, tl.load(reach + slot, mask=wanted, other=0), known)
+    start = tl.where(wanted, tl.minimum(tl.maximum(start, newest - 1), newest), 0)
+    tl.store(reach + slot, newest + guesses, mask=wanted)
+    behind = wanted & (start < newest)
+    tl.store(tokens + 2 * row, tl.where(wanted, slot, scratch), mask=inside)
+    tl.store(tokens + 2 * row + 1, tl.where(behind, slot, scratch), mask=inside)
+    tl.store(tokens + 2 * rows + 2 * row, start, mask=inside)
+    tl.store(tokens + 2 * rows + 2 * row + 1, tl.where(behind, newest, 0), mask=inside)
+    tl.store(last + row, (2 * row + behind.to(tl.int32)).to(tl.int64), mask=inside)
+    tl.store(state + row, tl.where(wanted, slot, scratch), mask=inside)
+    tl.store(state + rows + row, newest, mask=inside)
+    tl.store(state + 2 * rows + row, guesses, mask=inside)
+
+
+def begin_drafts(
+    computed: torch.Tensor,
+    reach: torch.Tensor,
+    asked: torch.Tensor,
+    tokens: torch.Tensor,
+    last: torch.Tensor,
+    state: torch.Tensor,
+    scratch: int,
+) -> None:
+    """Which tokens a draft model reads first: the newest of each row, and the one before where that has no keys yet.
+
+    computed  [slots] int32: the positions of the newest tokens
+    reach     [slots] int32: how many tokens have keys, which will be those before the last draft
+    asked     [3, R] int32: rows, how many of their tokens have keys (-1: as `reach` says), and drafts wanted of each; 0:
+              the row pads
+    tokens    [2, 2 * R] int32, written: rows and positions, two for each row; what pads is of row `scratch`
+    last      [R] int64, written: which of these 2 * R is each one's newest token
+    state     [3, R] int32, written: rows, positions of the newest tokens, and drafts to come
+    """
+    rows = asked.shape[1]
+    _begin_drafts_kernel[(cdiv(rows, 64),)](computed, reach, asked, tokens, last, state, rows, scratch, 64, num_warps=2)
+
+
+@Launcher
+@triton.jit(
+    do_not_specialize=["rows", "scratch", "token_stride"],
+    do_not_specialize_on_alignment=["state", "sampled"],
+)
+def _write_drafts_kernel(
+    tokens: tl.tensor,
+    state: tl.tensor,
+    sampled: tl.tensor,
+    rows,
+    scratch,
+    token_stride: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    slot = tl.load(state + row, mask=inside, other=0)
+    position = tl.load(state + rows + row, mask=inside, other=0)
+    left = tl.load(state + 2 * rows + row, mask=inside, other=0)
+    draft = tl.load(sampled + row, mask=inside, other=0).to(tl.int32)
+    tl.store(tokens + slot.to(tl.int64) * token_stride + position + 1, draft, mask=inside & (left > 0))
+    goes_on = left > 1
+    tl.store(state + row, tl.where(goes_on, slot, scratch), mask=inside)
+    tl.store(state + rows + row, tl.where(goes_on, position + 1, 0), mask=inside)
+    tl.store(state + 2 * rows + row, left - 1, mask=inside)
+
+
+def write_drafts(tokens: torch.Tensor, state: torch.Tensor, sampled: torch.Tensor) -> None:
+    """Write `sampled [R] int64` to `tokens [slots, positions]` behind the tokens that `state [3, R] int32` says, which
+    goes on to these; rows that have all their drafts become the last one, which pads.
+    """
+    rows = state.shape[1]
+    _write_drafts_kernel[(cdiv(rows, 64),)](
+        tokens, state, sampled, rows, tokens.shape[0] - 1, tokens.stride(0), 64, num_warps=2
+    )
