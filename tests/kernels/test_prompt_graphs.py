@@ -96,7 +96,7 @@ class Missing:
 
 def idle(error: Exception) -> bool:
     runner = object.__new__(DeviceRunner)
-    runner._graphs, runner._prompt_graphs = Missing(error), None  # type: ignore[assignment]
+    runner._graphs, runner._prompt_graphs, runner._verify_graphs = Missing(error), None, None  # type: ignore[assignment]
     return runner.idle()
 
 

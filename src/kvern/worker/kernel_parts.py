@@ -31,6 +31,7 @@ from kvern.worker.memory import GRAPH_BYTES, DeviceMemory, bytes_of_state, bytes
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.prompt_graphs import prompt_steps
 from kvern.worker.startup import Startup
+from kvern.worker.verify_graphs import verify_steps
 from kvern.worker.windows import choose_groups
 
 
@@ -112,6 +113,7 @@ class KernelParts:
             contents.adapters,
             layout.max_batch_tokens,
             states,
+            drafts=config.proposer is not None,
         )
 
     def _attention(
@@ -174,6 +176,13 @@ class KernelParts:
                 others = min(largest.decodes, slots - 1)
                 prompt = ScheduledTokens(others, 0, min(sum(largest) - others, longest - 1), 1)
                 runner.execute(SchedulerOutput(2, scheduled=[*decodes[:others], prompt])).result()
+        if self._config.proposer is not None and attention.reads_device_starts and states is None:
+            drafted = list(verify_steps(slots, self._plan.max_batch_tokens, longest, adapts))
+            graphs += len(drafted)
+            if drafted:
+                count = min(-(-max(step.tokens for step in drafted) // slots), longest - 1)
+                verified = [ScheduledTokens(slot, 0, count, count) for slot in range(slots)]
+                runner.execute(SchedulerOutput(3, scheduled=verified)).result()
         return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
 
 

@@ -286,6 +286,7 @@ def usable_kernels(
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
         packed=() if spec.encoder is not None else packed_kinds(spec, dtype, methods),
+        drafts=config.proposer is not None,
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)
