@@ -110,7 +110,8 @@ def test_matrices_behind_accepted_drafts(heads: Heads, device: torch.device) -> 
     written, before = Written(*(random(2, sum(DRAFTED), *shape) for shape in shapes)), memory.clone()
     for layer in range(2):
         inputs, gates = random(sum(DRAFTED), heads.channels), random.gates(sum(DRAFTED), heads, 1.0)
-        found = read_drafts(inputs, gates, memory[layer], drafts, heads, Written(*(part[layer] for part in written)))
+        own, found = Written(*(part[layer] for part in written)), torch.empty_like(written.values[layer])
+        read_drafts(inputs, gates, memory[layer], drafts, heads, own, found)
         assert_near(found, advanced(inputs, gates, memory[layer], DRAFTED, states, heads)[0])
         first = gates._replace(beta=gates.beta[accepted], step=gates.step[accepted])
         expected.append(advanced(inputs[accepted], first, memory[layer], ACCEPTED, states, heads)[1])

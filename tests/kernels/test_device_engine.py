@@ -358,9 +358,10 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, on_device: Callable
 
 
 WITH_STATES: dict[str, dict[str, Any]] = {
-    "qwen3_next": NETS,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": NETS | {"num_hidden_layers": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "granitemoehybrid": {
+        "num_hidden_layers": 2,
         "layer_types": NETS["layer_types"],
         "num_local_experts": 0,
         "mamba_n_heads": 2,
@@ -380,7 +381,7 @@ def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
     family: str, budget: int, tmp_path: Path, on_device: Callable[..., LLM]
 ) -> None:
     """Runs beside single tokens, samples that share a prompt, prompts that begin alike."""
-    make_checkpoint(family, tmp_path, num_hidden_layers=2, **WITH_STATES[family])
+    make_checkpoint(family, tmp_path, **WITH_STATES[family])
     options = OPTIONS | {"max_batch_tokens": budget}
     head = list(range(20, 28))
     prompts = [[*head, 7, 9], [*head, 41], [3, 4, 5]]
@@ -399,7 +400,7 @@ def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
 )
 def test_states_see_the_drafts_that_are_accepted(family: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     """Beside prompts and single tokens, with two steps in flight; a conversation goes on with what they leave."""
-    make_checkpoint(family, tmp_path, num_hidden_layers=2, **WITH_STATES[family])
+    make_checkpoint(family, tmp_path, **WITH_STATES[family])
     options, prompts = OPTIONS | {"max_batch_tokens": 12}, PROMPTS[:2]
     params = [
         SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),

@@ -15,7 +15,7 @@ from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.verify_graphs import ROWS, TOKENS, VerifiedStep, VerifyGraphs, VerifyStep, verify_steps
 from tests.families import make_checkpoint
-from tests.kernels.test_device_engine import OPTIONS, answers, logprobs
+from tests.kernels.test_device_engine import OPTIONS, WITH_STATES, answers, logprobs
 from tests.peft_adapters import make_adapter
 from tests.speculation import speculating
 
@@ -69,8 +69,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], Recorded]:
         runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
         assert isinstance(runner, DeviceRunner)
         bank = None if runner._adapters is None else runner._adapters.bank
-        size = runner._block_size
-        graphs = Recorded(runner._decoder, runner._attention, runner._rows, size, 100, None, None, bank)  # type: ignore[arg-type]
+        sizes: Any = runner._block_size, 100, None, None
+        graphs = Recorded(runner._decoder, runner._attention, runner._rows, *sizes, bank, runner._states)
         graphs.used = []
         with torch.inference_mode():
             while graphs.missing:
@@ -92,6 +92,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], Recorded]:
         pytest.param("gemma4", GREEDY, {}, id="two sizes of tiles", marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", GREEDY, {}, id="experts", marks=pytest.mark.nightly),
         pytest.param("glm4_moe_lite", GREEDY, {}, id="latents", marks=pytest.mark.nightly),
+        pytest.param("qwen3_next", MIXED, {}, id="delta nets", marks=pytest.mark.nightly),
+        pytest.param("granitemoehybrid", GREEDY, {}, id="mamba2", marks=pytest.mark.nightly),
+        pytest.param("lfm2", GREEDY, {}, id="convolutions", marks=pytest.mark.nightly),
     ],
 )
 def test_a_replayed_step_keeps_what_the_eager_one_does(
@@ -102,7 +105,7 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     on_device: Callable[..., LLM],
     recorded: Callable[[LLM], Recorded],
 ) -> None:
-    make_checkpoint(family, tmp_path)
+    make_checkpoint(family, tmp_path, **WITH_STATES.get(family, {}))
     expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(tmp_path, **(OPTIONS | options))
     graphs = recorded(llm)

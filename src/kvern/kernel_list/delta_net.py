@@ -88,9 +88,10 @@ def verify(
     tokens, key_heads, key_dim = len(mixed), heads.key_heads, heads.key_dim
     shapes = (key_heads, key_dim), (heads.value_heads, heads.value_dim), (heads.value_heads,)
     written = Written(*(torch.empty(1, tokens, *shape, device=mixed.device) for shape in shapes))
-    found = read_drafts(mixed, gates, memory, drafts, heads, Written(*(part[0] for part in written)))
+    read = torch.empty_like(written.values[0])
+    read_drafts(mixed, gates, memory, drafts, heads, Written(*(part[0] for part in written)), read)
     accept_writes(memory[None], written, drafts, kept)
-    return found
+    return read
 
 
 def _verify(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequence[int], accepted: Sequence[int]) -> Call:

@@ -89,9 +89,10 @@ def verify(
     heads, head_dim, groups, state_dim = sizes
     shapes = (groups, state_dim), (groups, heads // groups * head_dim), (heads,)
     written = Written(*(torch.empty(1, len(mixed), *shape, device=mixed.device) for shape in shapes))
-    found = mamba2.read_drafts(mixed, steps, memory, drafts, sizes, Written(*(part[0] for part in written)))
+    read = torch.empty_like(written.values[0])
+    mamba2.read_drafts(mixed, steps, memory, drafts, sizes, Written(*(part[0] for part in written)), read)
     accept_writes(memory[None], written, drafts, kept)
-    return found
+    return read.flatten(1)
 
 
 def _verify(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequence[int], accepted: Sequence[int]) -> Call:

@@ -62,18 +62,22 @@ def _read_drafts_kernel(
 
 
 def read_drafts(
-    inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, drafts: Drafts, heads: Heads, written: Written
-) -> torch.Tensor:
-    """As `advance_tokens`, of runs that change no state: [T, value_heads, value_dim] float32.
+    inputs: torch.Tensor,
+    gates: Gates,
+    memory: torch.Tensor,
+    drafts: Drafts,
+    heads: Heads,
+    written: Written,
+    read: torch.Tensor,
+) -> None:
+    """As `advance_tokens`, of runs that change no state, to `read [T, value_heads, value_dim]` float32.
 
     `written` is to hold what they would write, keys [T, key_heads, key_dim] of length 1 and deltas [T, value_heads,
     value_dim]. Moves the states of all heads in.
     """
-    out = torch.empty(len(inputs), heads.value_heads, heads.value_dim, dtype=torch.float32, device=inputs.device)
     keys, overlap = next_power_of_2(heads.key_dim), overlaps(inputs.device)
     values = min(VALUES, next_power_of_2(heads.value_dim))
     _read_drafts_kernel[(len(drafts.states), heads.value_heads, cdiv(heads.value_dim, values))](
-        inputs, *gates, memory, drafts.states, drafts.firsts, drafts.counts, *written, out, gates.beta.stride(0),
+        inputs, *gates, memory, drafts.states, drafts.firsts, drafts.counts, *written, read, gates.beta.stride(0),
         *heads, keys, values, overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
-    return out

@@ -219,22 +219,26 @@ def _read_drafts_kernel(
 
 
 def read_drafts(
-    inputs: torch.Tensor, steps: Steps, memory: torch.Tensor, drafts: Drafts, sizes: StateSizes, written: Written
-) -> torch.Tensor:
-    """As `advance_tokens`, of runs that change no state: [T, heads * head_dim] float32.
+    inputs: torch.Tensor,
+    steps: Steps,
+    memory: torch.Tensor,
+    drafts: Drafts,
+    sizes: StateSizes,
+    written: Written,
+    read: torch.Tensor,
+) -> None:
+    """As `advance_tokens`, of runs that change no state, to `read [T, groups, heads of a group * head_dim]` float32.
 
     `written` is to hold what they would write, keys [T, groups, state_dim] and values times steps [T, groups, heads of
     a group * head_dim]. Moves the states of all heads in.
     """
-    out = torch.empty(len(inputs), sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
     rows, overlap = next_power_of_2(sizes.state_dim), overlaps(inputs.device)
     columns = min(COLUMNS, next_power_of_2(sizes.head_dim))
     step, rate, bias, skip, scale = steps
     _read_drafts_kernel[(len(drafts.states), sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, step, rate, bias, skip, memory, drafts.states, drafts.firsts, drafts.counts, *written, out, scale,
+        inputs, step, rate, bias, skip, memory, drafts.states, drafts.firsts, drafts.counts, *written, read, scale,
         step.stride(0), *sizes, rows, columns, overlap, num_warps=max(1, rows // 32), launch_pdl=overlap,
     )  # fmt: skip
-    return out
 
 
 @triton.jit

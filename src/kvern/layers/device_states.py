@@ -14,12 +14,14 @@ from kvern.kernels.convolution import Drafts, Runs
 class Noted(NamedTuple):
     """What a layer makes of T drafts, for its states to see those that are accepted.
 
-    inputs    [T, channels]    of its convolution, in the model's dtype
-    written   to its matrices, if it has any
+    inputs    [T, channels]     of its convolution, in the model's dtype
+    written                     to its matrices, if it has any
+    read      [T, ...] float32  of these, the same for all layers alike; zeros where a token only pads a step
     """
 
     inputs: Tensor
     written: Written | None
+    read: Tensor | None
 
 
 @dataclass(frozen=True)

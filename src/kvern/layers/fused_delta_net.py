@@ -40,10 +40,11 @@ class FusedDeltaNet(DeltaNet):
             return advance_tokens(inputs, Gates(beta, step, *learned), matrices, states, heads)
 
         def of_drafts(drafts: Drafts, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
-            noted, written = memory.noted[self.index]
-            assert written is not None
+            noted, written, read = memory.noted[self.index]
+            assert written is not None and read is not None
             inputs = convolve_drafts(mixed, taps, convolved, drafts, noted)
-            return read_drafts(inputs, Gates(beta, step, *learned), matrices, drafts, heads, written)
+            read_drafts(inputs, Gates(beta, step, *learned), matrices, drafts, heads, written, read)
+            return read
 
         def of_runs(runs: Runs, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
             inputs = convolve_runs(mixed, taps, convolved, runs)

@@ -39,10 +39,11 @@ class FusedMamba2(Mamba2):
             return advance_tokens(convolve_tokens(mixed, taps, last, states), steps, state, states, sizes)
 
         def of_drafts(drafts: Drafts, mixed: Tensor, step: Tensor) -> Tensor:
-            noted, written = memory.noted[self.index]
-            assert written is not None
-            steps = Steps(step, *learned, spec.scales.step)
-            return read_drafts(convolve_drafts(mixed, taps, last, drafts, noted), steps, state, drafts, sizes, written)
+            noted, written, read = memory.noted[self.index]
+            assert written is not None and read is not None
+            steps, inputs = Steps(step, *learned, spec.scales.step), convolve_drafts(mixed, taps, last, drafts, noted)
+            read_drafts(inputs, steps, state, drafts, sizes, written, read)
+            return read.flatten(1)
 
         def of_runs(runs: Runs, mixed: Tensor, step: Tensor) -> Tensor:
             steps = Steps(step, *learned, spec.scales.step)

@@ -27,8 +27,7 @@ class FusedShortConv(ShortConv):
             return convolve_tokens(projected, taps, last, states, gated=True)
 
         def of_drafts(drafts: Drafts, projected: Tensor) -> Tensor:
-            noted, _ = memory.noted[self.index]
-            return convolve_drafts(projected, taps, last, drafts, noted, gated=True)
+            return convolve_drafts(projected, taps, last, drafts, memory.noted[self.index].inputs, gated=True)
 
         def of_runs(runs: Runs, projected: Tensor) -> Tensor:
             return convolve_runs(projected, taps, last, runs, gated=True)

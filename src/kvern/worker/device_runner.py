@@ -91,8 +91,8 @@ class DeviceRunner:
             sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
             if attention.reads_device_starts and not attention.deterministic and states is None:
                 self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes)
-            if drafts and attention.reads_device_starts and states is None:
-                self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank)
+            if drafts and attention.reads_device_starts:
+                self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:

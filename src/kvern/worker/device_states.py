@@ -77,9 +77,10 @@ class DeviceStateMemory:
         runs = runs_of(states[known:], batch.counts[known:]) if known < len(states) else None
         if not batch.drafted:
             return DeviceStates(self._layers, states[:alone], None, runs)
-        requests, tokens = slice(alone, known), sum(batch.counts[alone:known])
+        requests, tokens = slice(alone, known), len(batch.token_ids) - alone - sum(batch.counts[known:])
         firsts, counts = batch.query_start_loc[requests] - alone, batch.device_counts[requests]
         of_tokens = torch.repeat_interleave(counts, output_size=tokens).int()
+        counts = counts.masked_fill(states[requests] == self._padding, 0)
         drafts = Drafts(states[requests], firsts, counts, of_tokens)
         noted = {mixer: self._noted(mixer, tokens) for mixer in self._stacked}
         self._verified = _Verified(drafts, requests, noted)
@@ -96,11 +97,11 @@ class DeviceStateMemory:
         verified, self._verified = self._verified, None
         if verified is None:
             return
-        counts = kept[verified.requests].int()
-        for mixer, (inputs, written) in verified.noted.items():
-            accept_inputs(self._stacked[mixer][0], inputs, verified.drafts, counts)
-            if written is not None:
-                accept_writes(self._stacked[mixer][1], written, verified.drafts, counts)
+        counts = torch.minimum(kept[verified.requests].int(), verified.drafts.counts)
+        for mixer, noted in verified.noted.items():
+            accept_inputs(self._stacked[mixer][0], noted.inputs, verified.drafts, counts)
+            if noted.written is not None:
+                accept_writes(self._stacked[mixer][1], noted.written, verified.drafts, counts)
 
     def _in_order(self, parts: Mapping[RecurrentSpec, Iterable[T]]) -> Sequence[T]:
         """One of the parts of each layer's kind for each layer, in the order of the layers."""
@@ -111,13 +112,15 @@ class DeviceStateMemory:
         """Room for what all layers of a kind note of so many tokens."""
         layers, device = self._mixers.count(mixer), self._of_row.device
         inputs = torch.empty(layers, tokens, mixer.channels, dtype=self._dtype, device=device)
-        written = [torch.empty(layers, tokens, *shape, device=device) for shape in mixer.written]
-        return Noted(inputs, Written(*written) if written else None)
+        if not mixer.written:
+            return Noted(inputs, None, None)
+        written = Written(*(torch.empty(layers, tokens, *shape, device=device) for shape in mixer.written))
+        return Noted(inputs, written, torch.zeros(tokens, *written.values.shape[2:], device=device))
 
 
 def _by_layer(noted: Noted) -> Iterable[Noted]:
     """What is noted of all layers, one after another."""
     if noted.written is None:
-        return (Noted(inputs, None) for inputs in noted.inputs)
+        return (Noted(inputs, None, None) for inputs in noted.inputs)
     written = (Written(*parts) for parts in zip(*noted.written, strict=True))
-    return map(Noted, noted.inputs, written)
+    return (Noted(*parts, noted.read) for parts in zip(noted.inputs, written, strict=True))

@@ -176,7 +176,7 @@ class KernelParts:
                 others = min(largest.decodes, slots - 1)
                 prompt = ScheduledTokens(others, 0, min(sum(largest) - others, longest - 1), 1)
                 runner.execute(SchedulerOutput(2, scheduled=[*decodes[:others], prompt])).result()
-        if self._config.proposer is not None and attention.reads_device_starts and states is None:
+        if self._config.proposer is not None and attention.reads_device_starts:
             drafted = list(verify_steps(slots, self._plan.max_batch_tokens, longest, adapts))
             graphs += len(drafted)
             if drafted:

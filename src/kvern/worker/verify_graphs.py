@@ -31,6 +31,7 @@ from kvern.models.decoder import Decoder
 from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
+from kvern.worker.device_states import DeviceStateMemory
 
 ROWS = (1, 4, 16, 64, 256)
 TOKENS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -124,17 +125,18 @@ class VerifyGraphs:
         pool: Any,
         stream: torch.cuda.Stream,
         adapters: AdapterBank | None = None,
+        states: DeviceStateMemory | None = None,
     ) -> None:
         """`most`: tokens of a step; `pool` and `stream`: of graphs."""
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
-        self._pool, self._stream = pool, stream
+        self._pool, self._stream, self._states = pool, stream, states
         self._sizes = sorted(attention.tile_sizes)
         adapts = adapters is not None and adapters.captures
         self.missing = deque(verify_steps(rows.scratch, most, rows.tokens.shape[1] - 1, adapts))
         self._graphs: dict[VerifyStep, VerifyGraph] = {}
         largest = max((step.tokens for step in self.missing), default=0)
         self._reported = logprobs.empty(largest, rows.device)
-        self._kept = torch.zeros(max(ROWS), dtype=torch.int64, device=rows.device)
+        self._kept = torch.zeros(max(ROWS) + 2, dtype=torch.int64, device=rows.device)
         self._starts = torch.zeros(max(ROWS) + 2, dtype=torch.int32, device=rows.device)
 
     def capture_next(self) -> None:
@@ -215,6 +217,7 @@ class VerifyGraphs:
             logits_indices=token_slots,
             sample_positions=next_positions,
             decodes=0,
+            drafted=runs,
             device_slots=slots,
             device_starts=starts,
             device_counts=counts,
@@ -227,13 +230,16 @@ class VerifyGraphs:
         )
         adapter_indices = rows.adapters.index_select(0, token_slots) if step.adapted else None
         adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
-        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters)
+        states = None if self._states is None else self._states.plan(batch)
+        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters, states=states)
         logits = self._decoder.logits(hidden, upcast=False)
         scores = change(logits, token_slots, next_positions, rows, everything=False) if step.options else None
         sampled = sample(logits, scores, token_slots, next_positions, rows)
         if step.options:
             logprobs.logprobs(logits, token_slots, rows.logprobs, sampled, self._reported)
         accept_drafts(rows.tokens, rows.num_computed_tokens, slots, starts, firsts, counts, sampled, self._kept)
+        if self._states is not None:
+            self._states.accept(self._kept[:runs])
         return DecodedStep(hidden, logits, next_positions, sampled)
 
     def _tiles(self, step: VerifyStep, numbers: torch.Tensor) -> dict[int, Tiles]:
