@@ -190,8 +190,6 @@ def test_two_features(features: frozenset[str], alone: Alone) -> None:
 
 OTHERS = ("qwen3_5", "gpt_oss", "deepseek_v3")
 """Families with states, with sinks and windows, and with latents."""
-REFUSED_FEATURES = {"qwen3_5": frozenset(["speculation"])}
-"""By the name of an option: see below."""
 BY_DAY = ("beams+LoRA", "prefix cache+preemption")
 """What moves most of what a family keeps of a request; all other pairs are tried at night."""
 OTHER_PAIRS = [
@@ -200,7 +198,6 @@ OTHER_PAIRS = [
     )
     for family in OTHERS
     for param in PAIRS
-    if not REFUSED_FEATURES.get(family, frozenset()) & param.values[0]
 ]
 
 
@@ -210,7 +207,7 @@ def test_two_features_of_other_models(features: frozenset[str], alone: Alone) ->
 
 
 REFUSED: dict[str, set[str]] = {
-    "qwen3_5": {"deterministic", "kv_tier", "proposer"},
+    "qwen3_5": {"deterministic", "kv_tier"},
     "gpt_oss": set(),
     "deepseek_v3": {"kv_cache_dtype"},
 }
@@ -256,14 +253,9 @@ def test_everything_at_once(alone: Alone) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("alone", "refused"),
-    [(family, REFUSED_FEATURES.get(family, frozenset())) for family in OTHERS],
-    indirect=["alone"],
-    ids=OTHERS,
-)
-def test_everything_at_once_of_other_models(alone: Alone, refused: frozenset[str]) -> None:
-    check_combinations([features | EVERYWHERE - refused for features in TOGETHER], alone, times=1)
+@pytest.mark.parametrize("alone", OTHERS, indirect=True)
+def test_everything_at_once_of_other_models(alone: Alone) -> None:
+    check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
 
 
 def body_of(ask: Ask) -> dict[str, Any]:
