@@ -36,7 +36,8 @@ def test_a_model_that_drafts_for_itself_is_right(
     runner = core.executor._worker.runner
     assert isinstance(runner, DeviceRunner)
     rows, texts = runner._rows, [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    for slot, text in enumerate(texts):
+    slots = [core.scheduler.get(f"{index}").slot for index in range(3)]
+    for slot, text in zip(slots, texts, strict=True):
         rows.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
     pool = None if not captured else torch.cuda.graph_pool_handle()
     stream = None if not captured else torch.cuda.Stream(device)
@@ -44,12 +45,12 @@ def test_a_model_that_drafts_for_itself_is_right(
 
     def draft(newest: Sequence[int], known: Sequence[int]) -> list[list[int]]:
         """The drafts behind the newest tokens, of which nothing is known before."""
-        for slot, position in enumerate(newest):
+        for slot, position in zip(slots, newest, strict=True):
             rows.num_computed_tokens[slot] = position
             rows.tokens[slot, position + 1 : position + 5] = 99
-        graphs.run(list(zip(range(3), known, DRAFTS, strict=True)))
-        found = [rows.tokens[slot, at + 1 : at + 5].tolist() for slot, at in enumerate(newest)]
-        for slot, text in enumerate(texts):
+        graphs.run(list(zip(slots, known, DRAFTS, strict=True)))
+        found = [rows.tokens[slot, at + 1 : at + 5].tolist() for slot, at in zip(slots, newest, strict=True)]
+        for slot, text in zip(slots, texts, strict=True):
             rows.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
         return found
 

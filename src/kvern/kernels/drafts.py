@@ -215,8 +215,8 @@ def begin_drafts(
 
     computed  [slots] int32: the positions of the newest tokens
     reach     [slots] int32: how many tokens have keys, which will be those before the last draft
-    asked     [3, R] int32: rows, how many of their tokens have keys (-1: as `reach` says), and drafts wanted of each; 0:
-              the row pads
+    asked     [3, R] int32: rows, how many of their tokens have keys (-1: as `reach` says), and how many drafts each
+              wants; 0: it pads
     tokens    [2, 2 * R] int32, written: rows and positions, two for each row; what pads is of row `scratch`
     last      [R] int64, written: which of these 2 * R is each one's newest token
     state     [3, R] int32, written: rows, positions of the newest tokens, and drafts to come
