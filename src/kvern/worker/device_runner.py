@@ -38,6 +38,7 @@ from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
+from kvern.worker.graph_captures import Captures
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
@@ -132,9 +133,11 @@ class DeviceRunner:
         decodes = self._graphs
         if decodes is None:
             return False
-        kinds = [graphs for graphs in (self._verify_graphs, self._prompt_graphs, decodes) if graphs is not None]
+        all_kinds: tuple[Captures | None, ...]
+        all_kinds = self._verify_graphs, self._drafter.graphs, self._prompt_graphs, decodes
+        kinds = [kind for kind in all_kinds if kind is not None]
         plain = bool(decodes.missing) and not any(decodes.missing[0][1:])
-        graphs = decodes if plain else next((kind for kind in kinds if kind.missing), None)
+        graphs: Captures | None = decodes if plain else next((kind for kind in kinds if kind.missing), None)
         if graphs is None:
             return False
         try:

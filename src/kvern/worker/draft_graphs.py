@@ -45,7 +45,7 @@ class DraftSteps:
 
 
 class DraftGraphs:
-    """Captures and replays; steps that are not captured run eagerly."""
+    """Captures and replays; steps that are not captured yet run eagerly."""
 
     def __init__(
         self,
@@ -53,15 +53,14 @@ class DraftGraphs:
         attention: AttentionBackend[DeviceBatch],
         rows: DeviceRows,
         block_size: int,
-        pool: Any = None,
-        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`pool` and `stream`: of graphs; without a stream there are none."""
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
-        self._pool, self._stream = pool, stream
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        if rows.device.type == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         largest = padded_rows(min(rows.scratch, MOST_ROWS))
-        captures = stream is not None and attention.captures
-        self.missing = deque(1 << size for size in reversed(range(largest.bit_length()))) if captures else deque[int]()
+        self.missing = deque(1 << size for size in reversed(range(largest.bit_length())))
         self._steps: dict[int, DraftSteps] = {}
 
     def capture_next(self) -> None:
@@ -91,7 +90,7 @@ class DraftGraphs:
 
     def _record(self, step: Callable[[], DecodedStep]) -> Callable[[], object]:
         """Whatever repeats the step."""
-        assert self._stream is not None
+        assert self._stream is not None, "graphs are those of a GPU"
         graph, _ = capture(step, self._pool, self._stream)
         return graph.replay
 
