@@ -23,8 +23,7 @@ from kvern.device.transfer import upload
 from kvern.request import Request
 from kvern.step import SchedulerOutput
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
-from kvern.worker.graph_captures import Captures
+from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 
 RIGHT, WRONG = 0, 1
 
@@ -72,11 +71,11 @@ def rate(llm: LLM, requests: int, context: int, output: int) -> float:
     begun, first = time.perf_counter(), sum(request.output_length for request in running)
     while all(request.output_length < output - 24 for request in running):
         llm._engine.step()
-    found = (sum(request.output_length for request in running) - first) / (time.perf_counter() - begun)
+    tokens, seconds = sum(request.output_length for request in running) - first, time.perf_counter() - begun
     llm._engine.abort(llm._engine.request_ids)
     while core.has_work:
         llm._engine.step()
-    return found
+    return float(tokens / seconds)
 
 
 def always(drafts: int, running: int) -> Callable[[Request], int]:

@@ -37,8 +37,7 @@ from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
-from kvern.worker.graph_captures import Captures
+from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
