@@ -123,6 +123,38 @@ def _accept_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
     return Call("3 runs", launch, reference)
 
 
+def _begin_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
+    computed, asked = inputs.integers((7, 8, 1)), inputs.integers((2, 0, 1, 0, 3, 1, 2, 0))
+    pairs, state = inputs.zeros(2, 8), inputs.zeros(3, 4)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        drafts.begin_drafts(computed, asked.view(2, 4), pairs, state, SLOTS)
+        return pairs, state
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        both = inputs.integers((2, 2, 0, 0, 1, 1, 3, 3, 0, 1, 6, 7, 7, 8, 0, 0)).view(2, 8)
+        return both, inputs.integers((2, 0, 1, 3, 1, 7, 8, 0, 3, 1, 2, 0)).view(3, 4)
+
+    return Call("4 rows", launch, reference)
+
+
+def _write_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
+    tokens, _ = _rows(inputs)
+    state = inputs.integers((0, 1, 2, 7, 8, 0, 2, 1, 0)).view(3, 3)
+    chosen = inputs.integers((1000, 1001, 1002), torch.int64)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        drafts.write_drafts(tokens, state, chosen)
+        return tokens, state
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        expected = tokens.clone()
+        expected[0, 8], expected[1, 9] = 1000, 1001
+        return expected, inputs.integers((0, 2, 2, 8, 0, 0, 1, 0, -1)).view(3, 3)
+
+    return Call("3 rows", launch, reference)
+
+
 def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if inputs.drafts:
         yield ()
@@ -320,6 +352,8 @@ KERNELS = (
     Kernel("read slots of windows", "windows", _read_slots, _read_slots_launched),
     Kernel("read drafts", "batch", _read_drafts, _drafts_launched),
     Kernel("accept drafts", "batch", _accept_drafts, _drafts_launched),
+    Kernel("begin drafts", "batch", _begin_drafts, _drafts_launched),
+    Kernel("write drafts", "batch", _write_drafts, _drafts_launched),
     Kernel("write sampled tokens", "batch", _write_sampled, _write_sampled_launched),
     Kernel("write runs", "batch", _write_runs, _once),
     Kernel("constraints", "sampling", _change, _change_launched, _change_timed),

@@ -168,14 +168,12 @@ def accept_drafts(
 @Launcher
 @triton.jit(
     do_not_specialize=["rows", "scratch"],
-    do_not_specialize_on_alignment=["asked", "tokens", "last", "state"],
+    do_not_specialize_on_alignment=["asked", "pairs", "state"],
 )
 def _begin_drafts_kernel(
     computed: tl.tensor,
-    reach: tl.tensor,
     asked: tl.tensor,
-    tokens: tl.tensor,
-    last: tl.tensor,
+    pairs: tl.tensor,
     state: tl.tensor,
     rows,
     scratch,
@@ -183,46 +181,31 @@ def _begin_drafts_kernel(
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    slot = tl.load(asked + row, mask=inside, other=0)
-    known = tl.load(asked + rows + row, mask=inside, other=0)
-    guesses = tl.load(asked + 2 * rows + row, mask=inside, other=0)
-    wanted = inside & (guesses > 0)
+    guesses = tl.load(asked + rows + row, mask=inside, other=0)
+    wanted = guesses > 0
+    slot = tl.where(wanted, tl.load(asked + row, mask=inside, other=0), scratch)
     newest = tl.load(computed + slot, mask=wanted, other=0)
-    start = tl.where(known < 0, tl.load(reach + slot, mask=wanted, other=0), known)
-    start = tl.where(wanted, tl.minimum(tl.maximum(start, newest - 1), newest), 0)
-    tl.store(reach + slot, newest + guesses, mask=wanted)
-    behind = wanted & (start < newest)
-    tl.store(tokens + 2 * row, tl.where(wanted, slot, scratch), mask=inside)
-    tl.store(tokens + 2 * row + 1, tl.where(behind, slot, scratch), mask=inside)
-    tl.store(tokens + 2 * rows + 2 * row, start, mask=inside)
-    tl.store(tokens + 2 * rows + 2 * row + 1, tl.where(behind, newest, 0), mask=inside)
-    tl.store(last + row, (2 * row + behind.to(tl.int32)).to(tl.int64), mask=inside)
-    tl.store(state + row, tl.where(wanted, slot, scratch), mask=inside)
+    tl.store(pairs + 2 * row, slot, mask=inside)
+    tl.store(pairs + 2 * row + 1, slot, mask=inside)
+    tl.store(pairs + 2 * rows + 2 * row, tl.maximum(newest - 1, 0), mask=inside)
+    tl.store(pairs + 2 * rows + 2 * row + 1, newest, mask=inside)
+    tl.store(state + row, slot, mask=inside)
     tl.store(state + rows + row, newest, mask=inside)
     tl.store(state + 2 * rows + row, guesses, mask=inside)
 
 
 def begin_drafts(
-    computed: torch.Tensor,
-    reach: torch.Tensor,
-    asked: torch.Tensor,
-    tokens: torch.Tensor,
-    last: torch.Tensor,
-    state: torch.Tensor,
-    scratch: int,
+    computed: torch.Tensor, asked: torch.Tensor, pairs: torch.Tensor, state: torch.Tensor, scratch: int
 ) -> None:
-    """Which tokens a draft model reads first: the newest of each row, and the one before where that has no keys yet.
+    """Which tokens a draft model reads first: the newest of each row, and the one before, which may have no keys yet.
 
-    computed  [slots] int32: the positions of the newest tokens
-    reach     [slots] int32: how many tokens have keys, which will be those before the last draft
-    asked     [3, R] int32: rows, how many of their tokens have keys (-1: as `reach` says), and drafts wanted of each; 0:
-              the row pads
-    tokens    [2, 2 * R] int32, written: rows and positions, two for each row; what pads is of row `scratch`
-    last      [R] int64, written: which of these 2 * R is each one's newest token
+    computed  [slots] int32: the positions of the newest tokens, above 0
+    asked     [2, R] int32: rows, and how many drafts each wants; 0: it pads
+    pairs     [2, 2 * R] int32, written: rows and positions of both tokens of each; of row `scratch` where it pads
     state     [3, R] int32, written: rows, positions of the newest tokens, and drafts to come
     """
     rows = asked.shape[1]
-    _begin_drafts_kernel[(cdiv(rows, 64),)](computed, reach, asked, tokens, last, state, rows, scratch, 64, num_warps=2)
+    _begin_drafts_kernel[(cdiv(rows, 64),)](computed, asked, pairs, state, rows, scratch, 64, num_warps=2)
 
 
 @Launcher

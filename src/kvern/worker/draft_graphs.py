@@ -1,7 +1,7 @@
 """Steps of a draft model on a GPU, each a CUDA graph: from rows and counts on the device to drafts in the rows.
 
-    first   the newest token of each row, and the one before it where its keys are missing: all drafts of the step
-            before were accepted then, the last of which was never read
+    first   the newest token of each row, and the one before it: that was the last draft of the step before, which was
+            never read, if all were accepted
     others  the draft written by the step before; rows that have all their drafts pad
 
 A host launches as many as the longest run of drafts takes, and waits for none.
@@ -35,17 +35,17 @@ def padded_rows(rows: int) -> int:
 
 @dataclass
 class DraftSteps:
-    """The steps for so many rows, whose `asked` [3, R] int32 are as for `begin_drafts`."""
+    """The steps for so many rows, whose `asked` [2, R] int32 are as for `begin_drafts`."""
 
-    first: Callable[[], object]
-    following: Callable[[], object]
+    first: Callable[[], Any]
+    following: Callable[[], Any]
     asked: torch.Tensor
     written: Sequence[int] = ()
     """What `asked` holds."""
 
 
 class DraftGraphs:
-    """Captures and replays; steps that are not captured run eagerly."""
+    """Captures and replays; steps that are not captured yet run eagerly."""
 
     def __init__(
         self,
@@ -53,17 +53,15 @@ class DraftGraphs:
         attention: AttentionBackend[DeviceBatch],
         rows: DeviceRows,
         block_size: int,
-        pool: Any = None,
-        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`pool` and `stream`: of graphs; without a stream there are none."""
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
-        self._pool, self._stream = pool, stream
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        if rows.device.type == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         largest = padded_rows(min(rows.scratch, MOST_ROWS))
-        captures = stream is not None and attention.captures
-        self.missing = deque(1 << size for size in reversed(range(largest.bit_length()))) if captures else deque[int]()
+        self.missing = deque(1 << size for size in reversed(range(largest.bit_length())))
         self._steps: dict[int, DraftSteps] = {}
-        self._reach = torch.zeros(len(rows.requests), dtype=torch.int32, device=rows.device)
 
     def capture_next(self) -> None:
         """Capture the next of those that are `missing`."""
@@ -72,54 +70,52 @@ class DraftGraphs:
         eager.first, eager.following = self._record(eager.first), self._record(eager.following)
         self._steps[size] = eager
 
-    def run(self, asked: Sequence[tuple[int, int, int]]) -> None:
-        """Write drafts, without waiting.
+    def run(self, slots: Sequence[int], drafts: Sequence[int]) -> None:
+        """Write so many drafts behind the newest tokens of these rows, at most MOST_ROWS, without waiting.
 
-        asked  (slot, how many of its tokens have keys, drafts) of each row, at most MOST_ROWS. Keys are missing of one
-               token before the newest at most; -1 of a row that the last step wrote drafts for: what was accepted since
+        Of the tokens before the newest, the last alone may have no keys.
         """
-        size = padded_rows(len(asked))
+        size = padded_rows(len(slots))
         steps = self._steps.get(size)
         if steps is None:
             steps = self._steps[size] = self._eager(size)
-        padding = size - len(asked)
-        written = [number for column in zip(*asked, strict=True) for number in (*column, *[0] * padding)]
+        padding = [0] * (size - len(slots))
+        written = [*slots, *padding, *drafts, *padding]
         if written != steps.written:
-            steps.asked.copy_(upload(written, torch.int32, self._rows.device).view(3, -1))
+            steps.asked.copy_(upload(written, torch.int32, self._rows.device).view(2, -1))
             steps.written = written
         steps.first()
-        for _ in range(max(guesses for *_, guesses in asked) - 1):
+        for _ in range(max(drafts) - 1):
             steps.following()
 
-    def _record(self, step: Callable[[], DecodedStep]) -> Callable[[], object]:
+    def _record(self, step: Callable[[], DecodedStep]) -> Callable[[], None]:
         """Whatever repeats the step."""
-        assert self._stream is not None
+        assert self._stream is not None, "graphs are those of a GPU"
         graph, _ = capture(step, self._pool, self._stream)
         return graph.replay
 
     def _eager(self, size: int) -> DraftSteps:
         device = self._rows.device
-        asked = torch.zeros(3, size, dtype=torch.int32, device=device)
-        tokens = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)
-        last = torch.zeros(size, dtype=torch.int64, device=device)
+        asked = torch.zeros(2, size, dtype=torch.int32, device=device)
+        pairs = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)
+        last = 2 * torch.arange(size, dtype=torch.int64, device=device) + 1
         state = torch.zeros(3, size, dtype=torch.int32, device=device)
         indices = torch.arange(2 * size, dtype=torch.int32, device=device)
         ones, zeros = torch.ones_like(indices), torch.zeros_like(indices)
-        first = partial(self._first, asked, tokens, last, state, (indices, zeros, ones))
+        first = partial(self._first, asked, pairs, last, state, (indices, zeros, ones))
         half = indices[:size], zeros[:size], ones[:size]
         return DraftSteps(first, partial(self._step, state[0], state[1], None, state, half), asked)
 
     def _first(
         self,
         asked: torch.Tensor,
-        tokens: torch.Tensor,
+        pairs: torch.Tensor,
         last: torch.Tensor,
         state: torch.Tensor,
         indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> DecodedStep:
-        rows = self._rows
-        begin_drafts(rows.num_computed_tokens, self._reach, asked, tokens, last, state, rows.scratch)
-        return self._step(tokens[0], tokens[1], last, state, indices)
+        begin_drafts(self._rows.num_computed_tokens, asked, pairs, state, self._rows.scratch)
+        return self._step(pairs[0], pairs[1], last, state, indices)
 
     def _step(
         self,

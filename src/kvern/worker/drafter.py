@@ -7,9 +7,11 @@ need not: whatever stands in their places, tokens are sampled from the model alo
 """
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -39,10 +41,28 @@ class ComputedStep:
     hidden: torch.Tensor | None
 
 
+class Captures(Protocol):
+    """CUDA graphs of one kind; those that are `missing` are captured one after another."""
+
+    @property
+    def missing(self) -> deque[Any]:
+        """The likeliest first."""
+        ...
+
+    def capture_next(self) -> None:
+        """Capture the first of them."""
+        ...
+
+
 class Drafter(Protocol):
     """One that raises is not asked again: answers go on without drafts."""
 
     reads_hidden: bool
+
+    @property
+    def graphs(self) -> Captures | None:
+        """Its steps as CUDA graphs, which are captured while nothing runs; None: there are none."""
+        ...
 
     def prepare(self, output: SchedulerOutput) -> None:
         """The rows have changed as a step says: let what is kept for rows and blocks change with them."""
@@ -64,6 +84,13 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
+        self.seconds = 0.0
+        """What it took to guess behind the last step, on a device that the host waits for."""
+
+    @property
+    def graphs(self) -> Captures | None:
+        """As of a `Drafter`."""
+        return None if self._drafter is None else self._drafter.graphs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether something is to be guessed behind a step."""
@@ -76,8 +103,10 @@ class GuardedDrafter:
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does, for a step behind which something is to be guessed."""
+        begun = time.perf_counter()
         if self._drafter is not None and self.is_asked(step.scheduled):
             self._attempt(self._drafter.draft, step)
+        self.seconds = time.perf_counter() - begun
 
     def _attempt(self, call: Callable[[Asked], None], asked: Asked) -> None:
         try:
