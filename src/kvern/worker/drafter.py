@@ -9,10 +9,11 @@ need not: whatever stands in their places, tokens are sampled from the model alo
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
 
 logger = logging.getLogger("kvern")
@@ -58,12 +59,25 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """One that draws its drafts from probabilities, by which more of them can be accepted."""
+
+    drawn: Drawn | None
+    """Of the drafts that `draft` has written last; None: they are to be accepted as those of others."""
+
+
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none."""
 
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """What drafts were drawn from, if it is to be used."""
+        return self._drafter.drawn if isinstance(self._drafter, DrawingDrafter) else None
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether something is to be guessed behind a step."""
