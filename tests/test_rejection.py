@@ -236,3 +236,19 @@ def test_what_else_requests_ask_for(tiny_model: Path) -> None:
     assert texts[0][: len(greedy)] == texts[1][: len(greedy)] and texts[1] == texts[2]
     assert all(re.fullmatch("[ab]{3,9}c", text) for text in texts[1][1:-1])
     assert texts[1] != texts[0], "tokens depend on drafts"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_draft_model_tells_what_it_draws_from(tiny_model: Path, compiled: bool) -> None:
+    """The model guesses for itself: all of its drafts are right, filtered, greedy or not."""
+    options: dict[str, Any] = {"max_model_len": 64, "dtype": "float32", "threads": 1, "cpu_kernels": compiled}
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=30, ignore_eos=True) for seed in range(4)]
+    params += [params[0].replace(top_p=0.7, min_p=0.01), params[0].replace(top_k=5), params[0].replace(temperature=0)]
+    with LLM(str(tiny_model), draft_model=str(tiny_model), acceptance="rejection", **options) as llm:
+        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 4)
+        before = llm.generate([[5, 6, 7]] * len(params), params)
+        statistics = llm.statistics()
+        assert 100 < statistics.accepted_tokens == statistics.draft_tokens
+    with LLM(str(tiny_model), **options) as plain:
+        expected = plain.generate([[5, 6, 7]] * len(params), params)
+    assert before[-1].outputs[0].token_ids == expected[-1].outputs[0].token_ids

@@ -12,6 +12,7 @@ from kvern.kernels.sampling import sample
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample.rejection import DrawnDrafts, accept
 from kvern.step import NewRequest
+from tests.speculation import AnyLength
 from tests.test_rejection import check_draws, logits_of, p_value
 from tests.tiny_model import make_tiny_model
 
@@ -39,3 +40,16 @@ def test_tokens_have_the_models_probabilities(draws: int, device: torch.device) 
 def test_an_engine_draws_with_the_models_probabilities(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     options = {"dtype": "float32", "max_model_len": 64, "max_batch_requests": 32, "kv_cache_tokens": 2048}
     check_draws(on_device(make_tiny_model(tmp_path / "model"), **options), 30, 20)
+
+
+@pytest.mark.nightly
+def test_a_draft_model_tells_what_it_draws_from(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    """The model guesses for itself, filtered, greedy or not: its drafts are right."""
+    folder = str(make_tiny_model(tmp_path / "model"))
+    options = {"dtype": "float32", "max_model_len": 64, "max_batch_requests": 4, "kv_cache_tokens": 256}
+    params = [SamplingParams(temperature=1.0, seed=seed, top_p=0.7, max_tokens=9, ignore_eos=True) for seed in range(3)]
+    params.append(params[0].replace(temperature=0))
+    llm = on_device(folder, draft_model=folder, acceptance="rejection", **options)
+    llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    llm.generate([[5, 6, 7]] * len(params), params)
+    assert 10 < llm.statistics().accepted_tokens == llm.statistics().draft_tokens

@@ -44,6 +44,15 @@ class Drawn:
         """Others are drawn."""
         self._drawn.clear()
 
+    def draw(
+        self, logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The next draft of each of these rows, [N] int64, as `sampler.sample` draws it; arguments as there."""
+        theirs = probabilities(logits, rows, slots, positions)
+        self.keep(slots, theirs)
+        seeds = rows.seeds[upload(slots, torch.int64, logits.device)]
+        return draw(theirs, uniform(seeds, positions, torch.arange(logits.shape[-1], device=logits.device)[None]))
+
     def keep(self, slots: Sequence[int], probabilities: torch.Tensor) -> None:
         """Of the next draft of each of these rows of the batch: [N, vocabulary] float32, which sum to 1."""
         self._drawn.append(({slot: row for row, slot in enumerate(slots)}, probabilities))

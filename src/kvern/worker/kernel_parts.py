@@ -22,6 +22,7 @@ from kvern.layers.tuning import tune
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.request import PromptInput, RequestSpec
+from kvern.sample.rejection import Drawn
 from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import restrict
@@ -135,7 +136,8 @@ class KernelParts:
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
-        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens)
+        drawn = Drawn() if self._config.acceptance == "rejection" else None
+        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens, drawn)
 
     def _attention(
         self,
