@@ -159,6 +159,7 @@ class Drawing:
     """Draws drafts from probabilities that know nothing of the text, by the random numbers that tokens are drawn by."""
 
     reads_hidden = False
+    graphs = None
 
     def __init__(self, rows: BatchRows, probabilities: torch.Tensor, drawn: Drawn | None) -> None:
         self._rows, self._probabilities, self.drawn = rows, probabilities, drawn

@@ -17,6 +17,7 @@ class LatentKernels:
     name = "triton"
     captures = True
     prefix_members = 0
+    tile_sizes = frozenset({QUERIES})
 
     def __init__(self, layers: Sequence[AttentionSpec], device: torch.device, max_requests: int) -> None:
         self._layers = list(layers)

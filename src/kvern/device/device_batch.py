@@ -1,6 +1,6 @@
 """A step and the batch's rows for a runner that never waits for its device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -62,6 +62,10 @@ class DeviceRows(ListedRows):
         return list(zip(self.window_tables, mappings, strict=True))
 
 
+Tiles = tuple[torch.Tensor, torch.Tensor]
+"""Runs of queries: their request and their first query's index within it, both [tiles] int32."""
+
+
 @dataclass
 class Queries:
     """R requests whose tokens follow each other, T of them.
@@ -80,28 +84,27 @@ class Queries:
     device_starts: torch.Tensor
     query_start_loc: torch.Tensor
     device_counts: torch.Tensor
-    known_tiles: tuple[torch.Tensor, torch.Tensor] | None = None
+    known_tiles: Callable[[int], Tiles] | None = None
     shared: SharedPrefix | None = None
     """What decodes have in common."""
-    made_tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    few: bool = False
+    """All requests have few tokens, how many only the device knows."""
+    made_tiles: dict[int, Tiles] = field(default_factory=dict)
     """By size: the same for all block tables."""
 
     def over(self, block_table: torch.Tensor) -> "Queries":
         """The same over another block table."""
         return self if block_table is self.block_table else replace(self, block_table=block_table)
 
-    def tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs of at most `size` queries, those with the most keys first.
-
-        Their request and their first query's index within it, both [tiles] int32.
-        """
+    def tiles(self, size: int) -> Tiles:
+        """Runs of at most `size` queries, those with the most keys first."""
         if self.known_tiles is not None:
-            return self.known_tiles
+            return self.known_tiles(size)
         if size not in self.made_tiles:
             self.made_tiles[size] = self._make_tiles(size)
         return self.made_tiles[size]
 
-    def _make_tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_tiles(self, size: int) -> Tiles:
         tiles = [
             (start + first, request, first)
             for request, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
@@ -128,8 +131,10 @@ class DeviceBatch(InputBatch):
     device_counts: torch.Tensor
     query_start_loc: torch.Tensor
     device_sample_slots: torch.Tensor
-    tiles: tuple[torch.Tensor, torch.Tensor] | None = None
-    """What `Queries.tiles` returns for all requests, if it was made before."""
+    tiles: Callable[[int], Tiles] | None = None
+    """What `Queries.tiles` is for all requests, if they were made before."""
+    few: bool = False
+    """As of `Queries`."""
     shared: SharedPrefix | None = None
     """What the decodes have in common, if it is to be read once."""
     uncertain: bool = False
@@ -150,6 +155,7 @@ class DeviceBatch(InputBatch):
             device_counts=self.device_counts[requests],
             known_tiles=self.tiles,
             shared=None if first else self.shared,
+            few=self.few,
         )
 
 

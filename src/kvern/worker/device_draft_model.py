@@ -17,15 +17,13 @@ from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs
 from kvern.worker.draft_keys import DraftKeys
 from kvern.worker.drafter import ComputedStep
 
 
 class DeviceDraftModel:
-    """A `Drafter` whose batch lives on the device; `max_tokens`: of a step that catches up with a prompt.
-
-    `drawn`: where it keeps what it draws from, if that is wanted.
-    """
+    """A `Drafter` whose batch lives on the device; `max_tokens`: of a step that catches up with a prompt."""
 
     reads_hidden = False
 
@@ -36,11 +34,14 @@ class DeviceDraftModel:
         rows: DeviceRows,
         block_size: int,
         max_tokens: int,
+        graphs: DraftGraphs | None = None,
         drawn: Drawn | None = None,
     ) -> None:
+        """`graphs`: of its steps, but those that catch up. `drawn`: where it keeps what it draws from; then no graphs."""
         self._decoder, self._attention, self._rows = decoder, attention, rows
         self._block_size, self._max_tokens, self.drawn = block_size, max_tokens, drawn
         self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)
+        self.graphs = graphs
         self._least = [0] * len(rows.requests)
         """Where each row's newest token was at least, when something was last guessed for it."""
 
@@ -67,6 +68,11 @@ class DeviceDraftModel:
             self._keys.computed(slot, self._least[slot] + bool(item.sampled))
             if item.sampled:
                 runs.append((item.guesses, slot, most))
+        if self.graphs is not None:
+            for first in range(0, len(runs), MOST_ROWS):
+                part = runs[first : first + MOST_ROWS]
+                self.graphs.run([slot for _, slot, _ in part], [guesses for guesses, *_ in part])
+            return
         if not runs:
             return
         runs.sort(reverse=True)

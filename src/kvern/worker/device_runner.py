@@ -4,6 +4,7 @@ differences --> rows on the device --> tokens, positions, slot mapping read on t
                                          |
              a step of decodes alone: one CUDA graph, from embedding to sampled token and its log-probabilities; behind
              it sampling again, where more is asked for (grammars, beams, embeddings, custom code, rare filters)
+             a step that verifies drafts: a graph as well, to the tokens that are kept
              small steps with prompts: graphs as well, up to the tokens sampled with a temperature alone
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
@@ -38,11 +39,13 @@ from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
+from kvern.worker.graph_captures import Captures
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
+from kvern.worker.verify_graphs import VerifiedStep, VerifyGraphs
 
 logger = logging.getLogger("kvern")
 
@@ -68,8 +71,9 @@ class DeviceRunner:
         max_batch_tokens: int = 0,
         states: DeviceStateMemory | None = None,
         drafter: Drafter | None = None,
+        drafts: bool = False,
     ) -> None:
-        """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many."""
+        """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many; with `drafts` such steps."""
         self._decoder = decoder
         self._attention = attention
         self.caches = attention.caches
@@ -81,14 +85,17 @@ class DeviceRunner:
         self._states = states
         self._needs = RowNeeds(rows.scratch)
         self._drafter = GuardedDrafter(drafter)
-        self._graphs, self._prompt_graphs = None, None
+        self._graphs, self._prompt_graphs, self._verify_graphs = None, None, None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
             members = attention.prefix_members if shared_prefix_attention else 0
             bank = None if adapters is None else adapters.bank
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank, states)
+            sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
             if attention.reads_device_starts and not attention.deterministic and states is None:
-                pool, stream = self._graphs.pool, self._graphs.stream
-                self._prompt_graphs = PromptGraphs(decoder, attention, rows, block_size, max_batch_tokens, pool, stream)
+                self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes)
+            drafts = drafts and self._drafter.drawn is None
+            if drafts and attention.reads_device_starts and states is None:
+                self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
@@ -124,13 +131,16 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Capture one graph; whether there are more. Those of plain decodes come first, then those with prompts."""
-        decodes, prompts = self._graphs, self._prompt_graphs
+        """Capture one graph; whether there are more. Plain decodes come first, then drafts, then prompts."""
+        decodes = self._graphs
         if decodes is None:
             return False
+        all_kinds: tuple[Captures | None, ...]
+        all_kinds = self._verify_graphs, self._drafter.graphs, self._prompt_graphs, decodes
+        kinds = [kind for kind in all_kinds if kind is not None]
         plain = bool(decodes.missing) and not any(decodes.missing[0][1:])
-        graphs = prompts if prompts is not None and prompts.missing and not plain else decodes
-        if not graphs.missing:
+        graphs: Captures | None = decodes if plain else next((kind for kind in kinds if kind.missing), None)
+        if graphs is None:
             return False
         try:
             graphs.capture_next()
@@ -141,7 +151,7 @@ class DeviceRunner:
             logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
             graphs.missing.clear()
             torch.cuda.empty_cache()
-        return bool(decodes.missing or (prompts is not None and prompts.missing))
+        return any(kind.missing for kind in kinds)
 
     def abandon(self) -> None:
         """Wait for the device and forget the steps on their way. Raises if the device is broken."""
@@ -182,6 +192,11 @@ class DeviceRunner:
                 return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most)), None
             decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
             return self._sample(scheduled, slots, decoded, wanted, None, exact), None
+        if self._verify_graphs is not None and (drafting or not decodes) and not wanted & ~IN_KERNELS:
+            verified = self._verify_graphs.run(scheduled, bool(wanted), adapted)
+            if verified is not None:
+                step = self._verified(self._verify_graphs, scheduled, verified, wanted)
+                return step, ComputedStep(scheduled, verified.starts, verified.kept, verified.hidden)
         if self._prompt_graphs is not None and not (decodes or adapted or uncertain or drafting):
             step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
             if step is not None:
@@ -211,6 +226,17 @@ class DeviceRunner:
         if not drafting:
             return step, None
         return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else hidden)
+
+    def _verified(
+        self, graphs: VerifyGraphs, scheduled: Sequence[ScheduledTokens], verified: VerifiedStep, needs: Needs
+    ) -> PendingStep:
+        """The result of a step that a graph verifies drafts in."""
+        sampled, kept = verified.sampled, verified.kept
+        if not needs & Needs.LOGPROBS:
+            return PendingStep(scheduled, sampled, kept=kept)
+        counts = [self._rows.request(item.slot).params.logprobs for item in scheduled for _ in range(item.sampled)]
+        most = max(count for count in counts if count is not None)
+        return PendingStep(scheduled, sampled, counts, graphs.logprobs(len(sampled), most), kept=kept)
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs

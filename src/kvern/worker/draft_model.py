@@ -32,6 +32,7 @@ class DraftModel:
     """
 
     reads_hidden = False
+    graphs = None
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import torch
 
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.worker.graph_captures import Captures
 
 logger = logging.getLogger("kvern")
 
@@ -45,6 +46,11 @@ class Drafter(Protocol):
     """One that raises is not asked again: answers go on without drafts."""
 
     reads_hidden: bool
+
+    @property
+    def graphs(self) -> Captures | None:
+        """Its steps as CUDA graphs, which are captured while nothing runs; None: there are none."""
+        ...
 
     def prepare(self, output: SchedulerOutput) -> None:
         """The rows have changed as a step says: let what is kept for rows and blocks change with them."""
@@ -81,6 +87,11 @@ class GuardedDrafter:
     def drawn(self) -> Drawn | None:
         """What drafts were drawn from, if it is to be used."""
         return self._drafter.drawn if isinstance(self._drafter, DrawingDrafter) else None
+
+    @property
+    def graphs(self) -> Captures | None:
+        """As of a `Drafter`."""
+        return None if self._drafter is None else self._drafter.graphs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether something is to be guessed behind a step."""

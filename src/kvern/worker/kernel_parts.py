@@ -30,6 +30,7 @@ from kvern.worker.contents import Contents
 from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
+from kvern.worker.draft_graphs import DraftGraphs
 from kvern.worker.graph_captures import captures
 from kvern.worker.memory import (
     GRAPH_BYTES,
@@ -43,6 +44,7 @@ from kvern.worker.memory import (
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.prompt_graphs import prompt_steps
 from kvern.worker.startup import Startup
+from kvern.worker.verify_graphs import verify_steps
 from kvern.worker.windows import choose_groups
 
 
@@ -128,6 +130,7 @@ class KernelParts:
             layout.max_batch_tokens,
             states,
             None if contents.draft is None else contents.draft.parts.drafter(contents.draft.decoder, layout, rows),
+            self._verifies(contents),
         )
 
     def drafter(self, decoder: Decoder, layout: Layout, rows: BatchRows) -> DeviceDraftModel:
@@ -137,7 +140,14 @@ class KernelParts:
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
         drawn = Drawn() if self._config.acceptance == "rejection" else None
-        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens, drawn)
+        graphs = None
+        if drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda":
+            graphs = DraftGraphs(decoder, attention, rows, layout.block_size)
+        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens, graphs, drawn)
+
+    def _verifies(self, contents: Contents) -> bool:
+        """Whether somebody guesses."""
+        return self._config.proposer is not None or contents.draft is not None
 
     def _attention(
         self,
@@ -200,6 +210,13 @@ class KernelParts:
                 others = min(largest.decodes, slots - 1)
                 prompt = ScheduledTokens(others, 0, min(sum(largest) - others, longest - 1), 1)
                 runner.execute(SchedulerOutput(2, scheduled=[*decodes[:others], prompt])).result()
+        if self._verifies(contents) and attention.reads_device_starts and states is None:
+            drafted = list(verify_steps(slots, self._plan.max_batch_tokens, longest, adapts))
+            graphs += len(drafted)
+            if drafted:
+                count = min(-(-max(step.tokens for step in drafted) // slots), longest - 1)
+                verified = [ScheduledTokens(slot, 0, count, count) for slot in range(slots)]
+                runner.execute(SchedulerOutput(3, scheduled=verified)).result()
         return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
 
 

@@ -118,7 +118,8 @@ class Worker:
             check_weights_fit(self._spec, dtype, self._memory, methods)
         else:
             torch.set_num_threads(config.threads or cpu_threads())
-        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods)
+        drafts = config.proposer is not None or self._draft is not None
+        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts)
         check_state_kernels(self._spec, kernels, device)
         if isinstance(self._spec, TransformersSpec):
             kernels &= FALLBACK_KERNELS
@@ -274,6 +275,7 @@ def usable_kernels(
     device: torch.device,
     startup: Startup,
     methods: LinearMethods,
+    drafts: bool = False,
 ) -> frozenset[str]:
     """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
     if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
@@ -302,6 +304,7 @@ def usable_kernels(
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
         packed=() if spec.encoder is not None else packed_kinds(spec, dtype, methods),
+        drafts=drafts,
     )
     with startup.stage("kernels"):
         return working_kernels(spec, inputs)
