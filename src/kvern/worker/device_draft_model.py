@@ -37,7 +37,7 @@ class DeviceDraftModel:
         graphs: DraftGraphs | None = None,
         drawn: Drawn | None = None,
     ) -> None:
-        """`graphs`: of its steps, but those that catch up. `drawn`: where it keeps what it draws from; then no graphs."""
+        """`graphs`: of steps that do not catch up. `drawn`: where it keeps what it draws from, outside of graphs."""
         self._decoder, self._attention, self._rows = decoder, attention, rows
         self._block_size, self._max_tokens, self.drawn = block_size, max_tokens, drawn
         self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)

@@ -27,8 +27,8 @@ from kvern.worker.sampling import Sampling
 class DraftModel:
     """A `Drafter` whose steps run through PyTorch, or as captured decodes on a CPU.
 
-    `max_tokens`: of a step that catches up with a prompt. `drawn`: where it keeps what it draws from, if that is wanted;
-    decodes are not captured then.
+    `max_tokens`: of a step that catches up with a prompt. `drawn`: where it keeps what it draws from; decodes are not
+    captured then.
     """
 
     reads_hidden = False
