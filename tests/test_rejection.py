@@ -1,16 +1,24 @@
 """Drafts drawn from known probabilities: tokens have the model's, and drafts are accepted as often as can be."""
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvern import SamplingParams
+from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
 from kvern.sample import sampler
 from kvern.sample.random import uniform
-from kvern.sample.rejection import DrawnDrafts, accept
+from kvern.sample.rejection import Drawn, DrawnDrafts, accept
+from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.structured_output import StructuredOutput
+from kvern.worker.drafter import ComputedStep, GuardedDrafter
+from tests.speculation import AnyLength
 from tests.test_sampler import make_rows
 
 VOCABULARY, DRAWS = 9, 20_000
@@ -51,9 +59,8 @@ def logits_of(seed: int) -> torch.Tensor:
     return torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-@pytest.mark.parametrize("asked", FILTERS, ids=str)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_tokens_have_the_models_probabilities(asked: dict[str, Any], seed: int) -> None:
+@pytest.mark.parametrize(("seed", "asked"), list(enumerate(FILTERS)), ids=str)
+def test_tokens_have_the_models_probabilities(seed: int, asked: dict[str, Any]) -> None:
     logits, theirs = logits_of(seed), logits_of(seed + 50).softmax(-1)
     drafts = drawn_from(theirs)
     rows = rows_with(drafts, **asked)
@@ -128,3 +135,121 @@ def test_a_draft_that_nobody_drew_is_accepted_with_its_probability(draft: int) -
     for tokens in (alone, chosen):
         assert p_value(tokens, own) > 0.001
         assert p_value(tokens[tokens != draft], rest / rest.sum()) > 0.001
+
+
+def test_probabilities_are_kept_until_their_drafts_are_verified() -> None:
+    drawn, step = Drawn(), [ScheduledTokens(3, 9, 4, 1), ScheduledTokens(5, 7, 2, 2), ScheduledTokens(2, 7, 4, 4)]
+    assert drawn.of(step) is None
+    numbers = torch.arange(12.0).view(6, 2)
+    drawn.keep([2, 5, 4], numbers[:3])
+    drawn.keep([2, 4], numbers[3:5])
+    found = drawn.of(step)
+    assert found is not None
+    assert dict(zip(found.places, found.probabilities.tolist(), strict=True)) == {1: [2, 3], 3: [0, 1], 4: [6, 7]}
+    drawn.clear()
+    assert drawn.of(step) is None
+
+
+HOT = 100.0
+TOKENS = list(range(60, 60 + VOCABULARY))
+"""Of the whole engine's, those that may come."""
+
+
+class Drawing:
+    """Draws drafts from probabilities that know nothing of the text, by the random numbers that tokens are drawn by."""
+
+    reads_hidden = False
+    graphs = None
+
+    def __init__(self, rows: BatchRows, probabilities: torch.Tensor, drawn: Drawn | None) -> None:
+        self._rows, self._probabilities, self.drawn = rows, probabilities, drawn
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        pass
+
+    def draft(self, step: ComputedStep) -> None:
+        rows, asked = self._rows, [item for item in step.scheduled if item.sampled and item.guesses]
+        if self.drawn is not None:
+            self.drawn.clear()
+        for ahead in range(max((item.guesses for item in asked), default=0)):
+            slots = [item.slot for item in asked if item.guesses > ahead]
+            positions = rows.num_computed_tokens[slots].long() + 1 + ahead
+            theirs = self._probabilities.expand(len(slots), -1)
+            numbers = uniform(rows.seeds[slots], positions, torch.arange(theirs.shape[1])[None])
+            rows.tokens[slots, positions] = sampler.draw(theirs, numbers).int()
+            if self.drawn is not None:
+                self.drawn.keep(slots, theirs)
+
+
+@contextmanager
+def drafting(llm: LLM, probabilities: torch.Tensor, rejection: bool) -> Iterator[None]:
+    core, runner = llm._engine.core, llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+    runner._drafter = GuardedDrafter(Drawing(runner._rows, probabilities, Drawn() if rejection else None))
+    core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    try:
+        yield
+    finally:
+        core.drafting, runner._drafter = None, GuardedDrafter(None)
+
+
+def check_draws(llm: LLM, requests: int, count: int) -> None:
+    """Of an engine whose model says the same everywhere, nearly: at a high temperature biases alone count."""
+    own, theirs = logits_of(1)[0], torch.zeros(llm._engine.inputs.vocab_size)
+    theirs[TOKENS] = logits_of(51)[0].softmax(-1)
+    hot: dict[str, Any] = {"temperature": HOT, "max_tokens": count, "ignore_eos": True, "allowed_token_ids": TOKENS}
+    biases = {token: HOT * float(logit) for token, logit in zip(TOKENS, own, strict=True)}
+    params = [SamplingParams(**hot, seed=100 + seed, logit_bias=biases) for seed in range(requests)]
+    shares, found = {}, {}
+    for rejection in (False, True, True):
+        before = llm.statistics().accepted_tokens, llm.statistics().draft_tokens
+        with drafting(llm, theirs, rejection):
+            outputs = llm.generate([[5, 6, 7]] * requests, params)
+        tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
+        now = llm.statistics().accepted_tokens, llm.statistics().draft_tokens
+        shares[rejection] = (now[0] - before[0]) / (now[1] - before[1])
+        assert p_value((tokens - TOKENS[0]).flatten(), own.softmax(-1)) > 0.001
+        found[rejection] = tokens
+    assert shares[True] > 1.1 * shares[False]
+
+
+def test_an_engine_draws_with_the_models_probabilities(tiny_model: Path) -> None:
+    options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 32, "dtype": "float32", "threads": 1}
+    with LLM(str(tiny_model), **options) as llm:
+        check_draws(llm, 100, 50)
+
+
+def test_what_else_requests_ask_for(tiny_model: Path) -> None:
+    """Greedy answers are those without drafts, drawn ones the same each time, and forms are kept."""
+    form = StructuredOutput(regex="[ab]{3,9}c")
+    greedy = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)]
+    greedy += [SamplingParams(temperature=0, max_tokens=20, structured=form, logprobs=1)]
+    drawn = [SamplingParams(seed=seed, max_tokens=20, structured=form, logprobs=1) for seed in range(12)]
+    drawn += [SamplingParams(seed=3, max_tokens=20, top_p=0.9, presence_penalty=1.0, logprobs=1, ignore_eos=True)]
+    prompts = [[5, 6, 7]] * (len(greedy) + len(drawn))
+    with LLM(str(tiny_model), max_model_len=64, max_batch_requests=16, dtype="float32", threads=1) as llm:
+        expected = llm.generate(prompts, greedy + drawn)
+        theirs = torch.zeros(llm._engine.inputs.vocab_size).index_fill_(0, torch.arange(60, 200), 1 / 140)
+        found = []
+        for _ in range(2):
+            with drafting(llm, theirs, True):
+                found.append(llm.generate(prompts, greedy + drawn))
+    texts = [[output.outputs[0].text for output in outputs] for outputs in (expected, *found)]
+    assert texts[0][: len(greedy)] == texts[1][: len(greedy)] and texts[1] == texts[2]
+    assert all(re.fullmatch("[ab]{3,9}c", text) for text in texts[1][1:-1])
+    assert texts[1] != texts[0], "tokens depend on drafts"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_draft_model_tells_what_it_draws_from(tiny_model: Path, compiled: bool) -> None:
+    """The model guesses for itself: all of its drafts are right, filtered, greedy or not."""
+    options: dict[str, Any] = {"max_model_len": 64, "dtype": "float32", "threads": 1, "cpu_kernels": compiled}
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=30, ignore_eos=True) for seed in range(4)]
+    params += [params[0].replace(top_p=0.7, min_p=0.01), params[0].replace(top_k=5), params[0].replace(temperature=0)]
+    with LLM(str(tiny_model), draft_model=str(tiny_model), acceptance="rejection", **options) as llm:
+        llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 4)
+        before = llm.generate([[5, 6, 7]] * len(params), params)
+        statistics = llm.statistics()
+        assert 100 < statistics.accepted_tokens == statistics.draft_tokens
+    with LLM(str(tiny_model), **options) as plain:
+        expected = plain.generate([[5, 6, 7]] * len(params), params)
+    assert before[-1].outputs[0].token_ids == expected[-1].outputs[0].token_ids

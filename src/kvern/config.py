@@ -110,6 +110,9 @@ class EngineConfig:
     None: the one that was made for an embedded model, or nobody."""
     speculation: Literal["auto", "off"] = "auto"
     """auto guesses as many tokens as are worth their time, where somebody guesses; off guesses none."""
+    acceptance: Literal["coupled", "rejection"] = "coupled"
+    """coupled accepts drafts that are drawn in their places, so that they change no token; rejection (Leviathan et al.
+    2023) more of a draft model's, and tokens then depend on drafts, though their probabilities do not."""
     kv_tier: str | None = None
     """Who keeps blocks that leave the KV cache: an entry point of an installed package. None: nobody."""
     grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"

@@ -11,6 +11,7 @@ probability, and the others are drawn in theirs if not, which is what `sampler.s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -18,6 +19,7 @@ from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
 from kvern.sample.random import mixed, uniform
 from kvern.sample.sampler import draw, probabilities
+from kvern.step import ScheduledTokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,43 @@ class DrawnDrafts:
     probabilities: torch.Tensor
 
 
+class Drawn:
+    """What drafts that stand in rows were drawn from, kept by who draws them until they are verified."""
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[dict[int, int], torch.Tensor]] = []
+        """By how far ahead they are: the row of each slot, and probabilities."""
+
+    def clear(self) -> None:
+        """Others are drawn."""
+        self._drawn.clear()
+
+    def draw(
+        self, logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The next draft of each of these rows, [N] int64, as `sampler.sample` draws it; arguments as there."""
+        theirs = probabilities(logits, rows, slots, positions)
+        self.keep(slots, theirs)
+        seeds = rows.seeds[upload(slots, torch.int64, logits.device)]
+        return draw(theirs, uniform(seeds, positions, torch.arange(logits.shape[-1], device=logits.device)[None]))
+
+    def keep(self, slots: Sequence[int], probabilities: torch.Tensor) -> None:
+        """Of the next draft of each of these rows of the batch: [N, vocabulary] float32, which sum to 1."""
+        self._drawn.append(({slot: row for row, slot in enumerate(slots)}, probabilities))
+
+    def of(self, scheduled: Sequence[ScheduledTokens]) -> DrawnDrafts | None:
+        """Of the drafts that a step verifies; None: of none of them."""
+        firsts = accumulate((item.sampled for item in scheduled), initial=0)
+        runs = [(first, item) for first, item in zip(firsts, scheduled, strict=False) if item.sampled > 1]
+        places, found = [], []
+        for ahead, (rows, drawn) in enumerate(self._drawn):
+            here = [(first, rows[item.slot]) for first, item in runs if ahead < item.sampled - 1 and item.slot in rows]
+            if here:
+                places += [first + ahead for first, _ in here]
+                found.append(drawn.index_select(0, upload([row for _, row in here], torch.int64, drawn.device)))
+        return DrawnDrafts(places, torch.cat(found)) if found else None
+
+
 def accept(
     chosen: torch.Tensor,
     logits: torch.Tensor,
@@ -41,14 +80,14 @@ def accept(
 ) -> None:
     """Replace the tokens `chosen` [S] int64 where drafts were drawn: by the draft, or by another token.
 
-    logits     [S, vocabulary] float32, after constraints and masks
+    logits     [S, vocabulary], after constraints and masks
     slots      S rows of the batch
     positions  [S] int64, of the tokens that are chosen; the rows have the drafts there
     """
     index = upload(drawn.places, torch.int64, logits.device)
     slot = upload([slots[place] for place in drawn.places], torch.int64, logits.device)
     position, theirs = positions[index], drawn.probabilities
-    own = probabilities(logits[index], rows, [slots[place] for place in drawn.places], position)
+    own = probabilities(logits[index].float(), rows, [slots[place] for place in drawn.places], position)
     drafts = rows.tokens[slot, position].long()
     chosen[index] = verdicts(own, theirs, drafts, rows.seeds[slot], position)
 

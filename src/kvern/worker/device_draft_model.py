@@ -15,6 +15,7 @@ from kvern.kernels.batch import write_sampled
 from kvern.kernels.sampling import sample
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
+from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs
 from kvern.worker.draft_keys import DraftKeys
@@ -34,10 +35,11 @@ class DeviceDraftModel:
         block_size: int,
         max_tokens: int,
         graphs: DraftGraphs | None = None,
+        drawn: Drawn | None = None,
     ) -> None:
-        """`graphs`: of its steps, but those that catch up."""
+        """`graphs`: of steps that do not catch up. `drawn`: where it keeps what it draws from, outside of graphs."""
         self._decoder, self._attention, self._rows = decoder, attention, rows
-        self._block_size, self._max_tokens = block_size, max_tokens
+        self._block_size, self._max_tokens, self.drawn = block_size, max_tokens, drawn
         self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)
         self.graphs = graphs
         self._least = [0] * len(rows.requests)
@@ -52,6 +54,8 @@ class DeviceDraftModel:
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does."""
+        if self.drawn is not None:
+            self.drawn.clear()
         runs: list[tuple[int, int, int]] = []
         for item in step.scheduled:
             if not item.guesses:
@@ -97,7 +101,10 @@ class DeviceDraftModel:
         hidden = self._run(batch, batch.logits_indices)
         logits = self._decoder.logits(hidden, upcast=False)
         slots, positions = batch.device_sample_slots, batch.sample_positions
-        chosen = sample(logits, None, slots, positions, self._rows)
+        if self.drawn is not None:
+            chosen = self.drawn.draw(logits.float(), self._rows, batch.sample_slots, positions)
+        else:
+            chosen = sample(logits, None, slots, positions, self._rows)
         write_sampled(self._rows.tokens, slots, positions, chosen)
 
     def _run(self, batch: DeviceBatch, wanted: torch.Tensor) -> torch.Tensor:

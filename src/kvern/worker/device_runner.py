@@ -31,6 +31,7 @@ from kvern.sample.beams import DeviceCandidates, most_probable
 from kvern.sample.drafts import read_drafts, verify
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs
+from kvern.sample.rejection import accept
 from kvern.sample.sampler import sample
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import GrammarRows, Restricted
@@ -92,6 +93,7 @@ class DeviceRunner:
             sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
             if attention.reads_device_starts and not attention.deterministic and states is None:
                 self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes)
+            drafts = drafts and self._drafter.drawn is None
             if drafts and attention.reads_device_starts:
                 self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states)
 
@@ -286,7 +288,8 @@ class DeviceRunner:
         """
         rows = self._rows
         logits = self._decoder.logits(decoded.hidden, upcast=False) if decoded.logits is None else decoded.logits
-        scores = self._scores(logits, scheduled, slots, decoded, needs, starts is not None)
+        drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
+        scores = self._scores(logits, scheduled, slots, decoded, needs, starts is not None, drawn is not None)
         verdict = None
         if needs & Needs.PROCESSORS:
             verdict = self._processors.apply(scores, rows.tokens, slots, sampled_tokens(scheduled).positions)
@@ -294,6 +297,8 @@ class DeviceRunner:
         if needs & Needs.GRAMMAR:
             broken, unknown = self._grammars.restrict(scores, slots, None, drafts)
         chosen = self._choose(logits, scores, slots, decoded, needs)
+        if drawn is not None:
+            accept(chosen, scores, rows, slots, decoded.positions, drawn)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:
@@ -320,15 +325,16 @@ class DeviceRunner:
         decoded: DecodedStates,
         needs: Needs,
         counted: bool,
+        everything: bool,
     ) -> torch.Tensor:
         """What is made of the logits [S, vocabulary], float32, of those rows that ask for it, or of all; or themselves.
 
-        `counted`: positions are exact on the device alone.
+        `counted`: positions are exact on the device alone. `everything`: of all rows.
         """
         rows = self._rows
         if not _computes(needs):
             return logits
-        everything = bool(needs & ~IN_KERNELS)
+        everything = everything or bool(needs & ~IN_KERNELS)
         scores = change(logits, decoded.slots, decoded.positions, rows, everything=everything)
         if needs & Needs.REPETITIONS:
             repeating = [place for place, slot in enumerate(slots) if self._needs[slot] & Needs.REPETITIONS]

@@ -15,6 +15,7 @@ from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
+from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.worker.captured_decodes import CapturedDecodes
 from kvern.worker.draft_keys import DraftKeys
@@ -26,7 +27,8 @@ from kvern.worker.sampling import Sampling
 class DraftModel:
     """A `Drafter` whose steps run through PyTorch, or as captured decodes on a CPU.
 
-    `max_tokens`: of a step that catches up with a prompt.
+    `max_tokens`: of a step that catches up with a prompt. `drawn`: where it keeps what it draws from; decodes are not
+    captured then.
     """
 
     reads_hidden = False
@@ -41,10 +43,11 @@ class DraftModel:
         max_tokens: int,
         sampling: Sampling,
         captured: CapturedDecodes | None,
+        drawn: Drawn | None = None,
     ) -> None:
         self._decoder, self._attention, self._rows = decoder, attention, rows
         self._block_size, self._max_tokens = block_size, max_tokens
-        self._sampling, self._captured = sampling, captured
+        self._sampling, self._captured, self.drawn = sampling, captured if drawn is None else None, drawn
         self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)
 
     def prepare(self, output: SchedulerOutput) -> None:
@@ -54,6 +57,8 @@ class DraftModel:
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does."""
+        if self.drawn is not None:
+            self.drawn.clear()
         computed = self._rows.num_computed_tokens.tolist()
         kept = [1] * len(step.scheduled) if step.kept is None else step.kept.tolist()
         runs = []
@@ -85,7 +90,10 @@ class DraftModel:
             batch, hidden = self._compute(scheduled)
             logits = self._decoder.logits(hidden).contiguous()
             slots, index = batch.sample_slots, torch.tensor(batch.sample_slots, device=hidden.device)
-            chosen = self._sampling.sample(logits, slots, index, batch.sample_positions, Needs.NOTHING)
+            if self.drawn is not None:
+                chosen = self.drawn.draw(logits, self._rows, slots, batch.sample_positions)
+            else:
+                chosen = self._sampling.sample(logits, slots, index, batch.sample_positions, Needs.NOTHING)
             self._sampling.write(index, batch.sample_positions, chosen)
 
     def _run_captured(self, captured: CapturedDecodes, scheduled: Sequence[ScheduledTokens]) -> bool:

@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
 
 logger = logging.getLogger("kvern")
@@ -78,6 +79,14 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """One that draws its drafts from probabilities, by which more of them can be accepted."""
+
+    drawn: Drawn | None
+    """Of the drafts that `draft` has written last; None: they are to be accepted as those of others."""
+
+
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none."""
 
@@ -86,6 +95,11 @@ class GuardedDrafter:
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.seconds = 0.0
         """What it took to guess behind the last step, on a device that the host waits for."""
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """What drafts were drawn from, if it is to be used."""
+        return self._drafter.drawn if isinstance(self._drafter, DrawingDrafter) else None
 
     @property
     def graphs(self) -> Captures | None:

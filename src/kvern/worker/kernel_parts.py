@@ -22,6 +22,7 @@ from kvern.layers.tuning import tune
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.request import PromptInput, RequestSpec
+from kvern.sample.rejection import Drawn
 from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import restrict
@@ -138,10 +139,11 @@ class KernelParts:
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
+        drawn = Drawn() if self._config.acceptance == "rejection" else None
         graphs = None
-        if self._config.cuda_graphs and attention.captures and self._device.type == "cuda":
+        if drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda":
             graphs = DraftGraphs(decoder, attention, rows, layout.block_size)
-        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens, graphs)
+        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens, graphs, drawn)
 
     def _verifies(self, contents: Contents) -> bool:
         """Whether somebody guesses."""

@@ -12,6 +12,7 @@ from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import LanguageModel
 from kvern.sample.beams import DeviceCandidates
 from kvern.sample.drafts import kept_of, verify
+from kvern.sample.rejection import DrawnDrafts, accept
 from kvern.step import ScheduledTokens, SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows, Restricted
 from kvern.worker.adapters import Adapters
@@ -129,7 +130,7 @@ class ModelRunner:
         captured, needs = self._captured, self._needs
         if captured is None or any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
             return None
-        if self._adapts(scheduled) or self._drafter.reads_hidden:
+        if self._adapts(scheduled) or self._drafter.reads_hidden or self._drafter.drawn is not None:
             return None
         drafts = self._drafts(scheduled)
         sampled = captured.decode(scheduled)
@@ -145,7 +146,7 @@ class ModelRunner:
             scored = self._captured.score(scheduled)
             if scored is not None:
                 needs = self._needed(scored.slots)
-                if not needs & BESIDE_KERNELS:
+                if not needs & BESIDE_KERNELS and self._drafter.drawn is None:
                     return self._keep(scheduled, drafts, self._captured.choose(len(scored.slots)), scored.hidden)
                 if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
                     scored = replace(scored, logits=scored.logits.clone())
@@ -203,7 +204,8 @@ class ModelRunner:
         original = logits.clone() if needs & Needs.LOGPROBS and needs & CHANGES else logits
         verdict = self._constrain(logits, slots, index, positions, needs)
         drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []
-        chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts)
+        drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
+        chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
         kept = None
         if drafted:
             starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)
@@ -252,19 +254,23 @@ class ModelRunner:
         positions: torch.Tensor,
         needs: Needs,
         drafts: Sequence[int],
+        drawn: DrawnDrafts | None,
     ) -> tuple[torch.Tensor, Restricted]:
         """Sample; grammars are asked afterwards, since they mostly allow what a model says, and masks cost more.
 
         The most probable token of all, or the earliest drawn, is also the one among those allowed, if it is allowed
-        itself. Filters look at all probabilities: they need the mask before. `drafts` [S] stand in the places of the
-        tokens that are sampled: grammars are asked about as many as are right, and one more.
+        itself. Filters look at all probabilities, and so do drafts that are `drawn`: they need the mask before.
+        `drafts` [S] stand in the places of the tokens that are sampled: grammars are asked about as many as are right,
+        and one more.
         """
-        if not needs & Needs.GRAMMAR:
-            return self._sampling.sample(logits, slots, index, positions, needs), Restricted({}, [])
-        bound = [row for row, slot in enumerate(slots) if slot in self._grammars]
-        looking = [row for row in bound if self._needs[slots[row]] & LOOKS_AT_ALL]
-        restricted = self._grammars.restrict(logits, slots, looking, lambda: drafts)
+        bound = [row for row, slot in enumerate(slots) if slot in self._grammars] if needs & Needs.GRAMMAR else []
+        looking = [row for row in bound if drawn is not None or self._needs[slots[row]] & LOOKS_AT_ALL]
+        restricted = self._grammars.restrict(logits, slots, looking, lambda: drafts) if bound else Restricted({}, [])
         chosen = self._sampling.sample(logits, slots, index, positions, needs)
+        if drawn is not None:
+            accept(chosen, logits, self._rows, slots, positions, drawn)
+        if not bound:
+            return chosen, restricted
         tokens = chosen.tolist()
         going = [row for row in bound if row == 0 or slots[row - 1] != slots[row]]
         going = [row for row in going if self._rows.request(slots[row]).params.beam_width is None]

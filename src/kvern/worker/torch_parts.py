@@ -16,6 +16,7 @@ from kvern.device.rows import BatchRows
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
+from kvern.sample.rejection import Drawn
 from kvern.structured import masks
 from kvern.worker.captured_decodes import CapturedDecodes
 from kvern.worker.contents import Contents
@@ -36,6 +37,7 @@ class TorchParts:
         self.unquantized = Unquantized()
         self.groups = choose_groups(config, spec, plan)
         self._compiled = "cpu_sampling" in plan.kernels
+        self._rejection = config.acceptance == "rejection"
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 
     def prepare(self, decoder: Decoder) -> None:
@@ -88,7 +90,8 @@ class TorchParts:
         if self._compiled and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size)
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
-        return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured)
+        drawn = Drawn() if self._rejection else None
+        return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
 
     def _attention(
         self, decoder: LanguageModel, eight_bit: EightBit | None, layout: Layout
