@@ -269,8 +269,6 @@ class SimulatedDevice:
             assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
             self._check_window(row, self._positions(item), prefix)
             kept = self._verified(row, item, prefix)
-            if self.states:
-                self.states[row.state_index] = prefix[len(prefix) - item.sampled + len(kept) - 1]
             width = row.request.params.beam_width
             if width is None:
                 if item.sampled:
@@ -380,12 +378,14 @@ class SimulatedDevice:
             key = extend_key(key, row.tokens[-1])
 
     def _verified(self, row: Row, item: ScheduledTokens, prefix: list[int]) -> list[int]:
-        """What is sampled, as far as drafts agree with it, and one token more."""
+        """What is sampled, as far as drafts agree with it, and one token more; the row's state sees no other drafts."""
         kept: list[int] = []
         for place in range(len(prefix) - item.sampled, len(prefix)):
             kept.append(sampled_token(row.request.seed, prefix[place]))
             if row.tokens[place + 1 : place + 2] != kept[-1:]:
                 break
+        if self.states:
+            self.states[row.state_index] = prefix[len(prefix) - item.sampled + len(kept) - 1]
         return kept
 
     def _joined_names(self, output: SchedulerOutput) -> list[str]:

@@ -107,7 +107,7 @@ def test_drafts_leave_the_answers(
         for accuracy in (0.0, 0.7, 1.0):
             with speculating(llm, expected, accuracy) as oracle:
                 assert answers(llm.generate(prompts, PARAMS)) == answers(expected)
-            assert oracle.guessed > 100
+            assert oracle.guessed > 50
         statistics = llm.statistics()
         assert is_idle(llm)
     assert 0 < statistics.accepted_tokens < statistics.draft_tokens

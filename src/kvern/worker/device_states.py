@@ -75,6 +75,7 @@ class DeviceStateMemory:
         states = self._of_row.index_select(0, batch.device_slots)
         alone, known = batch.decodes, batch.decodes + batch.drafted
         runs = runs_of(states[known:], batch.counts[known:]) if known < len(states) else None
+        self._verified = None
         if not batch.drafted:
             return DeviceStates(self._layers, states[:alone], None, runs)
         requests, tokens = slice(alone, known), len(batch.token_ids) - alone - sum(batch.counts[known:])
