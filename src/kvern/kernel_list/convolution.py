@@ -127,7 +127,8 @@ def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((mixer, DRAFTED, False, ACCEPTED) for mixer in dict.fromkeys(spec.recurrent))
+    if inputs.drafts:
+        yield from ((mixer, DRAFTED, False, ACCEPTED) for mixer in dict.fromkeys(spec.recurrent))
 
 
 def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

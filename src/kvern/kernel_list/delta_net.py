@@ -155,7 +155,8 @@ def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((net, DRAFTED, ACCEPTED) for net in _nets(spec))
+    if inputs.drafts:
+        yield from ((net, DRAFTED, ACCEPTED) for net in _nets(spec))
 
 
 def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -172,7 +172,8 @@ def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
 
 
 def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
-    yield from ((mixer, DRAFTED, ACCEPTED) for mixer in _mixers(spec))
+    if inputs.drafts:
+        yield from ((mixer, DRAFTED, ACCEPTED) for mixer in _mixers(spec))
 
 
 def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:

@@ -58,7 +58,7 @@ class StateMemory:
 
     def accept(self, scheduled: Sequence[ScheduledTokens], kept: torch.Tensor) -> None:
         """Let states see the drafts of the step that was planned last, as far as `kept [R]` says."""
-        step, self._step = self._step, None  # what was noted is as large as states are
+        step, self._step = self._step, None  # what was noted is needed no more
         assert step is not None
         step.accept([count for item, count in zip(scheduled, kept.tolist(), strict=True) if item.sampled > 1])
 
