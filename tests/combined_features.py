@@ -15,6 +15,7 @@ import pytest
 
 from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.outputs import CompletionOutput
+from kvern.request import Request
 from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools
 from tests.combined_questions import ARGUMENTS, RECORD, TOOLS
@@ -32,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "prefix_cache": False,
     "threads": 1,
 }
-BEAMS, ANSWERS = 4, 3
+BEAMS, ANSWERS, DRAFTS = 4, 3, 3
 CLOSE = 2e-3
 """Log-probabilities of whole answers that are computed in other batches."""
 
@@ -88,9 +89,12 @@ class Alone:
         return self._known[key]
 
     def ends(self, result: Result, answer: CompletionOutput) -> bool:
-        """Whether the answer ends by itself: of a random model a beam may not, since it takes no shortest way out."""
-        if not self.trained and result.ask.params.beam_width is not None and answer.finish_reason == "length":
-            return False
+        """Whether the answer is whole: of a random model a beam may not be, since it takes no shortest way out.
+
+        One that takes it may have no token left by which it would say so, and is then reported as cut off.
+        """
+        if not self.trained and answer.finish_reason == "length":
+            return result.ask.params.beam_width is None
         assert answer.finish_reason == "stop", answer.text
         return True
 
@@ -116,6 +120,23 @@ class Run:
     cached: list[int]
     """Tokens that came out of the cache, each time that the batch was answered."""
     alone: Alone
+    drafts: tuple[int, int] = (0, 0)
+    """That were verified, and that were right."""
+
+
+class Remembered:
+    """Guesses that a text goes on as one of those known, and wrongly at every fifth token."""
+
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self._texts = texts
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [self._guess(request.token_ids, request.in_flight + DRAFTS) for request in requests]
+
+    def _guess(self, known: list[int], count: int) -> list[int]:
+        text = next((text for text in self._texts if text[: len(known)] == known), known)
+        places = range(len(known), min(len(known) + count, len(text)))
+        return [text[place] if place % 5 else text[place - 1] for place in places]
 
 
 def at_once(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
@@ -366,6 +387,14 @@ class Streaming(Feature):
         assert not samples or sum(len(result.streamed) for result in samples) > len(samples)
 
 
+class Speculation(Feature):
+    """Drafts are verified, some of which are right and some wrong; beams get none."""
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        drafts, right = run.drafts
+        assert 0 < right < drafts
+
+
 FEATURES: dict[str, Feature] = {
     "structured": Structured(),
     "tools": ToolCalls(),
@@ -377,6 +406,7 @@ FEATURES: dict[str, Feature] = {
     "prefix cache": PrefixCache(),
     "preemption": Preemption(),
     "streaming": Streaming(),
+    "speculation": Speculation(),
 }
 
 PROMISED = {name: " ".join((feature.__doc__ or "").split()) for name, feature in FEATURES.items()}

@@ -34,7 +34,7 @@ an engine such a model refuses, by name, is tested beside. On top of that:
 MORE = """
 ## Tests of three and more
 
-Those of all ten answer one batch of requests with six or seven features each; every two meet in one request.
+Those of all eleven answer one batch of requests with seven or eight features each; every two meet in one request.
 
 """
 

@@ -25,6 +25,7 @@ from tests.cache_folder import load_kernels
 from tests.families import CPU_ALONE, FAMILIES, make_checkpoint, reference_logits, reference_state
 from tests.host_tier import HostTier
 from tests.peft_adapters import make_adapter, merge
+from tests.speculation import speculating
 from tests.test_model_parity import PROMPT, logits
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -111,6 +112,26 @@ def takes_adapters(folder: Path) -> bool:
     return True
 
 
+def verifies_drafts(folder: Path) -> bool:
+    """Answers whose drafts are verified, right ones and wrong ones, are those without drafts; False: it is refused."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    try:
+        llm = LLM(str(folder), **OPTIONS, dtype="float32", proposer="ngram")
+    except ConfigError as error:
+        if "proposer" not in str(error):
+            raise
+        return False
+    with llm:
+        llm._engine.core.drafting = None
+        expected = llm.generate(PROMPTS, params)
+        with speculating(llm, expected, 0.7):
+            found = llm.generate(PROMPTS, params)
+        statistics = llm.statistics()
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+    assert 0 < statistics.accepted_tokens < statistics.draft_tokens
+    return True
+
+
 @TIERS.register("tier of a table")
 def make_tier(config: EngineConfig, layout: Layout) -> HostTier:
     return HostTier(1000)
@@ -154,6 +175,7 @@ FEATURES: Mapping[str, Callable[[Path], bool]] = {
     "KV cache in INT8": lambda folder: stays_near(folder, kv_cache_dtype="int8"),
     "adapters": takes_adapters,
     "KV tier": uses_a_tier,
+    "drafts": verifies_drafts,
     "embeddings": embeds,
 }
 """Whether the tiny model in a folder has each, which is right then; on a CPU, with kernels where there are any."""

@@ -32,6 +32,7 @@ from tests.combined_features import (
     ROOT,
     Alone,
     Ask,
+    Remembered,
     Result,
     Run,
     at_once,
@@ -46,9 +47,14 @@ from tests.idle import is_idle
 from tests.model_features import QUERIES  # with the tier of a table
 from tests.peft_adapters import make_adapter
 from tests.served import serving
+from tests.speculation import AnyLength
 from tests.test_server_tools import gathered
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+
+
+EVERYWHERE = frozenset(["prefix cache", "preemption", "streaming", "speculation"])
+"""Features that an engine has for all of its requests."""
 
 
 def asks_with(features: frozenset[str], times: int) -> list[Ask]:
@@ -86,6 +92,10 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
     rounds = 2 if "prefix cache" in of_engine else 1
     llm = AsyncLLM(**options) if "streaming" in of_engine else LLM(**options)
     preempted = watch_preemptions(llm)
+    if "speculation" in of_engine:
+        found = [alone(ask).output for ask in asks]
+        texts = [[*output.prompt_token_ids, *answer.token_ids] for output in found for answer in output.outputs]
+        llm._engine.core.drafting = AnyLength(Remembered(texts), llm._engine.inputs.vocab_size)
     each: list[list[Result]] = []
     counts = [0]
 
@@ -108,7 +118,9 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
     assert bool(preempted) == bool(llm.statistics().preemptions)
     for result, before in zip(each[-1], each[0], strict=True):
         result.cached_before = before.output.cached_tokens
-    return each[-1], Run(preempted, [after - before for before, after in itertools.pairwise(counts)], alone)
+    seen = llm.statistics()
+    drafts = seen.draft_tokens, seen.accepted_tokens
+    return each[-1], Run(preempted, [after - before for before, after in itertools.pairwise(counts)], alone, drafts)
 
 
 def watch_preemptions(llm: LLM | AsyncLLM) -> set[str]:
@@ -128,7 +140,7 @@ def check_combinations(combinations: Sequence[frozenset[str]], alone: Alone, tim
     """Requests of each combination in one batch with plain ones, by an engine with all that any of them needs."""
     asks = plain_asks()  # before the others, which are then the first to lose their blocks
     asks += [ask for features in combinations for ask in asks_with(features, times)]
-    of_engine = frozenset(["prefix cache", "preemption", "streaming"]) & frozenset().union(*combinations)
+    of_engine = EVERYWHERE & frozenset().union(*combinations)
     results, run = run_batch(asks, of_engine, alone)
     for result in results:
         for answer, expected in zip(result.answers, alone(result.ask).answers, strict=True):
@@ -205,6 +217,7 @@ ENGINE_OPTIONS: dict[str, object] = {
     "kv_tier": "tier of a table",
     "kv_cache_dtype": "int8",
     "quantization": "int8",
+    "proposer": "ngram",
 }
 
 
@@ -222,7 +235,6 @@ def test_options_of_engines_are_taken_or_refused_by_name(alone: Alone, refused: 
 
 
 RARE = ("top_n_sigma", "xtc_probability", "dynatemp_range")
-EVERYWHERE = frozenset(["prefix cache", "preemption", "streaming"])
 TOGETHER = [
     frozenset(["structured", "n", "logprobs", "LoRA"]),
     frozenset(["structured", "tools", "logprobs", "DRY"]),
@@ -271,7 +283,8 @@ def test_everything_at_once_over_http(alone: Alone) -> None:
     size = str(too_little_room(asks, alone))
     adapters = [argument for name, folder in ADAPTERS.items() for argument in ("--adapter", f"{name}={folder}")]
     sizes = ["--kv-cache-tokens", size, "--max-model-len", size, "--block-size", "4", "--threads", "1"]
-    with serving("--model", "kvern-1m", "--dtype", "float32", *adapters, *sizes) as served:
+    options = ["--dtype", "float32", "--proposer", "ngram", *adapters, *sizes]
+    with serving("--model", "kvern-1m", *options) as served:
         client = served.client()
 
         def answered(ask: Ask) -> tuple[list[dict[str, Any]], int]:
@@ -281,6 +294,7 @@ def test_everything_at_once_over_http(alone: Alone) -> None:
         with ThreadPoolExecutor(len(asks)) as pool:
             found = [list(pool.map(answered, asks)) for _ in range(2)][1]
         assert served.figure("num_preemptions_total") > 0
+        assert served.figure("spec_decode_num_draft_tokens_total") > 0
     assert any(cached for ask, (_, cached) in zip(asks, found, strict=True) if ask.params.sequences == 1)
     for ask, (choices, _) in zip(asks, found, strict=True):
         for choice, answer in zip(choices, alone(ask).answers, strict=True):

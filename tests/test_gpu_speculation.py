@@ -3,12 +3,14 @@
 Run with `pytest -m gpu`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from tests.families import make_checkpoint, similar_prompts
 from tests.speculation import speculating
 from tests.test_gpu import ADAPTERS, HALVES, SMALL, held_out, steps, tokens
 
@@ -61,6 +63,23 @@ def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> N
     assert oracle.guessed > 500
     assert tokens(found) == tokens(expected)
     llm._engine.core.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 256, "cuda_graphs": False}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "lfm2"])
+def test_states_see_the_drafts_that_are_accepted(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = str(make_checkpoint(family, tmp_path, vocab_size=288, eos_token_id=1))
+    prompts = [similar_prompts(200)[index % 6] for index in range(12)]
+    params = [PARAMS[index % 3].replace(max_tokens=30, ignore_eos=True) for index in range(12)]
+    sizes: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "kv_cache_tokens": 4096, "proposer": "ngram"}
+    with LLM(model, device="cuda", max_batch_requests=12, **(sizes | options)) as llm:
+        llm._engine.core.drafting = None
+        expected = llm.generate(prompts, params)
+        for accuracy in (0.5, 1.0):
+            with speculating(llm, expected, accuracy) as oracle:
+                assert tokens(llm.generate(prompts, params)) == tokens(expected)
+            assert oracle.guessed > 200
+        llm._engine.core.scheduler.check_integrity()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

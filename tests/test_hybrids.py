@@ -258,7 +258,6 @@ def test_what_states_do_not_go_with_yet_is_refused_by_name(folder: Path) -> None
     spec, cpu, gpu = spec_from_config(read_config(folder)), torch.device("cpu"), torch.device("cuda")
     refused: list[tuple[dict[str, Any], torch.device, str]] = [
         ({"max_adapters": 1}, gpu, "adapters on a GPU .*three parts at most"),
-        ({"proposer": "ngram"}, cpu, "proposer ngram .*behind drafts that are rejected"),
         ({"kv_tier": "host"}, cpu, "kv_tier host .*no states"),
         ({"deterministic": True}, cpu, "deterministic .*last bits"),
     ]

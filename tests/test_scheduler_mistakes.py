@@ -10,11 +10,13 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvern.engine.core
+import kvern.engine.scheduler
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
+from kvern.engine.draft_room import Wanted, to_verify
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.trial import Trial
@@ -50,8 +52,10 @@ def copies_of_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
-    def schedule_reversed(self: Scheduler, time: StepTime | None = None) -> SchedulerOutput:
-        output = schedule(self, time)
+    def schedule_reversed(
+        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None
+    ) -> SchedulerOutput:
+        output = schedule(self, time, wanted)
         output.copies.reverse()
         return output
 
@@ -61,8 +65,8 @@ def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def blocks_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
-    def update_and_release(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
-        full = update(self, request, token_ids, sampled)
+    def update_and_release(self: Scheduler, request: Request, *arguments: Any) -> bool:
+        full = update(self, request, *arguments)
         if full and len(request.block_ids) > len(request.nodes):
             self.cache.pool.release(request.block_ids[-1:])
         return full
@@ -202,8 +206,8 @@ def all_are_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
 def rejected_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
-    def update_and_keep(self: Scheduler, request: Request, token_ids: list[int], sampled: int) -> bool:
-        full = update(self, request, token_ids, sampled)
+    def update_and_keep(self: Scheduler, request: Request, token_ids: list[int], sampled: int, unused: int) -> bool:
+        full = update(self, request, token_ids, sampled, unused)
         request.num_computed_tokens += (sampled - len(token_ids)) * (request.state is State.RUNNING)
         return full
 
@@ -213,8 +217,10 @@ def rejected_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
-    def schedule_certain(self: Scheduler, time: StepTime | None = None) -> SchedulerOutput:
-        output = schedule(self, time)
+    def schedule_certain(
+        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None
+    ) -> SchedulerOutput:
+        output = schedule(self, time, wanted)
         output.scheduled = [msgspec.structs.replace(item, uncertain=False) for item in output.scheduled]
         return output
 
@@ -222,15 +228,27 @@ def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def drafts_follow_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = Scheduler._drafts
-
-    def drafts_at_once(self: Scheduler, request: Request, budget: int) -> list[int]:
+    def at_once(request: Request, cache: KVCacheManager, others: int, spare: int) -> tuple[int, list[int]]:
         request.drafts_in_flight, before = 0, request.drafts_in_flight
-        found = drafts(self, request, budget)
+        found = to_verify(request, cache, others, spare)
         request.drafts_in_flight = before
         return found
 
-    monkeypatch.setattr(Scheduler, "_drafts", drafts_at_once)
+    monkeypatch.setattr(kvern.engine.scheduler, "to_verify", at_once)
+
+
+def guesses_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who guesses keeps keys in blocks that the row does not have."""
+    take = Scheduler._take
+
+    def take_without_blocks(
+        self: Scheduler, request: Request, count: int, sampled: int, output: SchedulerOutput
+    ) -> None:
+        extend, self._extend = self._extend, lambda *_: True  # type: ignore[method-assign]
+        take(self, request, count, sampled, output)
+        self._extend = extend  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Scheduler, "_take", take_without_blocks)
 
 
 def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +290,7 @@ MISTAKES: list[Mistake] = [
     rejected_drafts_count,
     rows_behind_drafts_begin_where_planned,
     drafts_follow_drafts,
+    guesses_without_blocks,
     answers_go_on_behind_a_stop,
 ]
 
@@ -340,12 +359,41 @@ def states_of_new_requests_are_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(StatePool, "plan", lambda self, step: [item for item in plan(self, step) if item[0] >= 0])
 
 
-@pytest.mark.parametrize(
-    "mistake", [states_of_failed_steps_stay, states_are_copied_a_step_early, states_of_new_requests_are_not_zeroed]
-)
+def states_of_unverified_drafts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = KVCacheManager.free
+
+    def free_what_is_known(self: KVCacheManager, request: Request, step: int) -> None:
+        request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids))
+        free(self, request, step)
+
+    monkeypatch.setattr(KVCacheManager, "free", free_what_is_known)
+
+
+def states_behind_a_stop_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def update_and_forget(self: Scheduler, request: Request, token_ids: list[int], sampled: int, unused: int) -> bool:
+        return update(self, request, token_ids, sampled)
+
+    monkeypatch.setattr(Scheduler, "update", update_and_forget)
+
+
+STATE_MISTAKES: list[Mistake] = [
+    states_of_failed_steps_stay,
+    states_are_copied_a_step_early,
+    states_of_new_requests_are_not_zeroed,
+    states_of_unverified_drafts_are_kept,
+    states_behind_a_stop_are_kept,
+    rejected_drafts_count,
+    rows_behind_drafts_begin_where_planned,
+]
+
+
+@pytest.mark.parametrize("mistake", STATE_MISTAKES)
 def test_a_crowd_with_states_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     def setup(seed: int) -> Setup:
-        return with_states(replace(random_setup(seed), paged=True, prefix_cache=True, chunked=True), 8)
+        setup = replace(random_setup(seed), paged=True, prefix_cache=True, chunked=True, drafts=seed % 4)
+        return with_states(setup, 8)
 
     mistake(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):

@@ -134,6 +134,11 @@ class DeltaNetSpec:
         matrices = (self.value_heads, self.key_dim, self.value_dim)
         return StateTensor((self.kernel - 1, self.channels)), StateTensor(matrices, exact=True)
 
+    @property
+    def written(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a token writes to the matrices: keys, values, and what is left of those of each head."""
+        return (self.key_heads, self.key_dim), (self.value_heads, self.value_dim), (self.value_heads,)
+
 
 @dataclass(frozen=True)
 class ShortConvSpec:
@@ -150,6 +155,11 @@ class ShortConvSpec:
     def states(self) -> tuple[StateTensor, ...]:
         """What the convolution was given last."""
         return (StateTensor((self.kernel - 1, self.channels)),)
+
+    @property
+    def written(self) -> tuple[tuple[int, ...], ...]:
+        """There are no matrices."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -201,6 +211,11 @@ class Mamba2Spec:
         """What the convolution was given last, and the matrices, those of a group side by side."""
         matrices = (self.groups, self.state_dim, self.inner // self.groups)
         return StateTensor((self.kernel - 1, self.channels)), StateTensor(matrices, exact=True)
+
+    @property
+    def written(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a token writes to the matrices: keys, values, and what is left of those of each head."""
+        return (self.groups, self.state_dim), (self.groups, self.inner // self.groups), (self.heads,)
 
 
 RecurrentSpec = DeltaNetSpec | ShortConvSpec | Mamba2Spec

@@ -195,7 +195,7 @@ def test_runs_whose_keys_are_shared_out(
         firsts,
         out,
         arrived,
-        SplitShape(32, 16, splits, 16, 4, 2),
+        SplitShape(32, 16, splits, 1000, 16, 4, 2),
         scale=0.3,
         window=window,
         softcap=softcap,

@@ -159,7 +159,7 @@ def test_long_runs_become_plain_for_hopper(monkeypatch: pytest.MonkeyPatch, devi
     planner = hopper.HopperPrefill([layer], device, 8, [0], dtype)
     assert planner.pays(queries)
     assert not planner.pays(make_queries([(21, 300), (0, 100)], shapes, layer)[0]), "too short"
-    assert not planner.pays(replace(queries, known_tiles=(queries.device_slots, queries.device_slots))), "in a graph"
+    assert not planner.pays(replace(queries, known_tiles=queries.tiles)), "in a graph"
     assert not planner.pays(replace(queries, starts=[1 << 23, 0])), "too much memory"
     out = torch.full_like(query, float("nan"))
     planner.prefill(queries)(0, query, cache, out, scales)

@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from kvern.device.state_runs import runs_of
-from kvern.kernel_list.convolution import convolved
+from kvern.kernel_list.convolution import accepted_tokens, convolved
 from kvern.kernel_list.delta_net import advanced
-from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
+from kvern.kernels.accepted_drafts import Written, accept_writes
+from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_drafts, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Gates, Heads, advance_runs, advance_tokens, gated_norm
+from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.layers import delta_net
 
 KERNEL = 4
@@ -68,6 +70,54 @@ def test_runs(heads: Heads, decay: float, device: torch.device) -> None:
     expected = advanced(inputs, gates, memory, COUNTS, states, heads)
     assert_near(advance_runs(inputs, gates, memory, runs, heads), expected[0])
     assert_near(memory, expected[1])
+
+
+DRAFTED, ACCEPTED = [2, 1, 6, 3], [1, 1, 4, 3]
+"""Of runs that may be rejected: fewer tokens than the convolution has, and more, some or all of them accepted."""
+
+
+def drafts_of(states: list[int], device: torch.device) -> tuple[Drafts, torch.Tensor, list[int]]:
+    """Runs, how many of their tokens are accepted, and which tokens that are."""
+    runs = runs_of(torch.tensor(states, dtype=torch.int32, device=device), DRAFTED)
+    kept = torch.tensor(ACCEPTED, dtype=torch.int32, device=device)
+    return Drafts(runs.states, runs.firsts, runs.counts, runs.requests), kept, accepted_tokens(DRAFTED, ACCEPTED)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["activated", "gated"])
+def test_inputs_of_accepted_drafts(gated: bool, device: torch.device) -> None:
+    """Of two layers at once; until then states stay as they are."""
+    random, states, channels = Random(4, device), [4, 1, 2, 6], 40
+    (drafts, kept, accepted), width = drafts_of(states, device), channels * (3 if gated else 1)
+    memory, taps = random(2, 8, KERNEL - 1, channels), Taps(random(KERNEL, channels))
+    noted, before, expected = random(2, sum(DRAFTED), channels), memory.clone(), []
+    for layer in range(2):
+        mixed = random(sum(DRAFTED), width + 3)[:, :width]
+        found = convolve_drafts(mixed, taps, memory[layer], drafts, noted[layer], gated=gated)
+        assert_near(found, convolved(mixed, taps, memory[layer], DRAFTED, states, gated)[0])
+        expected.append(convolved(mixed[accepted], taps, memory[layer], ACCEPTED, states, gated)[1])
+    assert torch.equal(memory, before)
+    accept_inputs(memory, noted, drafts, kept)
+    assert_near(memory, torch.stack(expected))
+
+
+@pytest.mark.parametrize("heads", [*SIZES, Heads(2, 4, 16, 8)], ids=str)
+def test_matrices_behind_accepted_drafts(heads: Heads, device: torch.device) -> None:
+    """Likewise; of heads that share keys, and of more columns than a program has."""
+    random, states = Random(5, device), [4, 1, 2, 6]
+    drafts, kept, accepted = drafts_of(states, device)
+    memory, expected = random(2, 8, heads.value_heads, heads.key_dim, heads.value_dim), []
+    shapes = (heads.key_heads, heads.key_dim), (heads.value_heads, heads.value_dim), (heads.value_heads,)
+    written, before = Written(*(random(2, sum(DRAFTED), *shape) for shape in shapes)), memory.clone()
+    for layer in range(2):
+        inputs, gates = random(sum(DRAFTED), heads.channels), random.gates(sum(DRAFTED), heads, 1.0)
+        own, found = Written(*(part[layer] for part in written)), torch.empty_like(written.values[layer])
+        read_drafts(inputs, gates, memory[layer], drafts, heads, own, found)
+        assert_near(found, advanced(inputs, gates, memory[layer], DRAFTED, states, heads)[0])
+        first = gates._replace(beta=gates.beta[accepted], step=gates.step[accepted])
+        expected.append(advanced(inputs[accepted], first, memory[layer], ACCEPTED, states, heads)[1])
+    assert torch.equal(memory, before)
+    accept_writes(memory, written, drafts, kept)
+    assert_near(memory, torch.stack(expected))
 
 
 @pytest.mark.parametrize("alike", [0.0, 3.0], ids=["keys differ", "keys are alike"])

@@ -168,7 +168,7 @@ def test_adapters(folder: Path, tmp_path: Path, on_device: Callable[..., LLM]) -
     "options", [{}, pytest.param({"attention_backend": "torch_sdpa"}, marks=pytest.mark.nightly)], ids=str
 )
 def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
-    """Two steps in flight: rows behind drafts begin where only the device knows."""
+    """Two steps in flight: rows behind drafts begin where only the device knows, and so do drafts that it guesses."""
     plain: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 9, "ignore_eos": True}
     params = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
@@ -181,12 +181,13 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0]]
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
     llm = on_device(folder, **(OPTIONS | options))
-    with speculating(llm, expected, 0.7, most=3) as oracle:
-        found = llm.generate(prompts, params)
-    assert oracle.guessed > 10
-    assert answers(found) == answers(expected)
-    assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
-    llm._engine.core.scheduler.check_integrity()
+    for guessed_there in (False, True):
+        with speculating(llm, expected, 0.7, most=3, on_device=guessed_there) as oracle:
+            found = llm.generate(prompts, params)
+        assert oracle.guessed > 10
+        assert answers(found) == answers(expected)
+        assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+        llm._engine.core.scheduler.check_integrity()
 
 
 def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., LLM]) -> None:
@@ -229,7 +230,13 @@ def test_beams(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     llm._engine.core.scheduler.check_integrity()
 
 
-def test_structured_answers(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+DRAFTS = pytest.mark.parametrize(
+    "drafts", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["with drafts", "without drafts"]
+)
+
+
+@DRAFTS
+def test_structured_answers(drafts: bool, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     """Their next step is planned before their last token is known."""
     folder = make_tiny_model(tmp_path / "model")
     form = StructuredOutput(json={"type": "array", "items": {"enum": [1, 22, "a"]}, "maxItems": 2})
@@ -237,9 +244,11 @@ def test_structured_answers(tmp_path: Path, on_device: Callable[..., LLM]) -> No
     params = [bound, SamplingParams(temperature=0, max_tokens=6), bound.replace(seed=4)]
     prompts = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 8, 9]]
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
-    found = on_device(folder, **OPTIONS).generate(prompts, params)
-    assert answers(found) == answers(expected)
-    assert found[0].outputs[0].finish_reason == "stop"
+    assert expected[0].outputs[0].finish_reason == "stop"
+    llm = on_device(folder, **OPTIONS)
+    with speculating(llm, expected, 0.8, most=3 * drafts):
+        assert answers(llm.generate(prompts, params)) == answers(expected)
+    assert bool(llm.statistics().accepted_tokens) == drafts
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"max_batch_tokens": 5}], ids=str)
@@ -254,7 +263,10 @@ def test_scores(options: dict[str, Any], folder: Path, on_device: Callable[..., 
             assert found.is_greedy == score.is_greedy
 
 
-def test_logits_processors(tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+@DRAFTS
+def test_logits_processors(
+    drafts: bool, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They see the token that the host does not know yet, and fail alone."""
     monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
     folder = make_tiny_model(tmp_path / "model")
@@ -268,7 +280,10 @@ def test_logits_processors(tmp_path: Path, on_device: Callable[..., LLM], monkey
     params = [SamplingParams(seed=3, max_tokens=8, logprobs=1, logits_processors=each) for each in asked]
     options = OPTIONS | {"logits_processors": ("follow", "shift", "break"), "max_batch_requests": 8}
     expected = LLM(str(folder), device="cpu", **options).generate([PROMPTS[0]] * 5, params)
-    found = on_device(folder, **options).generate([PROMPTS[0]] * 5, params)
+    llm = on_device(folder, **options)
+    with speculating(llm, expected, 0.8, most=3 * drafts):
+        found = llm.generate([PROMPTS[0]] * 5, params)
+    assert bool(llm.statistics().accepted_tokens) == drafts
     assert [output.failure for output in found] == [output.failure for output in expected]
     assert found[3].failure and found[4].failure and not found[2].failure
     assert answers(found[:3]) == answers(expected[:3])
@@ -343,9 +358,10 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, on_device: Callable
 
 
 WITH_STATES: dict[str, dict[str, Any]] = {
-    "qwen3_next": NETS,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": NETS | {"num_hidden_layers": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "granitemoehybrid": {
+        "num_hidden_layers": 2,
         "layer_types": NETS["layer_types"],
         "num_local_experts": 0,
         "mamba_n_heads": 2,
@@ -365,7 +381,7 @@ def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
     family: str, budget: int, tmp_path: Path, on_device: Callable[..., LLM]
 ) -> None:
     """Runs beside single tokens, samples that share a prompt, prompts that begin alike."""
-    make_checkpoint(family, tmp_path, num_hidden_layers=2, **WITH_STATES[family])
+    make_checkpoint(family, tmp_path, **WITH_STATES[family])
     options = OPTIONS | {"max_batch_tokens": budget}
     head = list(range(20, 28))
     prompts = [[*head, 7, 9], [*head, 41], [3, 4, 5]]
@@ -377,3 +393,23 @@ def test_states_go_on_from_chunk_to_chunk_and_from_answer_to_answer(
             found.append([answers(output) for output in outputs])
             assert llm.statistics().cached_tokens > 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen3_next" else [pytest.mark.nightly]) for name in WITH_STATES]
+)
+def test_states_see_the_drafts_that_are_accepted(family: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    """Beside prompts and single tokens, with two steps in flight; a conversation goes on with what they leave."""
+    make_checkpoint(family, tmp_path, **WITH_STATES[family])
+    options, prompts = OPTIONS | {"max_batch_tokens": 12}, PROMPTS[:2]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=5, ignore_eos=True),
+    ]
+    with LLM(str(tmp_path), device="cpu", **options) as cpu, on_device(tmp_path, **options) as llm:
+        expected = cpu.generate(prompts, params)
+        with speculating(llm, expected, 0.7, most=3) as oracle:
+            assert answers(llm.generate(prompts, params)) == answers(expected)
+        assert oracle.guessed > 5
+        longer, more = [[*prompts[0], *expected[0].outputs[0].token_ids, 50]], params[0].replace(max_tokens=3)
+        assert answers(llm.generate(longer, more)) == answers(cpu.generate(longer, more))

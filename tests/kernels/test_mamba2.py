@@ -11,12 +11,12 @@ from kvern.kernel_list import Inputs, Kernel
 from kvern.kernel_list import convolution as convolution_list
 from kvern.kernel_list import mamba2 as mamba2_list
 from kvern.kernel_list.convolution import convolved
-from kvern.kernel_list.mamba2 import advanced
+from kvern.kernel_list.mamba2 import advanced, verify
 from kvern.kernels import mamba2
 from kvern.kernels.convolution import Taps, convolve_runs, convolve_tokens
 from kvern.kernels.mamba2 import CHUNK, StateSizes, Steps, advance_runs, advance_tokens
 from tests.kernels.models import LARGE_MODELS, spec_of
-from tests.kernels.test_delta_net import KERNEL, Random, assert_near
+from tests.kernels.test_delta_net import ACCEPTED, DRAFTED, KERNEL, Random, assert_near, drafts_of
 
 SIZES = [StateSizes(4, 16, 2, 16), StateSizes(3, 40, 1, 20)]
 COUNTS = [1, 3, CHUNK, CHUNK + 5, 2]
@@ -66,6 +66,18 @@ def test_runs(sizes: StateSizes, rate: float, device: torch.device) -> None:
     expected = advanced(inputs, given, kept, COUNTS, STATES, sizes)
     assert_near(advance_runs(inputs, given, kept, runs, sizes), expected[0])
     assert_near(kept, expected[1])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_states_behind_accepted_drafts(sizes: StateSizes, device: torch.device) -> None:
+    random, tokens = Random(2, device), sum(DRAFTED)
+    states = STATES[: len(DRAFTED)]
+    drafts, accepted, first = drafts_of(states, device)
+    inputs, given, kept = random(tokens, sizes.channels), steps(random, tokens, sizes, 1.0), memory(random, sizes)
+    expected = advanced(inputs, given, kept, DRAFTED, states, sizes)[0]
+    behind = advanced(inputs[first], given._replace(step=given.step[first]), kept, ACCEPTED, states, sizes)[1]
+    assert_near(verify(inputs, given, kept, drafts, sizes, accepted), expected)
+    assert_near(kept, behind)
 
 
 def test_runs_in_16_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

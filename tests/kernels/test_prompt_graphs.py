@@ -13,6 +13,7 @@ import kvern.worker.prompt_graphs
 from kvern import LLM, SamplingParams
 from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
+from kvern.worker.drafter import GuardedDrafter
 from kvern.worker.prompt_graphs import PromptGraphs
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS, answers
@@ -96,7 +97,8 @@ class Missing:
 
 def idle(error: Exception) -> bool:
     runner = object.__new__(DeviceRunner)
-    runner._graphs, runner._prompt_graphs = Missing(error), None  # type: ignore[assignment]
+    runner._graphs, runner._prompt_graphs, runner._verify_graphs = Missing(error), None, None  # type: ignore[assignment]
+    runner._drafter = GuardedDrafter(None)
     return runner.idle()
 
 

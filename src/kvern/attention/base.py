@@ -49,6 +49,9 @@ class AttentionBackend(Protocol[Batch]):
     reads_device_starts: bool
     """A step may begin where only the device knows: what the host says of `starts` are then bounds."""
 
+    tile_sizes: frozenset[int]
+    """Queries of the tiles that few tokens of each request are cut into, where the device alone knows how many."""
+
     def plan(self, batch: Batch) -> PagedAttend:
         """Prepare one step. The result writes a layer's keys and values to the cache, then attends causally."""
         ...
@@ -102,6 +105,7 @@ class OwnKernels(AttentionKernels, Protocol):
     """That `decode` is planned for at most."""
 
     prefix_members: int
+    tile_sizes: frozenset[int]
     """As of an `AttentionBackend`."""
 
     @property

@@ -18,6 +18,7 @@ class LatentKernels:
     name = "triton"
     captures = True
     prefix_members = 0
+    tile_sizes = frozenset({QUERIES})
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class PagedAttention:
         self.tables = list(groups.tables)
         self.captures = phases.decode.captures
         self.prefix_members = 0 if deterministic or phases.decode is not triton else triton.prefix_members
+        self.tile_sizes = triton.tile_sizes
         self.phases = phases
         self.triton = triton
         self.deterministic = deterministic

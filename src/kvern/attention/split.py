@@ -10,6 +10,10 @@ from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.attention_split import split_attention, split_queries, split_shape
 from kvern.mixer_spec import AttentionSpec
 
+FEW = 64
+"""Tokens of a request for which tiles are cut where only the device knows how many there are."""
+PADDED = 3
+"""Tiles for each that has keys, where only the device knows which do."""
 WAVES = 1
 """Programs for each processor, below which the tiles of runs are too few for the card."""
 LEAST_KEYS = 512
@@ -26,11 +30,12 @@ class SplitPrefill:
         self._layers, self._element_size = list(layers), element_size
         self._processors = processors
         self._arrived = arrived
+        self.tile_sizes = {self._together(layer, FEW) for layer in layers}
 
     def pays(self, queries: Queries) -> bool:
         """Whether these runs are few or short enough, and their contexts long enough."""
         if queries.known_tiles is not None:
-            return False
+            return queries.few
         keys = sum(queries.starts) + sum(queries.counts)
         if keys < LEAST_KEYS * len(queries.counts):
             return False
@@ -50,7 +55,7 @@ class SplitPrefill:
 
     def prefill(self, queries: Queries) -> PlannedAttention:
         """Plan; `pays` must hold."""
-        most = max(queries.counts)
+        most = FEW if queries.few else max(queries.counts)
         sizes = {self._together(layer, most) for layer in self._layers}
         tiles = {size: queries.tiles(size) for size in sizes}
 
@@ -77,7 +82,7 @@ class SplitPrefill:
                 out,
                 self._arrived,
                 split_shape(
-                    len(requests),
+                    max(1, len(requests) // PADDED) if queries.few else len(requests),
                     spec.heads // spec.kv_heads,
                     spec.kv_heads,
                     spec.head_dim,

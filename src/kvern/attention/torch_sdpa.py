@@ -86,6 +86,7 @@ class TorchAttention:
 
     captures = False
     prefix_members = 0
+    tile_sizes: frozenset[int] = frozenset()
     deterministic = False
     reads_device_starts = False
 

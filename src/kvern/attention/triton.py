@@ -16,6 +16,8 @@ from kvern.mixer_spec import AttentionSpec
 if TYPE_CHECKING:
     from kvern.attention.hopper import HopperPrefill
 
+MOST_TILES = 512
+"""Of a step with few tokens for each of more requests than decode at once."""
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""
 
@@ -52,11 +54,14 @@ class TritonKernels:
             prefix_members(item.heads // item.kv_heads, item.head_dim, dtype.itemsize) for item in whole or layers
         )
         self.prefix_members = min(members)
-        self._arrived = torch.zeros(max_requests * most_heads, dtype=torch.int32, device=device)
+        tiles = max(max_requests, MOST_TILES)
+        self._arrived = torch.zeros(tiles * most_heads, dtype=torch.int32, device=device)
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         )
         self._split = SplitPrefill(layers, self._processors, self._arrived, self._element_size)
+        plain = {prefill_shape(layer.head_dim, False, self._element_size).queries for layer in layers}
+        self.tile_sizes = frozenset(plain if deterministic else self._split.tile_sizes)
 
     def decode(self, queries: Queries) -> PlannedAttention:
         requests = len(queries.slots)

@@ -1,6 +1,6 @@
 """A step and the batch's rows for a runner that never waits for its device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -62,6 +62,10 @@ class DeviceRows(ListedRows):
         return list(zip(self.window_tables, mappings, strict=True))
 
 
+Tiles = tuple[torch.Tensor, torch.Tensor]
+"""Runs of queries: their request and their first query's index within it, both [tiles] int32."""
+
+
 @dataclass
 class Queries:
     """R requests whose tokens follow each other, T of them.
@@ -80,28 +84,27 @@ class Queries:
     device_starts: torch.Tensor
     query_start_loc: torch.Tensor
     device_counts: torch.Tensor
-    known_tiles: tuple[torch.Tensor, torch.Tensor] | None = None
+    known_tiles: Callable[[int], Tiles] | None = None
     shared: SharedPrefix | None = None
     """What decodes have in common."""
-    made_tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    few: bool = False
+    """All requests have few tokens, how many only the device knows."""
+    made_tiles: dict[int, Tiles] = field(default_factory=dict)
     """By size: the same for all block tables."""
 
     def over(self, block_table: torch.Tensor) -> "Queries":
         """The same over another block table."""
         return self if block_table is self.block_table else replace(self, block_table=block_table)
 
-    def tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs of at most `size` queries, those with the most keys first.
-
-        Their request and their first query's index within it, both [tiles] int32.
-        """
+    def tiles(self, size: int) -> Tiles:
+        """Runs of at most `size` queries, those with the most keys first."""
         if self.known_tiles is not None:
-            return self.known_tiles
+            return self.known_tiles(size)
         if size not in self.made_tiles:
             self.made_tiles[size] = self._make_tiles(size)
         return self.made_tiles[size]
 
-    def _make_tiles(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_tiles(self, size: int) -> Tiles:
         tiles = [
             (start + first, request, first)
             for request, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
@@ -117,6 +120,8 @@ class Queries:
 class DeviceBatch(InputBatch):
     """An InputBatch whose description is on the device too; R requests, the first `decodes` of which have one token.
 
+    Of the next `drafted` requests all tokens but the first are drafts.
+
     device_slots, device_starts, device_counts, query_start_loc   [R] int32: row, first position, number of tokens, and
     index of the first token among the T
     device_sample_slots                                         [S] int64: the row of each token that is sampled
@@ -128,10 +133,13 @@ class DeviceBatch(InputBatch):
     device_counts: torch.Tensor
     query_start_loc: torch.Tensor
     device_sample_slots: torch.Tensor
-    tiles: tuple[torch.Tensor, torch.Tensor] | None = None
-    """What `Queries.tiles` returns for all requests, if it was made before."""
+    tiles: Callable[[int], Tiles] | None = None
+    """What `Queries.tiles` is for all requests, if they were made before."""
+    few: bool = False
+    """As of `Queries`."""
     shared: SharedPrefix | None = None
     """What the decodes have in common, if it is to be read once."""
+    drafted: int = 0
     uncertain: bool = False
     """Some of `starts` are bounds: where these requests begin, only the device knows."""
 
@@ -150,11 +158,17 @@ class DeviceBatch(InputBatch):
             device_counts=self.device_counts[requests],
             known_tiles=self.tiles,
             shared=None if first else self.shared,
+            few=self.few,
         )
 
 
-def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> DeviceBatch:
-    """Send the step's description in one piece; its tokens and slot mapping are read on the device."""
+def build_device_batch(
+    rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int, exact: torch.Tensor | None = None
+) -> DeviceBatch:
+    """Send the step's description in one piece; its tokens and slot mapping are read on the device.
+
+    exact  [R] int32: where the requests begin, if what is scheduled are bounds
+    """
     slots = [item.slot for item in scheduled]
     starts = [item.start for item in scheduled]
     counts = [item.count for item in scheduled]
@@ -166,9 +180,9 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     sent = send(packed, rows.device)
     logits_indices, sample_at, device_sample_slots = sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1)
     device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(sampled.slots) :].view(4, -1)
-    uncertain = any(item.uncertain for item in scheduled)
+    uncertain = exact is not None or any(item.uncertain for item in scheduled)
     if uncertain:
-        device_starts, planned = rows.starts(scheduled), device_starts
+        device_starts, planned = rows.starts(scheduled) if exact is None else exact, device_starts
         request = [place for place, item in enumerate(scheduled) for _ in range(item.sampled)]
         sample_at = sample_at + (device_starts - planned)[upload(request, torch.int64, rows.device)]
     described = device_slots, device_starts, query_start_loc, device_counts, sum(counts), max(counts), block_size
@@ -191,6 +205,7 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
         device_counts=device_counts,
         query_start_loc=query_start_loc,
         device_sample_slots=device_sample_slots,
+        drafted=sum(item.sampled > 1 for item in scheduled[decodes:]),
         uncertain=uncertain,
         windows=rows.windows(*described),
     )

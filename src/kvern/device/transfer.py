@@ -1,6 +1,6 @@
 """Small tensors between host and device, without waiting."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,21 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def reader(integers: torch.Tensor) -> Callable[[], list[int]]:
+    """Reads integers [N] of the device as they are now, when it is called: it waits for what was asked for so far."""
+    copy = fetch(integers)
+    if integers.device.type == "cpu":
+        return copy.tolist
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> list[int]:
+        done.synchronize()
+        return copy.tolist()
+
+    return read
 
 
 def send(values: "np.ndarray[tuple[int], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:

@@ -186,7 +186,8 @@ class EngineCore:
         if self._held:
             self._release()
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
-            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()))
+            wanted = None if self.drafting is None else self.drafting.wanted(len(self.scheduler.running))
+            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()), wanted)
             if output.scheduled or output.loads:
                 self._submit(output)
                 if len(self._in_flight) < self._depth:
@@ -214,7 +215,7 @@ class EngineCore:
             raise
         self._pace.ended()
         if self.drafting is not None:
-            drafts, accepted = self.drafting.ended(output, requests, result.token_ids)
+            drafts, accepted = self.drafting.ended(output, requests, result.token_ids, result.drafting_seconds)
             self._counted.draft_tokens += drafts
             self._counted.accepted_tokens += accepted
         self._trial.passed(reached(output, requests, result))
@@ -300,15 +301,17 @@ class EngineCore:
                 if token_ids:
                     events += self._report(request, item.slot, result)
                 continue
-            slot, logprobs = item.slot, result.logprobs[index]
+            slot, logprobs, unused = item.slot, result.logprobs[index], 0
             if item.sampled > 1:
                 token_ids = _until_stop(request, token_ids)
                 logprobs = logprobs and logprobs[: len(token_ids)]
-            reason = result.broken.get(slot)
+            reason = result.broken.get(slot) if len(token_ids) == len(result.token_ids[index]) else None
             if reason == OUT_OF_TOKENS:
-                token_ids, logprobs = [], logprobs and []
+                token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
+            if item.sampled > 1:  # behind a token that is broken the device may have kept more
+                unused = len(result.token_ids[index]) - len(token_ids) + (reason is not None)
             self._counted.generation_tokens += len(token_ids)
-            full = self.scheduler.update(request, token_ids, item.sampled)
+            full = self.scheduler.update(request, token_ids, item.sampled, unused)
             if reason is not None:
                 ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
                 self.scheduler.finish(request, ended, reason or None)

@@ -33,17 +33,8 @@ PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins(
 
 
 def takes_drafts(request: Request) -> bool:
-    """Whether drafts of a request can be verified.
+    """Whether drafts of a request can be verified: not of beams, of which the host chooses those that go on.
 
-    Not where the host has a say in every token: a grammar or a logits processor would have to be followed along the
-    drafts and back, and what follows a beam is chosen among others. Embeddings have no second token, and the
-    log-probabilities of a prompt belong to steps that sample one.
+    Embeddings have no second token.
     """
-    params = request.params
-    return not (
-        request.spec.embed
-        or request.spec.grammar is not None
-        or params.beam_width is not None
-        or params.logits_processors
-        or params.prompt_logprobs is not None
-    )
+    return not request.spec.embed and request.params.beam_width is None

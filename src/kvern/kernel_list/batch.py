@@ -9,7 +9,7 @@ import torch
 from kvern.attention.groups import group_layers
 from kvern.device.device_batch import DeviceRows
 from kvern.kernel_list.entry import Call, Inputs, Kernel
-from kvern.kernels import batch, constraints, logprobs, masks, sampling
+from kvern.kernels import batch, constraints, drafts, logprobs, masks, sampling
 from kvern.model_spec import ModelSpec
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample import sampler
@@ -84,6 +84,80 @@ def _read_slots(spec: ModelSpec, inputs: Inputs, longest: int) -> Call:
 def _read_slots_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
     if group_layers(spec.attentions).window_tables:
         yield from ((1,), (40,))
+
+
+def _read_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
+    tokens, table = _rows(inputs)
+    computed, exact = inputs.integers((7, 8, 9)), inputs.zeros(3)
+    slots, starts, firsts, counts = (inputs.integers(row) for row in ((1, 0, 2), (-1, 33, 0), (0, 3, 4), (3, 1, 2)))
+    runs = slots, starts, firsts, counts
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        return *drafts.read_drafts(tokens, table, computed, *runs, exact, 6, inputs.block_size), exact
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        row = inputs.integers((1, 1, 1, 0, 2, 2))
+        positions = inputs.integers((8, 9, 10, 33, 0, 1), torch.int64)
+        read = tokens[row.long(), positions].long(), positions, _slot_mapping(inputs, table, row, positions)
+        return torch.stack((*read, positions + 1)), row, inputs.integers((8, 33, 0))
+
+    return Call("3 runs, 6 tokens", launch, reference)
+
+
+def _accept_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
+    tokens, _ = _rows(inputs)
+    computed, kept = inputs.zeros(SLOTS), inputs.zeros(3, dtype=torch.int64)
+    slots, starts, firsts, counts = (inputs.integers(row) for row in ((1, 0, 2), (7, 33, 0), (0, 4, 5), (4, 1, 40)))
+    right = tokens[1, 8:10].tolist()  # two of three drafts; the last row pads
+    sampled = inputs.integers((*right, 1000, 1001, 1002, *range(40)), torch.int64)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        drafts.accept_drafts(tokens, computed, slots, starts, firsts, counts, sampled, kept)
+        return tokens, computed, kept
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        expected = tokens.clone()
+        expected[1, 10:12], expected[0, 34] = inputs.integers((1000, 1001)), 1002
+        return expected, inputs.integers((34, 10, 0)), inputs.integers((3, 1, 0), torch.int64)
+
+    return Call("3 runs", launch, reference)
+
+
+def _begin_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
+    computed, asked = inputs.integers((7, 8, 1)), inputs.integers((2, 0, 1, 0, 3, 1, 2, 0))
+    pairs, state = inputs.zeros(2, 8), inputs.zeros(3, 4)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        drafts.begin_drafts(computed, asked.view(2, 4), pairs, state, SLOTS)
+        return pairs, state
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        both = inputs.integers((2, 2, 0, 0, 1, 1, 3, 3, 0, 1, 6, 7, 7, 8, 0, 0)).view(2, 8)
+        return both, inputs.integers((2, 0, 1, 3, 1, 7, 8, 0, 3, 1, 2, 0)).view(3, 4)
+
+    return Call("4 rows", launch, reference)
+
+
+def _write_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
+    tokens, _ = _rows(inputs)
+    state = inputs.integers((0, 1, 2, 7, 8, 0, 2, 1, 0)).view(3, 3)
+    chosen = inputs.integers((1000, 1001, 1002), torch.int64)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        drafts.write_drafts(tokens, state, chosen)
+        return tokens, state
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        expected = tokens.clone()
+        expected[0, 8], expected[1, 9] = 1000, 1001
+        return expected, inputs.integers((0, 2, 2, 8, 0, 0, 1, 0, -1)).view(3, 3)
+
+    return Call("3 rows", launch, reference)
+
+
+def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.drafts:
+        yield ()
 
 
 def _write_sampled(spec: ModelSpec, inputs: Inputs, slot_type: torch.dtype, advances: bool) -> Call:
@@ -276,6 +350,10 @@ KERNELS = (
     Kernel("read tokens", "batch", _read_tokens, _once),
     Kernel("read decodes", "batch", _read_decodes, _once),
     Kernel("read slots of windows", "windows", _read_slots, _read_slots_launched),
+    Kernel("read drafts", "batch", _read_drafts, _drafts_launched),
+    Kernel("accept drafts", "batch", _accept_drafts, _drafts_launched),
+    Kernel("begin drafts", "batch", _begin_drafts, _drafts_launched),
+    Kernel("write drafts", "batch", _write_drafts, _drafts_launched),
     Kernel("write sampled tokens", "batch", _write_sampled, _write_sampled_launched),
     Kernel("write runs", "batch", _write_runs, _once),
     Kernel("constraints", "sampling", _change, _change_launched, _change_timed),

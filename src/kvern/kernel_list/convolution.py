@@ -1,7 +1,8 @@
-"""Convolutions of layers with states, activated or gated, of single tokens and of runs."""
+"""Convolutions of layers with states, activated or gated, of single tokens, of runs and of drafts."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from kvern.device.state_runs import runs_of
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import convolution
-from kvern.kernels.convolution import Runs, Taps
+from kvern.kernels.convolution import Drafts, Runs, Taps
 from kvern.kernels.delta_net import CHUNK
 from kvern.mixer_spec import Mamba2Spec, RecurrentSpec, ShortConvSpec
 from kvern.model_spec import ModelSpec
@@ -19,13 +20,28 @@ Sizes = Iterator[tuple[Any, ...]]
 SINGLE = (1, 1, 1)
 COUNTS = (1, CHUNK + 3, 2)
 """Runs that are launched: shorter than the convolution, and of more than a chunk."""
+DRAFTED, ACCEPTED = (2, 3, 5), (1, 3, 4)
+"""Tokens of runs that may be rejected, and as many of them as are not."""
 TIMED_TOKENS = (1, 64)
 TIMED_COUNTS = ((8192,), (1024,) * 8)
+TIMED_DRAFTS = ((5,), (5,) * 32)
 
 
 def runs(inputs: Inputs, counts: Sequence[int]) -> Runs:
     """Of these lengths, whose states are in a mixed order."""
     return runs_of(inputs.integers(reversed(range(len(counts)))), counts)
+
+
+def drafts(inputs: Inputs, counts: Sequence[int]) -> Drafts:
+    """The same of runs that may be rejected."""
+    described = runs(inputs, counts)
+    return Drafts(described.states, described.firsts, described.counts, described.requests)
+
+
+def accepted_tokens(counts: Sequence[int], accepted: Sequence[int]) -> list[int]:
+    """Of runs of these lengths the first tokens, so many of each."""
+    firsts = accumulate(counts, initial=0)
+    return [first + place for first, count in zip(firsts, accepted, strict=False) for place in range(count)]
 
 
 def beside(mixer: RecurrentSpec) -> int:
@@ -56,7 +72,15 @@ def convolved(
     return F.silu(sums) if behind is None else sums * behind, memory
 
 
-def _convolve(spec: ModelSpec, inputs: Inputs, mixer: RecurrentSpec, counts: Sequence[int], single: bool) -> Call:
+def _convolve(
+    spec: ModelSpec,
+    inputs: Inputs,
+    mixer: RecurrentSpec,
+    counts: Sequence[int],
+    single: bool,
+    accepted: Sequence[int] | None = None,
+) -> Call:
+    """Of runs that may be rejected if it is said what is `accepted` of them."""
     requests, tokens, channels, gated = len(counts), sum(counts), mixer.channels, isinstance(mixer, ShortConvSpec)
     width = 3 * channels if gated else channels
     mixed = inputs.numbers(tokens, width + beside(mixer))[:, :width]
@@ -65,15 +89,29 @@ def _convolve(spec: ModelSpec, inputs: Inputs, mixer: RecurrentSpec, counts: Seq
         taps = taps._replace(bias=inputs.numbers(channels, dtype=torch.float32))
     memory, described = inputs.numbers(requests, mixer.kernel - 1, channels), runs(inputs, counts)
     states = list(reversed(range(requests)))
+    unsure, kept = drafts(inputs, counts), inputs.integers(counts if accepted is None else accepted)
+    noted = inputs.numbers(1, tokens, channels)
 
     def launch() -> tuple[torch.Tensor, torch.Tensor]:
+        if accepted is not None:
+            found = convolution.convolve_drafts(mixed, taps, memory, unsure, noted[0], gated=gated)
+            convolution.accept_inputs(memory[None], noted, unsure, kept)
+            return found, memory
         if single:
             return convolution.convolve_tokens(mixed, taps, memory, described.states, gated=gated), memory
         return convolution.convolve_runs(mixed, taps, memory, described, gated=gated), memory
 
     moved = (tokens * (width + channels) + 2 * memory.numel()) * memory.element_size() + 4 * taps.weights.numel()
     sizes = f"{'x'.join(map(str, dict.fromkeys((requests, max(counts)))))} x {channels}"
-    return Call(sizes, launch, lambda: convolved(mixed, taps, memory, counts, states, gated), moved)
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        found, behind = convolved(mixed, taps, memory, counts, states, gated)
+        if accepted is not None:
+            first = mixed[accepted_tokens(counts, accepted)]
+            behind = convolved(first, taps, memory, accepted, states, gated)[1]
+        return found, behind
+
+    return Call(sizes, launch, reference, moved)
 
 
 def _launched(spec: ModelSpec, inputs: Inputs, counts: Sequence[int], single: bool) -> Sizes:
@@ -88,8 +126,19 @@ def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((mixer, counts, False) for mixer in dict.fromkeys(spec.recurrent) for counts in TIMED_COUNTS)
 
 
+def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.drafts:
+        yield from ((mixer, DRAFTED, False, ACCEPTED) for mixer in dict.fromkeys(spec.recurrent))
+
+
+def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    mixers = dict.fromkeys(spec.recurrent)
+    yield from ((mixer, counts, False, counts) for mixer in mixers for counts in TIMED_DRAFTS)
+
+
 _entry = partial(Kernel, group="states", make=_convolve)
 KERNELS = (
     _entry(name="convolve_tokens", launched=partial(_launched, counts=SINGLE, single=True), timed=_single_timed),
     _entry(name="convolve_runs", launched=partial(_launched, counts=COUNTS, single=False), timed=_runs_timed),
+    _entry(name="convolve_drafts", launched=_drafts_launched, timed=_drafts_timed),
 )

@@ -1,4 +1,4 @@
-"""Gated delta nets: states, of single tokens and of runs, and norms."""
+"""Gated delta nets: states, of single tokens, of runs and of drafts, and norms."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -7,10 +7,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.kernel_list.convolution import COUNTS, SINGLE, TIMED_COUNTS, TIMED_TOKENS, runs
+from kvern.kernel_list.convolution import (
+    ACCEPTED,
+    COUNTS,
+    DRAFTED,
+    SINGLE,
+    TIMED_COUNTS,
+    TIMED_DRAFTS,
+    TIMED_TOKENS,
+    accepted_tokens,
+    drafts,
+    runs,
+)
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import delta_net
+from kvern.kernels.accepted_drafts import Written, accept_writes
+from kvern.kernels.convolution import Drafts
 from kvern.kernels.delta_net import Gates, Heads
+from kvern.kernels.delta_net_drafts import read_drafts
 from kvern.layers.fused_delta_net import heads_of
 from kvern.mixer_spec import DeltaNetSpec
 from kvern.model_spec import ModelSpec
@@ -67,6 +81,40 @@ def _advance(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequenc
     return Call(sizes, launch, lambda: advanced(mixed, opened, memory, counts, states, heads), moved, operations)
 
 
+def verify(
+    mixed: torch.Tensor, gates: Gates, memory: torch.Tensor, drafts: Drafts, heads: Heads, kept: torch.Tensor
+) -> torch.Tensor:
+    """What drafts read of states, which go on behind those that are kept."""
+    tokens, key_heads, key_dim = len(mixed), heads.key_heads, heads.key_dim
+    shapes = (key_heads, key_dim), (heads.value_heads, heads.value_dim), (heads.value_heads,)
+    written = Written(*(torch.empty(1, tokens, *shape, device=mixed.device) for shape in shapes))
+    read = torch.empty_like(written.values[0])
+    read_drafts(mixed, gates, memory, drafts, heads, Written(*(part[0] for part in written)), read)
+    accept_writes(memory[None], written, drafts, kept)
+    return read
+
+
+def _verify(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, counts: Sequence[int], accepted: Sequence[int]) -> Call:
+    requests, tokens, heads = len(counts), sum(counts), heads_of(net)
+    mixed, opened = inputs.numbers(tokens, net.channels), gates(inputs, tokens, net.value_heads)
+    memory = inputs.numbers(requests, *net.states[1].shape, dtype=torch.float32)
+    unsure, kept, states = drafts(inputs, counts), inputs.integers(accepted), list(reversed(range(requests)))
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        first = accepted_tokens(counts, accepted)
+        known = opened._replace(beta=opened.beta[first], step=opened.step[first])
+        behind = advanced(mixed[first], known, memory, accepted, states, heads)[1]
+        return advanced(mixed, opened, memory, counts, states, heads)[0], behind
+
+    moved = 12 * memory.numel() + mixed.numel() * mixed.element_size() + 4 * tokens * net.value_heads * net.value_dim
+    return Call(
+        f"{requests} x {max(counts)} x {net.value_heads} heads",
+        lambda: (verify(mixed, opened, memory, unsure, heads, kept), memory),
+        reference,
+        moved,
+    )
+
+
 def _norm(spec: ModelSpec, inputs: Inputs, net: DeltaNetSpec, tokens: int) -> Call:
     heads, width = net.value_heads, net.value_dim
     read = inputs.numbers(tokens, heads, width, dtype=torch.float32)
@@ -106,6 +154,15 @@ def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((net, counts, False) for net in _nets(spec) for counts in TIMED_COUNTS)
 
 
+def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.drafts:
+        yield from ((net, DRAFTED, ACCEPTED) for net in _nets(spec))
+
+
+def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((net, counts, counts) for net in _nets(spec) for counts in TIMED_DRAFTS)
+
+
 def _norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((net, tokens) for net in _nets(spec) for tokens in (*TIMED_TOKENS, 8192))
 
@@ -114,5 +171,6 @@ _entry = partial(Kernel, group="states")
 KERNELS = (
     _entry(name="advance_tokens", make=_advance, launched=_single_launched, timed=_single_timed),
     _entry(name="advance_runs", make=_advance, launched=_runs_launched, timed=_runs_timed),
+    _entry(name="delta_net_drafts", make=_verify, launched=_drafts_launched, timed=_drafts_timed),
     _entry(name="gated_norm", make=_norm, launched=_norm_launched, timed=_norm_timed),
 )

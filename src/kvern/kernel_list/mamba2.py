@@ -1,4 +1,4 @@
-"""Mamba-2: states, of single tokens and of runs, and norms."""
+"""Mamba-2: states, of single tokens, of runs and of drafts, and norms."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -7,9 +7,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvern.kernel_list.convolution import COUNTS, SINGLE, TIMED_COUNTS, TIMED_TOKENS, beside, runs
+from kvern.kernel_list.convolution import (
+    ACCEPTED,
+    COUNTS,
+    DRAFTED,
+    SINGLE,
+    TIMED_COUNTS,
+    TIMED_DRAFTS,
+    TIMED_TOKENS,
+    accepted_tokens,
+    beside,
+    drafts,
+    runs,
+)
 from kvern.kernel_list.entry import Call, Inputs, Kernel
 from kvern.kernels import mamba2
+from kvern.kernels.accepted_drafts import Written, accept_writes
+from kvern.kernels.convolution import Drafts
 from kvern.kernels.mamba2 import StateSizes, Steps
 from kvern.layers.fused_mamba2 import sizes_of
 from kvern.mixer_spec import Mamba2Spec
@@ -68,6 +82,40 @@ def _advance(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequenc
     return Call(shown, launch, lambda: advanced(mixed, steps, memory, counts, states, sizes), moved, operations)
 
 
+def verify(
+    mixed: torch.Tensor, steps: Steps, memory: torch.Tensor, drafts: Drafts, sizes: StateSizes, kept: torch.Tensor
+) -> torch.Tensor:
+    """What drafts read of states, which go on behind those that are kept."""
+    heads, head_dim, groups, state_dim = sizes
+    shapes = (groups, state_dim), (groups, heads // groups * head_dim), (heads,)
+    written = Written(*(torch.empty(1, len(mixed), *shape, device=mixed.device) for shape in shapes))
+    read = torch.empty_like(written.values[0])
+    mamba2.read_drafts(mixed, steps, memory, drafts, sizes, Written(*(part[0] for part in written)), read)
+    accept_writes(memory[None], written, drafts, kept)
+    return read.flatten(1)
+
+
+def _verify(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, counts: Sequence[int], accepted: Sequence[int]) -> Call:
+    requests, tokens, sizes = len(counts), sum(counts), sizes_of(mixer)
+    mixed = inputs.numbers(tokens, mixer.channels)
+    steps = make_steps(inputs, tokens, mixer.heads, mixer.scales.step)
+    memory = inputs.numbers(requests, *mixer.states[1].shape, dtype=torch.float32)
+    unsure, kept, states = drafts(inputs, counts), inputs.integers(accepted), list(reversed(range(requests)))
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        first = accepted_tokens(counts, accepted)
+        behind = advanced(mixed[first], steps._replace(step=steps.step[first]), memory, accepted, states, sizes)[1]
+        return advanced(mixed, steps, memory, counts, states, sizes)[0], behind
+
+    moved = 12 * memory.numel() + mixed.numel() * mixed.element_size() + 4 * tokens * mixer.inner
+    return Call(
+        f"{requests} x {max(counts)} x {mixer.heads} heads",
+        lambda: (verify(mixed, steps, memory, unsure, sizes, kept), memory),
+        reference,
+        moved,
+    )
+
+
 def _norm(spec: ModelSpec, inputs: Inputs, mixer: Mamba2Spec, tokens: int, apart: bool = True) -> Call:
     """Of gates that lie in a projection's rows, or that were taken out of them."""
     read, inner = inputs.numbers(tokens, mixer.inner, dtype=torch.float32), mixer.inner
@@ -123,6 +171,15 @@ def _runs_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((mixer, counts, False) for mixer in _mixers(spec) for counts in TIMED_COUNTS)
 
 
+def _drafts_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    if inputs.drafts:
+        yield from ((mixer, DRAFTED, ACCEPTED) for mixer in _mixers(spec))
+
+
+def _drafts_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
+    yield from ((mixer, counts, counts) for mixer in _mixers(spec) for counts in TIMED_DRAFTS)
+
+
 def _norm_timed(spec: ModelSpec, inputs: Inputs) -> Sizes:
     yield from ((mixer, tokens) for mixer in _mixers(spec) for tokens in (*TIMED_TOKENS, 8192))
 
@@ -131,5 +188,6 @@ _entry = partial(Kernel, group="states")
 KERNELS = (
     _entry(name="mamba2_tokens", make=_advance, launched=_single_launched, timed=_single_timed),
     _entry(name="mamba2_runs", make=_advance, launched=_runs_launched, timed=_runs_timed),
+    _entry(name="mamba2_drafts", make=_verify, launched=_drafts_launched, timed=_drafts_timed),
     _entry(name="mamba2_norm", make=_norm, launched=_norm_launched, timed=_norm_timed),
 )

@@ -13,26 +13,43 @@ import triton.language as tl
 from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, join_parts, most_rows, parts_at_a_time
 from kvern.kernels.attention_prefill import LOG2_E
 from kvern.kernels.eight_bit import for_kernels, in_values, query_factors, score_scale
-from kvern.kernels.launch import Launcher, next_power_of_2
+from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
 
 
 class SplitShape(NamedTuple):
     """How a launch is cut: rows and keys of a tile, and at most how many programs share the keys of one.
 
-    Each of them takes at least `span` keys: below, joining the parts costs more than it gains.
+    Tiles are split so that there are about `programs` of them in all, as many as run at once. Each takes at least
+    `span` keys: below, joining the parts costs more than it gains.
     """
 
     rows: int
     keys: int
     splits: int
+    programs: int
     span: int
     warps: int
     stages: int
 
 
+@triton.jit
+def all_keys(starts, counts, requests, WINDOW: tl.constexpr):
+    """How many keys all requests attend to."""
+    keys = 0
+    for first in tl.range(0, requests, 256):
+        request = first + tl.arange(0, 256)
+        inside = request < requests
+        count = tl.load(counts + request, mask=inside, other=0)
+        length = tl.load(starts + request, mask=inside, other=0) + count
+        if WINDOW > 0:
+            length = tl.minimum(length, WINDOW + count)
+        keys += tl.sum(tl.where(count > 0, length, 0), axis=0)
+    return keys
+
+
 @Launcher
 @triton.jit(
-    do_not_specialize=["splits", "span"],
+    do_not_specialize=["requests", "splits", "programs", "span"],
     do_not_specialize_on_alignment=["slots", "starts", "tokens", "counts", "tile_request", "tile_first"],
 )
 def _split_attention_kernel(
@@ -56,7 +73,9 @@ def _split_attention_kernel(
     softcap: tl.float32,
     query_stride: tl.int64,
     table_stride: tl.int64,
+    requests,
     splits,
+    programs,
     span,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -69,6 +88,7 @@ def _split_attention_kernel(
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -83,11 +103,20 @@ def _split_attention_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(low - WINDOW + 1, 0) // KEYS * KEYS
-    span = tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), KEYS) * KEYS, span)
+    pieces = 1
+    if splits > 1:
+        fair = tl.cdiv(all_keys(starts, counts, requests, WINDOW) * kv_heads, programs)
+        pieces = tl.minimum(tl.maximum((end - begin) // tl.maximum(fair, 1), 1), splits)
+    span = tl.maximum(tl.cdiv(tl.cdiv(end - begin, pieces), KEYS) * KEYS, span)
     used = tl.cdiv(end - begin, span)
+    from_key = begin + split * span
+    to_key = tl.minimum(from_key + span, end)
+    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
+    block = first_blocks(table, from_key, to_key, block_size, KEYS)
+    if OVERLAP:  # the batch's description was written well before the kernel that this one overlaps with
+        wait_for_previous()
     if split >= used:
         return
-    table = block_table + tl.load(slots + request).to(tl.int64) * table_stride
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     head = kv_head * group + row % GROUP
@@ -100,14 +129,12 @@ def _split_attention_kernel(
     queries = query_factors(queries, scales, key_cache.dtype.element_ty)
     scale = score_scale(scale, scales, kv_head, key_cache.dtype.element_ty)
     position = start + query_row
-    from_key = begin + split * span
-    to_key = tl.minimum(from_key + span, end)
-    block = first_blocks(table, from_key, to_key, block_size, KEYS)
     maximum, total, gathered = attend(
         queries, block, from_key, to_key, position, key_cache, value_cache, table, kv_head, scale, softcap, kv_heads,
         head_dim, block_size, WINDOW, SOFTCAP, True, ROWS, DIM, KEYS,
     )  # fmt: skip
-    target = out + (((token + query_row) * kv_heads * group + head) * head_dim)[:, None] + dim[None, :]
+    place = (token + query_row) * kv_heads * group + head
+    target = out + (place * head_dim)[:, None] + dim[None, :]
     divisor = tl.where(total == 0.0, 1.0, total)
     gathered = in_values(gathered / divisor[:, None], scales, kv_head, kv_heads, key_cache.dtype.element_ty)
     if used == 1:
@@ -116,17 +143,14 @@ def _split_attention_kernel(
         tl.store(target, gathered.to(out.dtype.element_ty), mask=inside)
     else:
         # Whoever arrives last joins the parts, in their order, so that the order of arrival changes nothing.
-        place = (tile * splits * kv_heads + kv_head).to(tl.int64) * ROWS + row
-        part = place + split * kv_heads * ROWS
+        part = place * splits + split
         tl.store(partial + part[:, None] * head_dim + dim[None, :], gathered, mask=inside)
         tl.store(partial_sum + part, tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor)), mask=real)
         tl.debug_barrier()
         counter = arrived + tile * kv_heads + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
             tl.debug_barrier()
-            mixed, sums = join_parts(
-                partial, partial_sum, place, real, used, kv_heads * ROWS, head_dim, ROWS, DIM, PARTS
-            )
+            mixed, sums = join_parts(partial, partial_sum, place * splits, real, used, 1, head_dim, ROWS, DIM, PARTS)
             if sinks is not None:
                 mixed = beside_sinks(mixed, sums, sinks, head, real)
             tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
@@ -147,13 +171,14 @@ def split_shape(
     tiles: int, group: int, kv_heads: int, head_dim: int, most: int, processors: int, element_size: int = 2
 ) -> SplitShape:
     """Enough programs to fill the card, however few tiles of runs of at most `most` queries there are."""
-    splits = max(1, min(64, 2 * processors // (tiles * kv_heads)))
+    programs = 2 * processors
+    splits = max(1, min(64, programs // (tiles * kv_heads)))
     rows = max(split_rows(group, head_dim, most, element_size), next_power_of_2(group))
     if element_size == 4:
-        return SplitShape(rows, 32 if head_dim <= 128 else 16, splits, 256, 4, 2)
+        return SplitShape(rows, 32 if head_dim <= 128 else 16, splits, programs, 256, 4, 2)
     if head_dim > 128:
-        return SplitShape(rows, 32, splits, 256, 4 if rows == 16 else 8, 2 if element_size == 2 else 3)
-    return SplitShape(rows, 64, splits, 256, 4, 3 if element_size == 2 else 4)
+        return SplitShape(rows, 32, splits, programs, 256, 4 if rows == 16 else 8, 2 if element_size == 2 else 3)
+    return SplitShape(rows, 64, splits, programs, 256, 4, 3 if element_size == 2 else 4)
 
 
 def split_attention(
@@ -182,18 +207,15 @@ def split_attention(
 
     Moves the keys and values that a tile sees once for all its rows.
     """
-    _, heads, head_dim = query.shape
+    count, heads, head_dim = query.shape
     _, _, block_size, kv_heads, _ = cache.shape
     group = heads // kv_heads
-    tiles = tile_request.shape[0]
-    partial = partial_sum = out
-    if shape.splits > 1:
-        partial = torch.empty(
-            tiles, shape.splits, kv_heads, shape.rows, head_dim, dtype=torch.float32, device=query.device
-        )
-        partial_sum = torch.empty(tiles, shape.splits, kv_heads, shape.rows, dtype=torch.float32, device=query.device)
+    overlap = overlaps(query.device)
+    parts = (count, heads, shape.splits) if shape.splits > 1 else (0, 0, 0)
+    partial = torch.empty(*parts, head_dim, dtype=torch.float32, device=query.device)
+    partial_sum = torch.empty(parts, dtype=torch.float32, device=query.device)
     cache, dim = for_kernels(cache), max(16, next_power_of_2(head_dim))
-    _split_attention_kernel[(kv_heads, shape.splits, tiles)](
+    _split_attention_kernel[(kv_heads, shape.splits, tile_request.shape[0])](
         query,
         cache[0],
         cache[1],
@@ -214,7 +236,9 @@ def split_attention(
         (softcap or 0.0) * LOG2_E,
         query.stride(0),
         block_table.stride(0),
+        slots.shape[0],
         shape.splits,
+        shape.programs,
         shape.span,
         kv_heads,
         group,
@@ -227,6 +251,8 @@ def split_attention(
         dim,
         shape.keys,
         parts_at_a_time(shape.rows, dim, shape.warps),
+        overlap,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        launch_pdl=overlap,
     )

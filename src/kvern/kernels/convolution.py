@@ -1,7 +1,8 @@
 """Causal convolutions of each channel by itself, over the last tokens of requests, activated or gated.
 
 A step's tokens are runs, one for each request, that go on with the request's state: its last inputs. Runs of a single
-token are one launch (`convolve_tokens`), others two (`convolve_runs`).
+token are one launch (`convolve_tokens`), others two (`convolve_runs`); of drafts the second comes when it is known
+which are accepted (`accept_inputs`).
 
 Activated: what is convolved goes through a SiLU. Gated (Liquid AI 2025, LFM2): a token's row has three parts, a gate
 before, a gate behind and what they multiply, x; the first times x is convolved, and the second multiplies the result.
@@ -36,6 +37,15 @@ class Runs(NamedTuple):
     counts: torch.Tensor
     requests: torch.Tensor
     chunks: torch.Tensor
+
+
+class Drafts(NamedTuple):
+    """Runs that change no state before it is known how many of their tokens are accepted; parts as those of `Runs`."""
+
+    states: torch.Tensor
+    firsts: torch.Tensor
+    counts: torch.Tensor
+    requests: torch.Tensor
 
 
 class Taps(NamedTuple):
@@ -139,6 +149,7 @@ def _convolve_runs_kernel(
     firsts: tl.tensor,
     requests: tl.tensor,
     out: tl.tensor,
+    noted: tl.tensor | None,
     mixed_stride: tl.int64,
     tokens,
     channels: tl.constexpr,
@@ -148,7 +159,10 @@ def _convolve_runs_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Before its run a token finds the state's inputs, which `_remember_kernel` changes afterwards."""
+    """Before its run a token finds the state's inputs, which `_remember_kernel` changes afterwards.
+
+    To `noted [tokens, channels]` go the tokens' own, if anywhere.
+    """
     if OVERLAP:
         wait_for_previous()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -164,8 +178,10 @@ def _convolve_runs_kernel(
         before = source < first
         behind = mixed + source.to(tl.int64)[:, None] * mixed_stride + channel[None, :]
         kept = memory + (state * (KERNEL - 1) + (KERNEL - 1) + source - first)[:, None] * channels + channel[None, :]
-        given = _input_of(behind, channels, inside & ~before[:, None], GATED).to(tl.float32)
-        given += tl.load(kept, mask=inside & before[:, None], other=0.0).to(tl.float32)
+        own = _input_of(behind, channels, inside & ~before[:, None], GATED)
+        if place == KERNEL - 1 and noted is not None:
+            tl.store(noted + token.to(tl.int64)[:, None] * channels + channel[None, :], own, mask=inside)
+        given = own.to(tl.float32) + tl.load(kept, mask=inside & before[:, None], other=0.0).to(tl.float32)
         tap = tl.load(taps + place * channels + channel, mask=channel < channels, other=0.0)
         total += given * tap[None, :]
     if bias is not None:
@@ -184,16 +200,20 @@ def _remember_kernel(
     firsts: tl.tensor,
     counts: tl.tensor,
     mixed_stride: tl.int64,
+    mixed_layer: tl.int64,
+    memory_layer: tl.int64,
     channels: tl.constexpr,
     KERNEL: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The last inputs of a run, or of what was there before where it is shorter."""
+    """The last inputs of a run, or of what was there before where it is shorter; layers are so far apart."""
     if OVERLAP:
         wait_for_previous()
-    request = tl.program_id(0)
+    request, layer = tl.program_id(0), tl.program_id(2)
+    mixed += layer * mixed_layer
+    memory += layer * memory_layer
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     first, count = tl.load(firsts + request).to(tl.int64), tl.load(counts + request)
@@ -206,22 +226,53 @@ def _remember_kernel(
         tl.store(at + place * channels, tl.where(source < 0, old, new), mask=inside)
 
 
-def convolve_runs(
-    mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, runs: Runs, *, gated: bool = False
+def _convolve(
+    mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, runs: Runs | Drafts, noted: torch.Tensor | None, gated: bool
 ) -> torch.Tensor:
-    """As `convolve_tokens`, of runs: [T, channels]."""
     (weights, bias), tokens = taps, len(mixed)
     kernel, channels = weights.shape
     out = torch.empty(tokens, channels, dtype=mixed.dtype, device=mixed.device)
     block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(mixed.device)
-    parts, stride = cdiv(channels, block), mixed.stride(0)
-    _convolve_runs_kernel[(cdiv(tokens, TOKENS), parts)](
-        mixed, weights, bias, memory, runs.states, runs.firsts, runs.requests, out, stride, tokens,
+    _convolve_runs_kernel[(cdiv(tokens, TOKENS), cdiv(channels, block))](
+        mixed, weights, bias, memory, runs.states, runs.firsts, runs.requests, out, noted, mixed.stride(0), tokens,
         channels, kernel, gated, TOKENS, block, overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
-    if kernel > 1:
-        _remember_kernel[(len(runs.states), parts)](
-            mixed, memory, runs.states, runs.firsts, runs.counts, stride, channels, kernel, gated, block, overlap,
-            num_warps=2, launch_pdl=overlap,
-        )  # fmt: skip
     return out
+
+
+def _remember(
+    mixed: torch.Tensor, memory: torch.Tensor, runs: Runs | Drafts, counts: torch.Tensor, gated: bool
+) -> None:
+    """mixed [layers, T, ...], memory [layers, all states, kernel - 1, channels]."""
+    layers, _, remembered, channels = memory.shape
+    if not remembered:
+        return
+    block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(memory.device)
+    _remember_kernel[(len(runs.states), cdiv(channels, block), layers)](
+        mixed, memory, runs.states, runs.firsts, counts, mixed.stride(1), mixed.stride(0), memory.stride(0),
+        channels, remembered + 1, gated, block, overlap, num_warps=2, launch_pdl=overlap,
+    )  # fmt: skip
+
+
+def convolve_runs(
+    mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, runs: Runs, *, gated: bool = False
+) -> torch.Tensor:
+    """As `convolve_tokens`, of runs: [T, channels]."""
+    out = _convolve(mixed, taps, memory, runs, None, gated)
+    _remember(mixed[None], memory[None], runs, runs.counts, gated)
+    return out
+
+
+def convolve_drafts(
+    mixed: torch.Tensor, taps: Taps, memory: torch.Tensor, drafts: Drafts, noted: torch.Tensor, *, gated: bool = False
+) -> torch.Tensor:
+    """As `convolve_runs`, of runs that change no state; `noted [T, channels]`, as `memory`, is to hold their inputs."""
+    return _convolve(mixed, taps, memory, drafts, noted, gated)
+
+
+def accept_inputs(memory: torch.Tensor, noted: torch.Tensor, drafts: Drafts, kept: torch.Tensor) -> None:
+    """Let the states of `drafts` go on behind as many of their tokens as `kept [R]` int32 says.
+
+    memory [layers, all states, kernel - 1, channels], which changes; noted [layers, T, channels].
+    """
+    _remember(noted, memory, drafts, kept, False)

@@ -59,6 +59,41 @@ def _decay_of(step, rate):
     return rate * (tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step))))
 
 
+@triton.jit
+def advance_state(
+    state,
+    inputs,
+    beta,
+    step,
+    own_rate,
+    own_bias,
+    token,
+    head,
+    row,
+    column,
+    gate_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Some columns of a head's state behind a token, what it reads of them, its key, its delta, and what it leaves."""
+    keys: tl.constexpr = KEY_HEADS * KEY_DIM
+    at = inputs + token * (2 * keys + VALUE_HEADS * VALUE_DIM)
+    of_key = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
+    query = tl.load(at + of_key, mask=row < KEY_DIM, other=0.0).to(tl.float32)
+    key = tl.load(at + keys + of_key, mask=row < KEY_DIM, other=0.0).to(tl.float32)
+    value = tl.load(at + 2 * keys + head * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0).to(tl.float32)
+    query *= tl.rsqrt(tl.sum(query * query, 0) + LENGTH_FLOOR) * KEY_DIM**-0.5
+    key *= tl.rsqrt(tl.sum(key * key, 0) + LENGTH_FLOOR)
+    written = 1.0 / (1.0 + tl.exp(-tl.load(beta + token * gate_stride + head).to(tl.float32)))
+    kept = tl.exp(_decay_of(tl.load(step + token * gate_stride + head).to(tl.float32) + own_bias, own_rate))
+    state = state * kept
+    delta = (value - tl.sum(state * key[:, None], 0)) * written
+    state += key[:, None] * delta[None, :]
+    return state, tl.sum(state * query[:, None], 0), key, delta, kept
+
+
 @Launcher
 @triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=[*PLACES, *OPENED])
 def _advance_tokens_kernel(
@@ -85,26 +120,15 @@ def _advance_tokens_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     known, inside = row < KEY_DIM, column < VALUE_DIM
-    keys: tl.constexpr = KEY_HEADS * KEY_DIM
-    at = inputs + token * (2 * keys + VALUE_HEADS * VALUE_DIM)
-    of_key = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
-    query = tl.load(at + of_key, mask=known, other=0.0).to(tl.float32)
-    key = tl.load(at + keys + of_key, mask=known, other=0.0).to(tl.float32)
-    value = tl.load(at + 2 * keys + head * VALUE_DIM + column, mask=inside, other=0.0).to(tl.float32)
-    query *= tl.rsqrt(tl.sum(query * query, 0) + LENGTH_FLOOR) * KEY_DIM**-0.5
-    key *= tl.rsqrt(tl.sum(key * key, 0) + LENGTH_FLOOR)
-    written = tl.load(beta + token * gate_stride + head).to(tl.float32)
-    written = 1.0 / (1.0 + tl.exp(-written))
-    decay = tl.load(step + token * gate_stride + head).to(tl.float32) + tl.load(bias + head)
-    kept = tl.exp(_decay_of(decay, tl.load(rate + head)))
     place = memory + (tl.load(states + token).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
     place = place + row[:, None] * VALUE_DIM + column[None, :]
     both = known[:, None] & inside[None, :]
-    state = tl.load(place, mask=both, other=0.0) * kept
-    delta = (value - tl.sum(state * key[:, None], 0)) * written
-    state += key[:, None] * delta[None, :]
+    own_rate, own_bias = tl.load(rate + head), tl.load(bias + head)
+    state, found, _, _, _ = advance_state(
+        tl.load(place, mask=both, other=0.0), inputs, beta, step, own_rate, own_bias, token, head, row, column,
+        gate_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+    )  # fmt: skip
     tl.store(place, state, mask=both)
-    found = tl.sum(state * query[:, None], 0)
     tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, found.to(out.dtype.element_ty), mask=inside)
 
 

@@ -3,7 +3,7 @@
     length = softplus(step + bias);  S <- e^(rate length) S + key (length value)^T;  out = S^T query + skip value
 
 `advance_tokens` takes a token of each request. In longer runs `advance_runs` goes from chunk to chunk: within one,
-tokens attend to each other, and together they change the state.
+tokens attend to each other, and together they change the state. `read_drafts` takes short runs that may be rejected.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.convolution import PLACES, Runs, silu
+from kvern.kernels.accepted_drafts import NOTED, Written
+from kvern.kernels.convolution import PLACES, Drafts, Runs, silu
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
 from kvern.mixer_spec import Gating
 
@@ -69,6 +70,39 @@ def _state_of(
     return memory + (state * GROUPS + head // each) * (DIM * each * HEAD_DIM) + head % each * HEAD_DIM
 
 
+@triton.jit
+def _advance(
+    state,
+    inputs,
+    step,
+    own_rate,
+    own_bias,
+    own_skip,
+    token,
+    head,
+    row,
+    column,
+    scale,
+    step_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+):
+    """Some columns of a head's state behind a token, what it reads of them, its key, what it writes, what it leaves."""
+    known, inside = row < STATE_DIM, column < HEAD_DIM
+    inner: tl.constexpr = HEADS * HEAD_DIM
+    at = inputs + token * (inner + 2 * GROUPS * STATE_DIM)
+    shared = at + inner + head // (HEADS // GROUPS) * STATE_DIM + row
+    key = tl.load(shared, mask=known, other=0.0).to(tl.float32)
+    query = tl.load(shared + GROUPS * STATE_DIM, mask=known, other=0.0).to(tl.float32)
+    value = tl.load(at + head * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
+    length = _step_length(tl.load(step + token * step_stride + head).to(tl.float32) * scale, own_bias)
+    kept, written = tl.exp(own_rate * length), value * length
+    state = state * kept + key[:, None] * written[None, :]
+    return state, tl.sum(state * query[:, None], 0) + value * own_skip, key, written, kept
+
+
 @Launcher
 @triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=[*PLACES, "step"])
 def _advance_tokens_kernel(
@@ -101,16 +135,12 @@ def _advance_tokens_kernel(
     width: tl.constexpr = inner // GROUPS
     place = _state_of(memory, tl.load(states + token).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
     place = place + row[:, None] * width + column[None, :]
-    state = tl.load(place, mask=both, other=0.0)
-    at = inputs + token * (inner + 2 * GROUPS * STATE_DIM)
-    shared = at + inner + head // (HEADS // GROUPS) * STATE_DIM + row
-    key = tl.load(shared, mask=known, other=0.0).to(tl.float32)
-    query = tl.load(shared + GROUPS * STATE_DIM, mask=known, other=0.0).to(tl.float32)
-    value = tl.load(at + head * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
-    length = _step_length(tl.load(step + token * step_stride + head).to(tl.float32) * scale, tl.load(bias + head))
-    state = state * tl.exp(tl.load(rate + head) * length) + key[:, None] * (value * length)[None, :]
+    own_rate, own_bias, own_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
+    state, found, _, _, _ = _advance(
+        tl.load(place, mask=both, other=0.0), inputs, step, own_rate, own_bias, own_skip, token, head, row, column,
+        scale, step_stride, HEADS, HEAD_DIM, GROUPS, STATE_DIM,
+    )  # fmt: skip
     tl.store(place, state, mask=both)
-    found = tl.sum(state * query[:, None], 0) + value * tl.load(skip + head)
     tl.store(out + token * inner + head * HEAD_DIM + column, found, mask=inside)
 
 
@@ -132,6 +162,83 @@ def advance_tokens(
         num_warps=max(1, rows // 32), launch_pdl=overlap,
     )  # fmt: skip
     return out
+
+
+@Launcher
+@triton.jit(do_not_specialize=["step_stride"], do_not_specialize_on_alignment=[*PLACES, *NOTED, "step"])
+def _read_drafts_kernel(
+    inputs: tl.tensor,
+    step: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    memory: tl.tensor,
+    states: tl.tensor,
+    firsts: tl.tensor,
+    counts: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    decays: tl.tensor,
+    out: tl.tensor,
+    scale: tl.float32,
+    step_stride: tl.int64,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A run, token after token, by a copy of its state; a program has some columns of one head's."""
+    if OVERLAP:
+        wait_for_previous()
+    run, head = tl.program_id(0), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    known, inside = row < STATE_DIM, column < HEAD_DIM
+    inner: tl.constexpr = HEADS * HEAD_DIM
+    width: tl.constexpr = inner // GROUPS
+    place = _state_of(memory, tl.load(states + run).to(tl.int64), head, HEADS, GROUPS, HEAD_DIM, STATE_DIM)
+    place = place + row[:, None] * width + column[None, :]
+    state = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
+    own_rate, own_bias, own_skip = tl.load(rate + head), tl.load(bias + head), tl.load(skip + head)
+    group = head // (HEADS // GROUPS)
+    notes_decay = tl.program_id(2) == 0
+    notes_key = notes_decay & (head % (HEADS // GROUPS) == 0)
+    first, count = tl.load(firsts + run).to(tl.int64), tl.load(counts + run)
+    for token in range(first, first + count):
+        state, found, key, written, kept = _advance(
+            state, inputs, step, own_rate, own_bias, own_skip, token, head, row, column,
+            scale, step_stride, HEADS, HEAD_DIM, GROUPS, STATE_DIM,
+        )  # fmt: skip
+        at = token * inner + head * HEAD_DIM + column
+        tl.store(out + at, found, mask=inside)
+        tl.store(values + at, written, mask=inside)
+        tl.store(decays + token * HEADS + head, kept, mask=notes_decay)
+        tl.store(keys + (token * GROUPS + group) * STATE_DIM + row, key, mask=known & notes_key)
+
+
+def read_drafts(
+    inputs: torch.Tensor,
+    steps: Steps,
+    memory: torch.Tensor,
+    drafts: Drafts,
+    sizes: StateSizes,
+    written: Written,
+    read: torch.Tensor,
+) -> None:
+    """As `advance_tokens`, of runs that change no state, to `read [T, groups, heads of a group * head_dim]` float32.
+
+    `written` is to hold what they would write, keys [T, groups, state_dim] and values times steps [T, groups, heads of
+    a group * head_dim]. Moves the states of all heads in.
+    """
+    rows, overlap = next_power_of_2(sizes.state_dim), overlaps(inputs.device)
+    columns = min(COLUMNS, next_power_of_2(sizes.head_dim))
+    step, rate, bias, skip, scale = steps
+    _read_drafts_kernel[(len(drafts.states), sizes.heads, cdiv(sizes.head_dim, columns))](
+        inputs, step, rate, bias, skip, memory, drafts.states, drafts.firsts, drafts.counts, *written, read, scale,
+        step.stride(0), *sizes, rows, columns, overlap, num_warps=max(1, rows // 32), launch_pdl=overlap,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvern.kernels.convolution import Runs, Taps, convolve_runs, convolve_tokens
-from kvern.kernels.mamba2 import StateSizes, Steps, advance_runs, advance_tokens, gated_norm
+from kvern.kernels.convolution import Drafts, Runs, Taps, convolve_drafts, convolve_runs, convolve_tokens
+from kvern.kernels.mamba2 import StateSizes, Steps, advance_runs, advance_tokens, gated_norm, read_drafts
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters, rows_of
 from kvern.layers.device_states import DeviceStates
 from kvern.layers.mamba2 import GatedNorm, Mamba2
@@ -38,11 +38,18 @@ class FusedMamba2(Mamba2):
             steps = Steps(step, *learned, spec.scales.step)
             return advance_tokens(convolve_tokens(mixed, taps, last, states), steps, state, states, sizes)
 
+        def of_drafts(drafts: Drafts, mixed: Tensor, step: Tensor) -> Tensor:
+            noted, written, read = memory.noted[self.index]
+            assert written is not None and read is not None
+            steps, inputs = Steps(step, *learned, spec.scales.step), convolve_drafts(mixed, taps, last, drafts, noted)
+            read_drafts(inputs, steps, state, drafts, sizes, written, read)
+            return read.flatten(1)
+
         def of_runs(runs: Runs, mixed: Tensor, step: Tensor) -> Tensor:
             steps = Steps(step, *learned, spec.scales.step)
             return advance_runs(convolve_runs(mixed, taps, last, runs), steps, state, runs, sizes)
 
-        read = memory.advance((mixed, step), of_tokens, of_runs)
+        read = memory.advance((mixed, step), of_tokens, of_drafts, of_runs)
         weight = self.norm.weight if isinstance(self.norm, GatedNorm) else None
         normal = gated_norm(
             rows_of(read, wanted),

@@ -1,7 +1,12 @@
-"""States of fixed size, which layers keep for each request in place of keys and values, and how a step goes on."""
+"""States of fixed size, which layers keep for each request in place of keys and values, and how a step goes on.
+
+A state cannot go back. So drafts are read with a copy of it, which is dropped, and what layers made of them is noted
+until it is known how many are accepted: these the state itself sees then.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -20,12 +25,30 @@ class StepStates:
     layers           of each layer that has any, in their order, the tensors [states, ...] of its `RecurrentSpec`
     tokens, states   [B] int64   tokens that are alone of their request, and their states
     runs             (first token, number, state) of each request with more tokens
+    drafts           the same of requests whose tokens are drafts but for the first: these change no state before
+                     `accept`
     """
 
     layers: Sequence[Sequence[Tensor]]
     tokens: Tensor
     states: Tensor
     runs: Sequence[tuple[int, int, int]]
+    drafts: Sequence[tuple[int, int, int]] = ()
+    _noted: list[list[Callable[[int], object]]] = field(default_factory=list)
+    """For each of `drafts` what lets each layer's state see its first tokens."""
+
+    def __post_init__(self) -> None:
+        self._noted.extend([] for _ in self.drafts)
+
+    def note(self, place: int, advance: Callable[[int], object]) -> None:
+        """Of one of `drafts`: `advance(count)` lets a state see that many of its tokens."""
+        self._noted[place].append(advance)
+
+    def accept(self, counts: Sequence[int]) -> None:
+        """Let the states of `drafts` see as many of their tokens as are kept."""
+        for count, noted in zip(counts, self._noted, strict=True):
+            for advance in noted:
+                advance(count)
 
 
 def allocate(
@@ -75,9 +98,19 @@ def advance_states(
     for first, count, state in step.runs:
         run = slice(first, first + count)
         found.append((run, advance_run(memory[state], *(item[run] for item in inputs))))
+    for place, (first, count, state) in enumerate(step.drafts):
+        run = slice(first, first + count)
+        own = [item[run] for item in inputs]
+        found.append((run, advance_run(memory[state].clone(), *own)))
+        step.note(place, partial(_advance_first, advance_run, memory[state], own))
     if len(found) == 1:
         return found[0][1]
     read = found[0][1].new_empty(len(inputs[0]), *found[0][1].shape[1:])
     for tokens, part in found:
         read[tokens] = part
     return read
+
+
+def _advance_first(advance_run: Callable[..., Tensor], state: Tensor, inputs: Sequence[Tensor], count: int) -> None:
+    """Let a state see the first of a run's tokens."""
+    advance_run(state, *(item[:count] for item in inputs))

@@ -6,14 +6,28 @@
 On a GPU the host does not wait for it: rows count on the device how many of their tokens are computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 
+from kvern.device.input_batch import sampled_tokens
 from kvern.device.rows import BatchRows
-from kvern.device.transfer import upload
+from kvern.device.transfer import reader, upload
 from kvern.step import ScheduledTokens
+
+
+def read_drafts(rows: BatchRows, scheduled: Sequence[ScheduledTokens]) -> Callable[[], list[int]]:
+    """The drafts in the places of the tokens that a step samples, [S], as rows have them now; a call waits for them.
+
+    Where no draft stands, any number.
+    """
+    runs = [
+        (place, item.count - behind) for place, item in enumerate(scheduled) for behind in range(item.sampled)[::-1]
+    ]
+    sent = [*sampled_tokens(scheduled).slots, *(place for place, _ in runs), *(offset for _, offset in runs)]
+    slots, requests, offsets = upload(sent, torch.int64, rows.device).view(3, -1)
+    return reader(rows.tokens[slots, rows.starts(scheduled)[requests] + offsets])
 
 
 def verify(
@@ -23,12 +37,14 @@ def verify(
     slots: torch.Tensor,
     positions: torch.Tensor,
     sampled: torch.Tensor,
+    unknown: Sequence[int] = (),
 ) -> torch.Tensor | None:
     """How many of the tokens that were sampled for each of R requests are kept, [R] int64; None: all.
 
     starts            [R] int32, where each begins
     slots, positions  [S] integers, row and position of each token that is sampled
     sampled           [S] int64, the tokens, not yet written to the rows
+    unknown           those of the S in whose places drafts are not accepted, whatever was sampled
 
     The rows remember what is computed of them.
     """
@@ -46,27 +62,28 @@ def verify(
     lengths, places_of = sent[: len(runs)], sent[len(runs) :].view(len(runs), -1)
     agree = torch.zeros(len(sampled) + 1, dtype=torch.int64, device=rows.device)
     agree[:-1] = rows.tokens[slots.long(), positions] == sampled
+    if unknown:
+        agree[upload(unknown, torch.int64, rows.device)] = 0
     kept = torch.minimum(agree[places_of].cumprod(1).sum(1) + 1, lengths)
     rows.advance(scheduled, starts, lengths - kept)
     return kept
 
 
 def kept_of(
-    scheduled: Sequence[ScheduledTokens], drafts: Sequence[tuple[int, int, list[int]]], sampled: list[int]
+    scheduled: Sequence[ScheduledTokens], drafts: Sequence[Sequence[int]], sampled: Sequence[int]
 ) -> list[list[int]]:
     """For each request the tokens that are kept of what was `sampled` behind all tokens of a step, which the host has.
 
-    drafts  as in `SchedulerOutput`: (slot, first position, token ids)
+    drafts  of each request, those that stood behind its first token
     """
-    guesses = {slot: token_ids for slot, _, token_ids in drafts}
     kept, first = [], 0
-    for item in scheduled:
+    for item, guesses in zip(scheduled, drafts, strict=True):
         run = sampled[first : first + item.sampled]
         right = 0
-        for draft, token in zip(guesses.get(item.slot, ()), run, strict=False):
+        for draft, token in zip(guesses, run, strict=False):
             if draft != token:
                 break
             right += 1
-        kept.append(run[: right + 1])
+        kept.append(list(run[: right + 1]))
         first += item.sampled
     return kept

@@ -57,14 +57,14 @@ class ProcessedRequest:
 
 @dataclass(frozen=True)
 class ProcessedRows:
-    """The N requests whose next tokens are about to be sampled.
+    """N tokens that are about to be sampled: one for each request, or several, the others behind its drafts.
 
-    slots, positions                 on the host: where `join` put each, and the position of the token to be sampled,
-                                     which is the number of tokens before it
+    slots, positions                 on the host: where `join` put each request, and the position of the token, which
+                                     is the number of tokens before it; one slot's are together and ascend
     device_slots, device_positions   [N] int64: the same on the device
     tokens                           [slots, max_model_len + 1] int32 on the device: row `slot` begins with all of the
-                                     request's tokens, also with the last one, which the host does not know yet; what
-                                     follows them means nothing
+                                     request's tokens, also with the last one, which the host does not know yet, and
+                                     with its drafts, which may be others the next time; what follows means nothing
     """
 
     slots: Sequence[int]

@@ -11,7 +11,7 @@ as seldom as the distribution does, while inverting the cumulative distribution 
 vocabulary's boundaries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -42,6 +42,30 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
     if all(greedy):
         return logits.argmax(-1)
     tokens = logits.argmax(-1) if any(greedy) else torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+    for index, slot, left, ids in _left(logits, rows, slots, positions, greedy):
+        candidates = torch.arange(left.shape[-1], device=logits.device)[None] if ids is None else ids
+        column = draw(left, uniform(rows.seeds[slot], positions[index], candidates))
+        tokens[index] = column if ids is None else ids.gather(1, column[:, None])[:, 0]
+    return tokens
+
+
+def probabilities(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
+    """What `sample` draws each row's token from: [N, vocabulary] float32, which sum to 1. Arguments as there."""
+    greedy = [rows.request(slot).params.temperature < GREEDY_BELOW for slot in slots]
+    found = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    for index, _, left, ids in _left(logits, rows, slots, positions, greedy):
+        left = left / left.sum(-1, keepdim=True)
+        found[index] = left if ids is None else torch.zeros_like(logits[index]).scatter_(1, ids, left)
+    return found
+
+
+def _left(
+    logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor, greedy: Sequence[bool]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """What filters leave the rows that are not `greedy`, those that are filtered alike at a time.
+
+    Their indices and slots [M], probabilities [M, candidates], not normalised, and the candidates' ids; None: all.
+    """
     kinds: dict[tuple[bool, bool, bool], list[int]] = {}
     for row in range(len(slots)):
         if not greedy[row]:
@@ -61,13 +85,10 @@ def sample(logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], position
             scores, ids = _most_probable(scores, rows.top_k[slot])
         elif ordered:
             scores, ids = scores.sort(dim=-1, descending=True, stable=True)
-        probabilities = _filter(scores, rows, slot, ordered, any(params.typical_p < 1.0 for params in asked))
+        left = _filter(scores, rows, slot, ordered, any(params.typical_p < 1.0 for params in asked))
         if rarely is not None:
-            probabilities = rarely.reshape(probabilities, temperature, rows.seeds[slot], positions[index])
-        candidates = torch.arange(scores.shape[-1], device=logits.device)[None] if ids is None else ids
-        column = _draw(probabilities, uniform(rows.seeds[slot], positions[index], candidates))
-        tokens[index] = column if ids is None else ids.gather(1, column[:, None])[:, 0]
-    return tokens
+            left = rarely.reshape(left, temperature, rows.seeds[slot], positions[index])
+        yield index, slot, left, ids
 
 
 def _most_probable(scores: torch.Tensor, top_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +140,7 @@ def _typical(probabilities: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     return probabilities.masked_fill(distances > nearest.gather(1, last), 0)  # ties of the last are kept
 
 
-def _draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The column whose exponential time, made from its number, is the earliest: [N, candidates] both -> [N]."""
     times = numbers.neg_().log1p_().neg_()
     return (probabilities / times).argmax(-1)

@@ -1,10 +1,11 @@
 """Which tokens the grammars of a batch allow next: kept on the host, applied to logits on the device."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +40,15 @@ def restrict(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> N
     scores = logits[rows].masked_fill(~allowed, float("-inf"))
     nothing = scores.isneginf().all(-1, keepdim=True)
     logits[rows] = torch.where(nothing & allowed, 0.0, scores)
+
+
+class Restricted(NamedTuple):
+    """What came of restricting rows of logits."""
+
+    broken: dict[int, str]
+    """By row: why its grammar cannot be followed any more; some become too expensive on the way."""
+    unknown: list[int]
+    """Rows behind whose drafts the grammar was not followed, as it is slow: these may not be accepted."""
 
 
 class GrammarRows:
@@ -102,12 +112,7 @@ class GrammarRows:
         self._computed = time.thread_time()
         for fork in taken:  # before the sources go on: each goes on in its own row
             if fork.source in self._matchers:
-                source = self._matchers[fork.source]
-                self._matchers[fork.slot] = copy = self._timed(source, source.deep_copy)
-                if source in self._spent:
-                    self._spent[copy] = self._spent[source]
-                if source in self._landings:
-                    self._landings[copy] = self._landings[source].copy()
+                self._matchers[fork.slot] = self._copy(self._matchers[fork.source])
         for fork in forked:
             matcher = self._matchers.get(fork.slot)
             if matcher is not None and not matcher.is_stopped():
@@ -116,10 +121,22 @@ class GrammarRows:
     def _leave(self, slot: int) -> None:
         matcher, grammar = self._matchers.pop(slot, None), self._grammar_of.pop(slot, None)
         if matcher is not None:
-            self._spent.pop(matcher, None)
-            self._landings.pop(matcher, None)
+            self._forget(matcher)
         if matcher is not None and grammar is not None:
             self._left.append((grammar, matcher))
+
+    def _copy(self, source: "Matcher") -> "Matcher":
+        """One that goes on from here as another, with all that is remembered of it."""
+        copy = self._timed(source, source.deep_copy)
+        if source in self._spent:
+            self._spent[copy] = self._spent[source]
+        if source in self._landings:
+            self._landings[copy] = self._landings[source].copy()
+        return copy
+
+    def _forget(self, matcher: "Matcher") -> None:
+        self._spent.pop(matcher, None)
+        self._landings.pop(matcher, None)
 
     def abandon(self) -> None:
         """Forget all rows: which tokens their matchers have followed is not known after a failed step."""
@@ -139,55 +156,103 @@ class GrammarRows:
         if any(matcher is not None for matcher in matchers):
             self._expected.append((matchers, result))
 
-    def accept(self, slots: Sequence[int | None], tokens: Sequence[int]) -> list[int]:
-        """Follow the tokens just sampled for `slots`, where their grammars allow them; the rows where these do not."""
-        refused = []
+    def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Follow the tokens just sampled for `slots`, where their grammars allow them; the places of those refused."""
         self._computed = time.thread_time()
-        for row, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
-            matcher = None if slot is None else self._matchers.get(slot)
-            if matcher is None:
-                continue
-            forced = self._forced(matcher)
-            if matcher.is_stopped():
-                allowed = token in self._grammars.eos_token_ids
-            elif forced not in (None, token):
-                allowed = False
-            else:
-                allowed = self._timed(matcher, matcher.try_consume_tokens, [token]) == 1
-                if allowed and matcher in self._landings:
-                    self._landings[matcher].went_on()
-            if not allowed:
-                refused.append(row)
-        return refused
+        return [
+            place
+            for place, (slot, token) in enumerate(zip(slots, tokens, strict=True))
+            if not self._accepts(self._matchers[slot], token)
+        ]
 
-    def restrict(self, logits: torch.Tensor, slots: Sequence[int], rows: Sequence[int] | None = None) -> dict[int, str]:
+    def _accepts(self, matcher: "Matcher", token: int) -> bool:
+        """Go on with a token, if it is allowed; whether it is."""
+        forced = self._forced(matcher)
+        if matcher.is_stopped():
+            return token in self._grammars.eos_token_ids
+        if forced not in (None, token) or self._timed(matcher, matcher.try_consume_tokens, [token]) != 1:
+            return False
+        if matcher in self._landings:
+            self._landings[matcher].went_on()
+        return True
+
+    def restrict(
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        rows: Sequence[int] | None = None,
+        drafts: Callable[[], Sequence[int]] | None = None,
+    ) -> Restricted:
         """Leave each row of `logits` [N, vocabulary] the tokens that its grammar allows, after all that came before.
 
         `rows`: those that have grammars and are to be restricted; None: all with grammars. Waits for the tokens of
         earlier steps, not for this one. If bans have left a row nothing of what its grammar allows, the grammar goes
-        before. Returns, by slot, why a grammar cannot be followed any more: some become too expensive on the way.
+        before. Rows of one slot stand one behind the other, with drafts between them: `drafts()` [N] are those in the
+        places of the tokens that are sampled. Behind one that is not allowed, rows are left as they are.
         """
         self._follow()
         if rows is None:
             rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
         if not rows:
-            return self._reasons(slots)
+            return Restricted({}, [])
         pinned = self._device.type == "cuda"
         masks = torch.empty(len(rows), self._width, dtype=torch.int32, pin_memory=pinned)
+        runs = [list(run) for _, run in itertools.groupby(range(len(rows)), lambda place: slots[rows[place]])]
         going = []
-        for place, row in enumerate(rows):
-            matcher = self._matchers[slots[row]]
-            forced = self._forced(matcher)
-            if matcher.is_stopped():
-                masks[place] = self._ended
-            elif forced is not None:
-                masks[place] = self._only([forced])
+        for first, *_ in runs:
+            matcher = self._matchers[slots[rows[first]]]
+            mask = self._mask(matcher)
+            if mask is None:
+                going.append((matcher, first))
             else:
-                going.append((matcher, place))
+                masks[first] = mask
         self._fill(going, masks, side_by_side=pinned)  # on a CPU, the model's own threads have the cores
+        restricted = Restricted(self.broken(slots, [rows[first] for first, *_ in runs]), [])
+        if drafts is not None and len(runs) < len(rows):
+            guesses = drafts()
+            for run in runs:
+                of_run = [rows[place] for place in run]
+                matcher = self._matchers[slots[of_run[0]]]
+                if len(run) > 1 and of_run[0] not in restricted.broken:
+                    self._go_ahead(matcher, [guesses[row] for row in of_run], of_run, masks[run[0] :], restricted)
         index = torch.tensor(rows, pin_memory=pinned).to(self._device, non_blocking=True)
         self._restrict(logits, index, masks.to(self._device, non_blocking=True))
-        return self._reasons(slots)
+        return restricted
+
+    def _go_ahead(
+        self,
+        matcher: "Matcher",
+        drafts: Sequence[int],
+        rows: Sequence[int],
+        masks: torch.Tensor,
+        restricted: Restricted,
+    ) -> None:
+        """Fill the `masks` [R or more, words] of one slot's `rows` [R] behind the first, as far as its drafts go."""
+        masks[1 : len(rows)] = -1
+        ahead = self._copy(matcher)
+        for place in range(1, len(rows)):
+            if self._spent.get(ahead):
+                restricted.unknown.append(rows[place - 1])
+                break
+            if not self._accepts(ahead, drafts[place - 1]):
+                break
+            mask = self._mask(ahead)
+            if mask is None:
+                self._timed(ahead, self._grammars.fill, [(ahead, place)], masks, False)
+            else:
+                masks[place] = mask
+            reason = self._reason(ahead)
+            if reason is not None:
+                restricted.broken[rows[place]] = reason
+                break
+        self._forget(ahead)
+
+    def _mask(self, matcher: "Matcher") -> torch.Tensor | None:
+        """What may come next, where the library need not be asked."""
+        forced = self._forced(matcher)
+        if matcher.is_stopped():
+            return self._ended
+        return None if forced is None else self._only([forced])
 
     def _fill(self, going: Sequence[tuple["Matcher", int]], masks: torch.Tensor, side_by_side: bool) -> None:
         """If all of them side by side took long, they are looked at one by one the next time: one may be to blame."""
@@ -217,23 +282,20 @@ class GrammarRows:
             self._spent[matcher] = max(0.0, self._spent.get(matcher, 0.0) + seconds)
         return result
 
-    def _reasons(self, slots: Sequence[int]) -> dict[int, str]:
-        """Why the grammars of rows cannot be followed any more."""
-        reasons = {}
-        for slot in slots:
-            matcher = self._matchers.get(slot)
-            if matcher is None:
-                continue
-            if matcher.is_error():
-                reasons[slot] = f"the grammar cannot be followed: {' '.join(matcher.get_error().split())}"
-            elif self._spent and self._spent.get(matcher, 0.0) > FOLLOWING_SECONDS:
-                reasons[slot] = (
-                    f"the grammar takes too long to follow: more than {FOLLOWING_SECONDS} s of computing and "
-                    f"{1000 * STEADY_SECONDS:g} ms a token; use fewer alternatives or repetitions"
-                )
-            elif matcher in self._landings and self._landings[matcher].over:
-                reasons[slot] = OUT_OF_TOKENS
-        return reasons
+    def broken(self, slots: Sequence[int], rows: Iterable[int]) -> dict[int, str]:
+        """By row, why grammars cannot be followed any more, as they stand now."""
+        reasons = ((row, self._reason(self._matchers[slots[row]])) for row in rows)
+        return {row: reason for row, reason in reasons if reason is not None}
+
+    def _reason(self, matcher: "Matcher") -> str | None:
+        if matcher.is_error():
+            return f"the grammar cannot be followed: {' '.join(matcher.get_error().split())}"
+        if self._spent and self._spent.get(matcher, 0.0) > FOLLOWING_SECONDS:
+            return (
+                f"the grammar takes too long to follow: more than {FOLLOWING_SECONDS} s of computing and "
+                f"{1000 * STEADY_SECONDS:g} ms a token; use fewer alternatives or repetitions"
+            )
+        return OUT_OF_TOKENS if matcher in self._landings and self._landings[matcher].over else None
 
     def _forced(self, matcher: "Matcher") -> int | None:
         """The token that the answer must go on with, so that it ends in time."""
@@ -264,6 +326,7 @@ class GrammarRows:
             for matcher, sampled in zip(matchers, tokens, strict=True):
                 if matcher is not None:
                     for token in sampled:
+                        self._forced(matcher)
                         if not matcher.is_stopped():
                             self._take(matcher, token)
         self._expected.clear()

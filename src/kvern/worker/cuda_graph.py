@@ -289,7 +289,7 @@ class DecodeGraphs:
             device_counts=ones,
             query_start_loc=requests,
             device_sample_slots=slots,
-            tiles=(requests, zeros),
+            tiles=lambda size: (requests, zeros),
             shared=shared,
             windows=rows.windows(slots, starts, requests, ones, size, 1, self._block_size),
         )

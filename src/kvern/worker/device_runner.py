@@ -4,6 +4,7 @@ differences --> rows on the device --> tokens, positions, slot mapping read on t
                                          |
              a step of decodes alone: one CUDA graph, from embedding to sampled token and its log-probabilities; behind
              it sampling again, where more is asked for (grammars, beams, embeddings, custom code, rare filters)
+             a step that verifies drafts: a graph as well, to the tokens that are kept
              small steps with prompts: graphs as well, up to the tokens sampled with a temperature alone
              any other step: eager, decodes first, then runs of prompt tokens
                                          |
@@ -11,7 +12,7 @@ sampled tokens <-- copied to the host behind the step, which an event marks as d
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,20 +28,23 @@ from kvern.kernels.sampling import sample as sample_tokens
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import Decoder
 from kvern.sample.beams import DeviceCandidates, most_probable
-from kvern.sample.drafts import verify
+from kvern.sample.drafts import read_drafts, verify
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs
+from kvern.sample.rejection import accept
 from kvern.sample.sampler import sample
 from kvern.step import ScheduledTokens, SchedulerOutput
-from kvern.structured.masks import GrammarRows
+from kvern.structured.masks import GrammarRows, Restricted
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
+from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
+from kvern.worker.verify_graphs import VerifiedStep, VerifyGraphs
 
 logger = logging.getLogger("kvern")
 
@@ -65,8 +69,10 @@ class DeviceRunner:
         adapters: Adapters | None = None,
         max_batch_tokens: int = 0,
         states: DeviceStateMemory | None = None,
+        drafter: Drafter | None = None,
+        drafts: bool = False,
     ) -> None:
-        """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many."""
+        """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many; with `drafts` such steps."""
         self._decoder = decoder
         self._attention = attention
         self.caches = attention.caches
@@ -77,14 +83,19 @@ class DeviceRunner:
         self._adapters = adapters
         self._states = states
         self._needs = RowNeeds(rows.scratch)
-        self._graphs, self._prompt_graphs = None, None
+        self._drafter = GuardedDrafter(drafter)
+        self._drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._graphs, self._prompt_graphs, self._verify_graphs = None, None, None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
             members = attention.prefix_members if shared_prefix_attention else 0
             bank = None if adapters is None else adapters.bank
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank, states)
+            sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
             if attention.reads_device_starts and not attention.deterministic and states is None:
-                pool, stream = self._graphs.pool, self._graphs.stream
-                self._prompt_graphs = PromptGraphs(decoder, attention, rows, block_size, max_batch_tokens, pool, stream)
+                self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes)
+            drafts = drafts and self._drafter.drawn is None
+            if drafts and attention.reads_device_starts:
+                self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
@@ -105,24 +116,43 @@ class DeviceRunner:
         self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
         self._needs.join(output.joined)
+        self._drafter.prepare(output)
         try:
-            return self._start(output.scheduled)
+            step, computed = self._start(output.scheduled)
         except torch.OutOfMemoryError as error:
             device = self._rows.device
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
             torch.cuda.empty_cache()
             # Some layers' states have gone on already.
             raise StepTooLarge(f"({free / 2**20:.0f} MiB free)", final=self._states is not None) from error
+        step.drafted, self._drafted = self._drafted, None
+        if computed is not None and self._drafter.is_asked(output.scheduled):
+            self._draft(computed)  # behind the copy of what was sampled: the host need not wait for drafts
+        return step
+
+    def _draft(self, computed: ComputedStep) -> None:
+        """Guess what follows a step; the next one says what that took."""
+        if self._rows.device.type != "cuda":
+            self._drafter.draft(computed)
+            return
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record()
+        self._drafter.draft(computed)
+        ended.record()
+        self._drafted = begun, ended
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Capture one graph; whether there are more. Those of plain decodes come first, then those with prompts."""
-        decodes, prompts = self._graphs, self._prompt_graphs
+        """Capture one graph; whether there are more. Plain decodes come first, then drafts, then prompts."""
+        decodes = self._graphs
         if decodes is None:
             return False
+        all_kinds: tuple[Captures | None, ...]
+        all_kinds = self._verify_graphs, self._drafter.graphs, self._prompt_graphs, decodes
+        kinds = [kind for kind in all_kinds if kind is not None]
         plain = bool(decodes.missing) and not any(decodes.missing[0][1:])
-        graphs = prompts if prompts is not None and prompts.missing and not plain else decodes
-        if not graphs.missing:
+        graphs: Captures | None = decodes if plain else next((kind for kind in kinds if kind.missing), None)
+        if graphs is None:
             return False
         try:
             graphs.capture_next()
@@ -133,7 +163,7 @@ class DeviceRunner:
             logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
             graphs.missing.clear()
             torch.cuda.empty_cache()
-        return bool(decodes.missing or (prompts is not None and prompts.missing))
+        return any(kind.missing for kind in kinds)
 
     def abandon(self) -> None:
         """Wait for the device and forget the steps on their way. Raises if the device is broken."""
@@ -143,19 +173,24 @@ class DeviceRunner:
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)
 
-    def _start(self, scheduled: Sequence[ScheduledTokens]) -> PendingStep:
+    def _start(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PendingStep, ComputedStep | None]:
+        """Compute and sample; what a drafter is told, if it is to guess what follows."""
         needs = 0
         decodes, uncertain = True, False
         for item in scheduled:
             needs |= self._needs[item.slot]
             decodes = decodes and item.count == item.sampled == 1
             uncertain = uncertain or item.uncertain
-        if uncertain and not self._attention.reads_device_starts:
-            scheduled = self._rows.certain(scheduled)
         wanted = Needs(needs)
+        if uncertain and (wanted & Needs.PROCESSORS or not self._attention.reads_device_starts):
+            scheduled = self._rows.certain(scheduled)
+        drafts = None
+        if wanted & Needs.GRAMMAR and any(item.sampled > 1 for item in scheduled):
+            drafts = read_drafts(self._rows, scheduled)  # before the model, which is not waited for
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
-        if decodes and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
+        drafting = self._drafter.is_asked(scheduled)
+        if decodes and not drafting and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
             starts = [item.start for item in scheduled]
             exact = self._rows.starts(scheduled) if uncertain else None
             if not wanted & ~IN_KERNELS and self._graphs.can_run(len(slots), adapted, bool(wanted)):
@@ -163,19 +198,24 @@ class DeviceRunner:
                 if exact is not None:
                     self._rows.advance(scheduled, exact)
                 if not wanted & Needs.LOGPROBS:
-                    return PendingStep(scheduled, sampled)
+                    return PendingStep(scheduled, sampled), None
                 counts = [self._rows.request(slot).params.logprobs for slot in slots]
                 most = max(count for count in counts if count is not None)
-                return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most))
+                return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most)), None
             decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
-            return self._sample(scheduled, slots, decoded, wanted, None, exact)
-        if self._prompt_graphs is not None and not decodes and not adapted and not uncertain:
+            return self._sample(scheduled, slots, decoded, wanted, None, exact), None
+        if self._verify_graphs is not None and (drafting or not decodes) and not wanted & ~IN_KERNELS:
+            verified = self._verify_graphs.run(scheduled, bool(wanted), adapted)
+            if verified is not None:
+                computed = ComputedStep(scheduled, verified.starts, verified.kept, verified.hidden)
+                return self._verified(self._verify_graphs, scheduled, verified, wanted), computed
+        if self._prompt_graphs is not None and not (decodes or adapted or uncertain or drafting):
             step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
             if step is not None:
-                return step
+                return step, None
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
-        positions = tokens_wanted(batch, runs)
+        positions = None if self._drafter.reads_hidden else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, positions is not None)
@@ -185,13 +225,30 @@ class DeviceRunner:
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:
             on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
-            return PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=on_gpu)
-        if len(batch.sample_slots) != hidden.shape[0]:
-            hidden = hidden.index_select(0, batch.logits_indices)
-        decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions)
-        counted = uncertain or any(item.sampled > 1 for item in scheduled)
-        exact = batch.device_starts if counted else None
-        return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
+            step = PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=on_gpu)
+            if drafting:
+                self._rows.advance(scheduled, batch.device_starts)
+        else:
+            sampled = len(batch.sample_slots) == hidden.shape[0]
+            last = hidden if sampled else hidden.index_select(0, batch.logits_indices)
+            decoded = DecodedStates(last, batch.device_sample_slots, batch.sample_positions)
+            counted = uncertain or drafting or any(item.sampled > 1 for item in scheduled)
+            exact = batch.device_starts if counted else None
+            step = self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact, drafts)
+        if not drafting:
+            return step, None
+        return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else hidden)
+
+    def _verified(
+        self, graphs: VerifyGraphs, scheduled: Sequence[ScheduledTokens], verified: VerifiedStep, needs: Needs
+    ) -> PendingStep:
+        """The result of a step that a graph verifies drafts in."""
+        sampled, kept = verified.sampled, verified.kept
+        if not needs & Needs.LOGPROBS:
+            return PendingStep(scheduled, sampled, kept=kept)
+        counts = [self._rows.request(item.slot).params.logprobs for item in scheduled for _ in range(item.sampled)]
+        most = max(count for count in counts if count is not None)
+        return PendingStep(scheduled, sampled, counts, graphs.logprobs(len(sampled), most), kept=kept)
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs
@@ -223,18 +280,25 @@ class DeviceRunner:
         needs: Needs,
         prompts: PromptLogprobs | None,
         starts: torch.Tensor | None,
+        drafts: Callable[[], list[int]] | None = None,
     ) -> PendingStep:
-        """Sample and write what `slots` [S] go on with. `starts` [R] int32: of a step with drafts, or behind them."""
+        """Sample and write what `slots` [S] go on with.
+
+        `starts` [R] int32: of a step with drafts, or behind them. `drafts`: see `read_drafts`, if grammars follow them.
+        """
         rows = self._rows
         logits = self._decoder.logits(decoded.hidden, upcast=False) if decoded.logits is None else decoded.logits
-        scores = self._scores(logits, scheduled, slots, decoded, needs, starts is not None)
+        drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
+        scores = self._scores(logits, scheduled, slots, decoded, needs, starts is not None, drawn is not None)
         verdict = None
         if needs & Needs.PROCESSORS:
             verdict = self._processors.apply(scores, rows.tokens, slots, sampled_tokens(scheduled).positions)
-        broken: dict[int, str] = {}
+        broken, unknown = Restricted({}, [])
         if needs & Needs.GRAMMAR:
-            broken = self._grammars.restrict(scores, slots)
+            broken, unknown = self._grammars.restrict(scores, slots, None, drafts)
         chosen = self._choose(logits, scores, slots, decoded, needs)
+        if drawn is not None:
+            accept(chosen, scores, rows, slots, decoded.positions, drawn)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:
@@ -244,7 +308,9 @@ class DeviceRunner:
         candidates = DeviceCandidates(scores, logits, rows, slots, listed) if needs & Needs.BEAMS else None
         kept = None  # rows change behind all that takes much memory: a step that runs out of it is run again
         if starts is not None:
-            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen)
+            kept = verify(rows, scheduled, starts, decoded.slots, decoded.positions, chosen, unknown)
+            if kept is not None and self._states is not None:
+                self._states.accept(kept)
         write_sampled(rows.tokens, decoded.slots, decoded.positions, chosen)
         step = PendingStep(scheduled, chosen, counts, logprobs, prompts, states, broken, candidates, verdict, kept)
         if needs & Needs.GRAMMAR:
@@ -259,15 +325,16 @@ class DeviceRunner:
         decoded: DecodedStates,
         needs: Needs,
         counted: bool,
+        everything: bool,
     ) -> torch.Tensor:
         """What is made of the logits [S, vocabulary], float32, of those rows that ask for it, or of all; or themselves.
 
-        `counted`: positions are exact on the device alone.
+        `counted`: positions are exact on the device alone. `everything`: of all rows.
         """
         rows = self._rows
         if not _computes(needs):
             return logits
-        everything = bool(needs & ~IN_KERNELS)
+        everything = everything or bool(needs & ~IN_KERNELS)
         scores = change(logits, decoded.slots, decoded.positions, rows, everything=everything)
         if needs & Needs.REPETITIONS:
             repeating = [place for place, slot in enumerate(slots) if self._needs[slot] & Needs.REPETITIONS]

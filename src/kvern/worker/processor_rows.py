@@ -28,20 +28,20 @@ LARGEST = 1e30
 
 @dataclass
 class ProcessorVerdict:
-    """By slot, whose processors failed. Of `slots` [N] also those that `unusable` [N] bool marks, once it is known."""
+    """By row, whose processors failed. Of `rows` [N] also those that `unusable` [N] bool marks, once it is known."""
 
     failed: dict[int, str] = field(default_factory=dict)
-    slots: Sequence[int] = ()
+    rows: Sequence[int] = ()
     names: Sequence[str] = ()
-    """Of the processors of each of `slots`."""
+    """Of the processors of each of `rows`."""
     unusable: torch.Tensor | None = None
 
     def reasons(self) -> dict[int, str]:
         """All of them, when the device's work is done."""
         if self.unusable is None:
             return self.failed
-        marked = zip(self.slots, self.names, self.unusable.tolist(), strict=True)
-        said = {slot: f"{names} left no token that could be sampled" for slot, names, bad in marked if bad}
+        marked = zip(self.rows, self.names, self.unusable.tolist(), strict=True)
+        said = {row: f"{names} left no token that could be sampled" for row, names, bad in marked if bad}
         return said | self.failed
 
 
@@ -88,14 +88,15 @@ class ProcessorRows:
     ) -> ProcessorVerdict | None:
         """Change `logits` [N, vocabulary] float32 in place where rows have processors; None if none has.
 
-        Each works on a copy of its rows, so that one that fails leaves all others, and its own rows, as they were.
+        Rows of one slot stand one behind the other, with drafts of `tokens` between them. Each processor works on a
+        copy of its rows, so that one that fails leaves all others, and its own rows, as they were.
         """
         members = [row for row, slot in enumerate(slots) if slot in self._members] if self._members else []
         if not members:
             return None
-        failed = {slots[row]: self._failed[slots[row]] for row in members if slots[row] in self._failed}
+        failed = {row: self._failed[slots[row]] for row in members if slots[row] in self._failed}
         for name in self._processors:
-            rows = [row for row in members if name in self._members[slots[row]] and slots[row] not in failed]
+            rows = [row for row in members if name in self._members[slots[row]] and row not in failed]
             if rows:
                 failed |= self._run(name, logits, tokens, rows, slots, positions)
         index = upload(members, torch.int64, logits.device)
@@ -103,9 +104,8 @@ class ProcessorRows:
         unusable = scores.isnan().any(-1) | scores.isneginf().all(-1)
         scores.nan_to_num_(nan=0.0, posinf=LARGEST, neginf=float("-inf")).clamp_(max=LARGEST)
         logits.index_copy_(0, index, scores.masked_fill_(unusable[:, None], 0.0))
-        chosen = [slots[row] for row in members]
-        names = ["logits processor " + ", ".join(self._members[slot]) for slot in chosen]
-        return ProcessorVerdict(failed, chosen, names, fetch(unusable))
+        names = ["logits processor " + ", ".join(self._members[slots[row]]) for row in members]
+        return ProcessorVerdict(failed, members, names, fetch(unusable))
 
     def _run(
         self,
@@ -127,9 +127,9 @@ class ProcessorRows:
             )
         except Exception as error:  # the package's own
             if len(rows) == 1:
-                return {its_slots[0]: _failure(name, error)}
+                return {rows[0]: _failure(name, error)}
             alone = [self._run(name, logits, tokens, [row], slots, positions) for row in rows]
-            return {slot: reason for failed in alone for slot, reason in failed.items()}
+            return {row: reason for failed in alone for row, reason in failed.items()}
         logits.index_copy_(0, index, scores)
         return {}
 

@@ -203,7 +203,7 @@ class PromptGraphs:
             device_counts=counts,
             query_start_loc=firsts,
             device_sample_slots=sample_slots,
-            tiles=(tile_request, tile_first),
+            tiles=lambda size: (tile_request, tile_first),
             uncertain=True,
             windows=rows.windows(slots, starts, firsts, counts, tokens, step.tokens, self._block_size),
         )

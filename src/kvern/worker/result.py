@@ -1,6 +1,6 @@
 """A step's result while the device still computes it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -61,11 +61,13 @@ class SampledStep:
     """A step of decodes that is computed, and of which nothing is reported but the tokens of each request."""
 
     token_ids: list[list[int]]
+    drafting_seconds: float = 0.0
 
     def result(self) -> ModelRunnerOutput:
         """What `kvern.step.StepResult` wants."""
         places = len(self.token_ids)
-        return ModelRunnerOutput(self.token_ids, [None] * places, [None] * places)
+        nothing = [None] * places
+        return ModelRunnerOutput(self.token_ids, [*nothing], [*nothing], drafting_seconds=self.drafting_seconds)
 
 
 class PendingStep:
@@ -87,13 +89,14 @@ class PendingStep:
     ) -> None:
         """`sampled` [S] and `logprobs` belong to the tokens that are sampled; `counts` are None where none were asked.
 
-        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput; `verdict`: of
-        logits processors; `kept` [R]: how many of the tokens sampled for each request are kept; None: all. `on_gpu`:
-        there is a GPU to wait for even if nothing is sampled.
+        `embeddings`: slots [E] and their hidden states [E, hidden]; `broken`: as in ModelRunnerOutput, but by place
+        among the S; `verdict`: of logits processors; `kept` [R]: how many of the tokens sampled for each request are
+        kept; None: all. `on_gpu`: there is a GPU to wait for even if nothing is sampled.
         """
         self._scheduled = scheduled
         self._counts = counts
         self._sampled = None if sampled is None else fetch(sampled)
+        self.kept = kept
         self._kept = None if kept is None else fetch(kept)
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
@@ -101,6 +104,8 @@ class PendingStep:
         self._candidates = candidates
         self._verdict = verdict or ProcessorVerdict()
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
+        self.drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Begin and end of guessing on the device, which came between the step before and this one."""
         self._done: torch.cuda.Event | None = None
         if on_gpu or (sampled is not None and sampled.device.type == "cuda"):
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -110,6 +115,13 @@ class PendingStep:
         """Wait for the device."""
         if self._done is not None:
             self._done.synchronize()
+        output = self._output()
+        if self.drafted is not None:
+            begun, ended = self.drafted
+            output.drafting_seconds = begun.elapsed_time(ended) / 1000
+        return output
+
+    def _output(self) -> ModelRunnerOutput:
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()
         places = len(self._scheduled)
         prompts: list[list[TokenLogprobs] | None] = [None] * places
@@ -121,19 +133,24 @@ class PendingStep:
             embeddings = {slot: state.tobytes() for slot, state in zip(slots, states.numpy(), strict=True)}
         candidates = {} if self._candidates is None else self._candidates.by_slot()
         broken = self._verdict.reasons() | self._broken
-        if self._kept is None and self._logprobs is None and len(tokens) == places:
+        if self._kept is None and self._logprobs is None and len(tokens) == places and not broken:
             return ModelRunnerOutput(
-                [[token] for token in tokens], [None] * places, prompts, broken, embeddings, candidates
+                [[token] for token in tokens], [None] * places, prompts, {}, embeddings, candidates
             )
-        runs = self._runs()
+        runs = self._runs(broken)
         token_ids = [tokens[run] for run in runs]
-        return ModelRunnerOutput(token_ids, self._entries(tokens, runs), prompts, broken, embeddings, candidates)
+        ends = {
+            item.slot: run.stop - 1 for item, run in zip(self._scheduled, runs, strict=True) if run.start < run.stop
+        }
+        broken_slots = {slot: broken[end] for slot, end in ends.items() if end in broken}
+        return ModelRunnerOutput(token_ids, self._entries(tokens, runs), prompts, broken_slots, embeddings, candidates)
 
-    def _runs(self) -> list[slice]:
-        """Where the tokens of each request that are kept stand among those sampled."""
+    def _runs(self, broken: Collection[int]) -> list[slice]:
+        """Where the tokens of each request that are kept stand among those sampled; none behind one that is broken."""
         kept = [item.sampled for item in self._scheduled] if self._kept is None else self._kept.tolist()
         firsts = accumulate((item.sampled for item in self._scheduled), initial=0)
-        return [slice(first, first + count) for first, count in zip(firsts, kept, strict=False)]
+        runs = [range(first, first + count) for first, count in zip(firsts, kept, strict=False)]
+        return [slice(run.start, next((row + 1 for row in run if row in broken), run.stop)) for run in runs]
 
     def _entries(self, tokens: list[int], runs: Sequence[slice]) -> list[list[TokenLogprobs] | None]:
         """Log-probabilities of the tokens in each of `runs`, where they were asked for."""

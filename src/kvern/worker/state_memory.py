@@ -7,10 +7,9 @@ from itertools import chain
 import torch
 
 from kvern.attention.memory import zero_cache
-from kvern.device.input_batch import InputBatch
 from kvern.layers.states import StepStates, allocate
 from kvern.model_spec import ModelSpec
-from kvern.step import SchedulerOutput
+from kvern.step import ScheduledTokens, SchedulerOutput
 
 
 class StateMemory:
@@ -23,6 +22,7 @@ class StateMemory:
         self._device = device
         self._layers = allocate(spec.recurrent, states, dtype, partial(zero_cache, device=device))
         self._of_row = [-1] * slots
+        self._step: StepStates | None = None
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Before a step: zero and copy states, in their order, and let rows that fork or join have theirs."""
@@ -37,19 +37,30 @@ class StateMemory:
         for request in output.joined:
             self._of_row[request.slot] = request.state_index
 
-    def plan(self, batch: InputBatch) -> StepStates:
+    def plan(self, scheduled: Sequence[ScheduledTokens]) -> StepStates:
         """Which tokens go on with which state."""
-        tokens, states, runs, first = [], [], [], 0
-        for slot, count in zip(batch.slots, batch.counts, strict=True):
-            state = self._of_row[slot]
-            assert state >= 0, f"row {slot} has no state"
-            if count == 1:
+        tokens: list[int] = []
+        states: list[int] = []
+        runs: list[tuple[int, int, int]] = []
+        drafts: list[tuple[int, int, int]] = []
+        first = 0
+        for item in scheduled:
+            state = self._of_row[item.slot]
+            assert state >= 0, f"row {item.slot} has no state"
+            if item.count == 1:
                 tokens.append(first)
                 states.append(state)
             else:
-                runs.append((first, count, state))
-            first += count
-        return StepStates(self._layers, self._indices(tokens), self._indices(states), runs)
+                (drafts if item.sampled > 1 else runs).append((first, item.count, state))
+            first += item.count
+        self._step = StepStates(self._layers, self._indices(tokens), self._indices(states), runs, drafts)
+        return self._step
+
+    def accept(self, scheduled: Sequence[ScheduledTokens], kept: torch.Tensor) -> None:
+        """Let states see the drafts of the step that was planned last, as far as `kept [R]` says."""
+        step, self._step = self._step, None  # what was noted is needed no more
+        assert step is not None
+        step.accept([count for item, count in zip(scheduled, kept.tolist(), strict=True) if item.sampled > 1])
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,80 @@
+"""Milliseconds of steps that verify drafts, against those of plain decodes of as many requests, as CUDA graphs.
+
+    python benchmarks/verified_steps.py --model MODEL --load-format dummy --rows 1 32 --tokens 2 5 9
+
+Every request has `--context` tokens. Times are those of the GPU, medians of 9 runs of 20 replays.
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvern import LLM, SamplingParams
+from kvern.step import ScheduledTokens
+from kvern.worker.device_runner import DeviceRunner
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    """Of one step, on the GPU."""
+    found = []
+    for _ in range(9):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record()
+        for _ in range(20):
+            step()
+        ended.record()
+        torch.cuda.synchronize()
+        found.append(float(begun.elapsed_time(ended)) / 20)
+    return statistics.median(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hugging Face id")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2, 5, 9], help="verified for each request")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--options", action="store_true", help="requests filter what they sample from")
+    arguments = parser.parse_args()
+    most, context = max(arguments.rows), arguments.context
+    llm = LLM(
+        arguments.model,
+        load_format=arguments.load_format,
+        proposer="ngram",
+        max_batch_requests=most,
+        max_model_len=context + 256,
+        prefix_cache=False,
+    )
+    top_p = 0.9 if arguments.options else 1.0
+    params = SamplingParams(temperature=0.8, top_p=top_p, max_tokens=200, ignore_eos=True)
+    dice = random.Random(0)
+    for index in range(most):
+        llm._engine.add(f"{index}", [dice.randrange(300, 2000) for _ in range(context)], params)
+    core: Any = llm._engine.core
+    while len(core.scheduler.running) < most or any(request.output_length < 2 for request in core.scheduler.running):
+        llm._engine.step()
+    runner = core.executor._worker.runner
+    assert isinstance(runner, DeviceRunner) and runner._graphs is not None and runner._verify_graphs is not None
+    decodes, verifies = runner._graphs, runner._verify_graphs
+    for rows in arguments.rows:
+        slots = list(range(rows))
+        plain = milliseconds(partial(decodes.run, slots, [context] * rows, arguments.options))
+        for tokens in arguments.tokens:
+            scheduled = [ScheduledTokens(slot, context, tokens, tokens) for slot in slots]
+            step = partial(verifies.run, scheduled, arguments.options, False)
+            if step() is None:
+                continue
+            verified = milliseconds(step)
+            found = {"rows": rows, "tokens": tokens, "plain ms": round(plain, 3), "verified ms": round(verified, 3)}
+            print(json.dumps(found | {"ratio": round(verified / plain, 3)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Steps of a draft model on a GPU, each a CUDA graph: from rows and counts on the device to drafts in the rows.
+
+    first   the newest token of each row, and the one before it: that was the last draft of the step before, which was
+            never read, if all were accepted
+    others  the draft written by the step before; rows that have all their drafts pad
+
+A host launches as many as the longest run of drafts takes, and waits for none.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.transfer import upload
+from kvern.kernels.batch import read_decodes
+from kvern.kernels.drafts import begin_drafts, write_drafts
+from kvern.kernels.sampling import sample
+from kvern.models.decoder import Decoder
+from kvern.worker.cuda_graph import DecodedStep, capture
+
+MOST_ROWS = 256
+"""Of one step; more are drafted for in several."""
+
+
+def padded_rows(rows: int) -> int:
+    """The rows of the steps that draft for so many: a power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+@dataclass
+class DraftSteps:
+    """The steps for so many rows, whose `asked` [2, R] int32 are as for `begin_drafts`."""
+
+    first: Callable[[], Any]
+    following: Callable[[], Any]
+    asked: torch.Tensor
+    written: Sequence[int] = ()
+    """What `asked` holds."""
+
+
+class DraftGraphs:
+    """Captures and replays; steps that are not captured yet run eagerly."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend[DeviceBatch],
+        rows: DeviceRows,
+        block_size: int,
+    ) -> None:
+        self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        if rows.device.type == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        largest = padded_rows(min(rows.scratch, MOST_ROWS))
+        self.missing = deque(1 << size for size in reversed(range(largest.bit_length())))
+        self._steps: dict[int, DraftSteps] = {}
+
+    def capture_next(self) -> None:
+        """Capture the next of those that are `missing`."""
+        size = self.missing.popleft()
+        eager = self._eager(size)
+        eager.first, eager.following = self._record(eager.first), self._record(eager.following)
+        self._steps[size] = eager
+
+    def run(self, slots: Sequence[int], drafts: Sequence[int]) -> None:
+        """Write so many drafts behind the newest tokens of these rows, at most MOST_ROWS, without waiting.
+
+        Of the tokens before the newest, the last alone may have no keys.
+        """
+        size = padded_rows(len(slots))
+        steps = self._steps.get(size)
+        if steps is None:
+            steps = self._steps[size] = self._eager(size)
+        padding = [0] * (size - len(slots))
+        written = [*slots, *padding, *drafts, *padding]
+        if written != steps.written:
+            steps.asked.copy_(upload(written, torch.int32, self._rows.device).view(2, -1))
+            steps.written = written
+        steps.first()
+        for _ in range(max(drafts) - 1):
+            steps.following()
+
+    def _record(self, step: Callable[[], DecodedStep]) -> Callable[[], None]:
+        """Whatever repeats the step."""
+        assert self._stream is not None, "graphs are those of a GPU"
+        graph, _ = capture(step, self._pool, self._stream)
+        return graph.replay
+
+    def _eager(self, size: int) -> DraftSteps:
+        device = self._rows.device
+        asked = torch.zeros(2, size, dtype=torch.int32, device=device)
+        pairs = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)
+        last = 2 * torch.arange(size, dtype=torch.int64, device=device) + 1
+        state = torch.zeros(3, size, dtype=torch.int32, device=device)
+        indices = torch.arange(2 * size, dtype=torch.int32, device=device)
+        ones, zeros = torch.ones_like(indices), torch.zeros_like(indices)
+        first = partial(self._first, asked, pairs, last, state, (indices, zeros, ones))
+        half = indices[:size], zeros[:size], ones[:size]
+        return DraftSteps(first, partial(self._step, state[0], state[1], None, state, half), asked)
+
+    def _first(
+        self,
+        asked: torch.Tensor,
+        pairs: torch.Tensor,
+        last: torch.Tensor,
+        state: torch.Tensor,
+        indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> DecodedStep:
+        begin_drafts(self._rows.num_computed_tokens, asked, pairs, state, self._rows.scratch)
+        return self._step(pairs[0], pairs[1], last, state, indices)
+
+    def _step(
+        self,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        last: torch.Tensor | None,
+        state: torch.Tensor,
+        indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> DecodedStep:
+        """Compute tokens [N] of `slots` at `starts`, and write what follows those that are `last` [R]; None: all."""
+        rows, (requests, zeros, ones) = self._rows, indices
+        size = slots.shape[0]
+        token_ids, positions, slot_mapping, next_positions = read_decodes(
+            rows.tokens, rows.block_table, slots, starts, self._block_size
+        )
+        batch = DeviceBatch(
+            slots=[rows.scratch] * size,
+            starts=[0] * size,
+            counts=[1] * size,
+            positions=positions,
+            token_ids=token_ids,
+            slot_mapping=slot_mapping,
+            block_table=rows.block_table,
+            sample_slots=[],
+            logits_indices=requests,
+            sample_positions=next_positions,
+            decodes=size,
+            device_slots=slots,
+            device_starts=starts,
+            device_counts=ones,
+            query_start_loc=requests,
+            device_sample_slots=slots,
+            tiles=lambda _: (requests, zeros),
+        )
+        hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
+        if last is not None:
+            hidden, next_positions = hidden.index_select(0, last), next_positions.index_select(0, last)
+        logits = self._decoder.logits(hidden, upcast=False)
+        sampled = sample(logits, None, state[0], next_positions, rows)
+        write_drafts(rows.tokens, state, sampled)
+        return DecodedStep(hidden, logits, next_positions, sampled)

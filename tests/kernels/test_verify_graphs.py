@@ -1,0 +1,154 @@
+"""Steps that verify drafts, padded to the size of a graph, keep what they keep eagerly."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvern.worker.verify_graphs
+from kvern import LLM, SamplingParams
+from kvern.sample.logprobs import DeviceLogprobs
+from kvern.step import ScheduledTokens
+from kvern.worker.cuda_graph import DecodedStep
+from kvern.worker.device_runner import DeviceRunner
+from kvern.worker.verify_graphs import ROWS, TOKENS, VerifiedStep, VerifyGraphs, VerifyStep, verify_steps
+from tests.families import make_checkpoint
+from tests.kernels.test_device_engine import OPTIONS, WITH_STATES, answers, logprobs
+from tests.peft_adapters import make_adapter
+from tests.speculation import speculating
+
+pytestmark = pytest.mark.usefixtures("few_products")
+
+PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 3, [7], [100] * 10]
+LENGTH: dict[str, Any] = {"max_tokens": 7, "ignore_eos": True}
+GREEDY = [SamplingParams(temperature=0, **LENGTH)] * 4
+MIXED = [
+    SamplingParams(temperature=0, **LENGTH),
+    SamplingParams(temperature=0.8, seed=5, repetition_penalty=2.5, frequency_penalty=2.0, logprobs=1, **LENGTH),
+    SamplingParams(temperature=1.5, seed=3, top_p=0.9, min_tokens=7, stop_token_ids=[*range(0, 100, 3)], **LENGTH),
+    SamplingParams(temperature=1.0, seed=4, logit_bias={7: 2.0}, logprobs=0, **LENGTH),
+]
+
+
+class Recorded(VerifyGraphs):
+    """Repeats steps by computing them again, where there is no device that could."""
+
+    used: list[tuple[VerifyStep, Sequence[ScheduledTokens]]]
+
+    def _record(self, step: Callable[[], DecodedStep]) -> tuple[Callable[[], None], DecodedStep]:
+        outputs = step()
+
+        def replay() -> None:
+            for target, source in zip(outputs, step(), strict=True):
+                target.copy_(source)
+
+        return replay, outputs
+
+    def run(self, scheduled: Sequence[ScheduledTokens], options: bool, adapted: bool) -> VerifiedStep | None:
+        verified = super().run(scheduled, options, adapted)
+        if verified is None:
+            return None
+        self.used.append((VerifyStep(0, 0, options, adapted), scheduled))
+        # Results are copied from a GPU before the next replay; here they would be read behind it.
+        return VerifiedStep(*(part.clone() for part in verified))
+
+    def logprobs(self, count: int, most: int) -> DeviceLogprobs:
+        found = super().logprobs(count, most)
+        return DeviceLogprobs(*(part.clone() for part in (found.chosen, found.ranks, found.best_ids, found.best)))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], Recorded]:
+    """Lets an engine replay what it captures; few sizes, as each is computed once before."""
+    monkeypatch.setattr(kvern.worker.verify_graphs, "ROWS", (2, 4))
+    monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8, 16))
+
+    def record(llm: LLM) -> Recorded:
+        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+        assert isinstance(runner, DeviceRunner)
+        bank = None if runner._adapters is None else runner._adapters.bank
+        sizes: Any = runner._block_size, 100, None, None
+        graphs = Recorded(runner._decoder, runner._attention, runner._rows, *sizes, bank, runner._states)
+        graphs.used = []
+        with torch.inference_mode():
+            while graphs.missing:
+                graphs.capture_next()
+        runner._verify_graphs = graphs
+        return graphs
+
+    return record
+
+
+@pytest.mark.parametrize(
+    ("family", "params", "options"),
+    [
+        pytest.param("llama", MIXED, {}, id="options"),
+        pytest.param("llama", GREEDY, {}, id="greedy", marks=pytest.mark.nightly),
+        pytest.param("llama", MIXED, {"deterministic": True}, id="deterministic", marks=pytest.mark.nightly),
+        pytest.param("llama", MIXED, {"overlap": False}, id="one step in flight", marks=pytest.mark.nightly),
+        pytest.param("gemma2", GREEDY, {}, id="windows", marks=pytest.mark.nightly),
+        pytest.param("gemma4", GREEDY, {}, id="two sizes of tiles", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", GREEDY, {}, id="experts", marks=pytest.mark.nightly),
+        pytest.param("glm4_moe_lite", GREEDY, {}, id="latents", marks=pytest.mark.nightly),
+        pytest.param("qwen3_next", MIXED, {}, id="delta nets", marks=pytest.mark.nightly),
+        pytest.param("granitemoehybrid", GREEDY, {}, id="mamba2", marks=pytest.mark.nightly),
+        pytest.param("lfm2", GREEDY, {}, id="convolutions", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_replayed_step_keeps_what_the_eager_one_does(
+    family: str,
+    params: list[SamplingParams],
+    options: dict[str, Any],
+    tmp_path: Path,
+    on_device: Callable[..., LLM],
+    recorded: Callable[[LLM], Recorded],
+) -> None:
+    make_checkpoint(family, tmp_path, **WITH_STATES.get(family, {}))
+    expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
+    llm = on_device(tmp_path, **(OPTIONS | options))
+    graphs = recorded(llm)
+    for guessed_there in (False, True):
+        with speculating(llm, expected, 0.7, most=3, on_device=guessed_there):
+            found = llm.generate(PROMPTS, params)
+        assert answers(found) == answers(expected)
+        assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
+    counts = {item.count for _, scheduled in graphs.used for item in scheduled}
+    assert {1, 4} <= counts, "rows with and without drafts were to be verified together"
+    uncertain = {item.uncertain for _, scheduled in graphs.used for item in scheduled}
+    assert uncertain == ({False, True} if options.get("overlap", True) else {False})
+    llm._engine.core.scheduler.check_integrity()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+def test_beside_adapters(tmp_path: Path, on_device: Callable[..., LLM], recorded: Callable[[LLM], Recorded]) -> None:
+    folder = make_checkpoint("llama", tmp_path / "model", num_hidden_layers=2)
+    adapter = make_adapter(folder, tmp_path / "one", 1)
+    options = OPTIONS | {"max_adapters": 1, "max_adapter_rank": 16, "adapters": {"one": str(adapter)}}
+    names = ["one", None, "one", None]
+    expected = LLM(str(folder), device="cpu", **options).generate(PROMPTS, GREEDY, adapter=names)
+    llm = on_device(folder, **options)
+    graphs = recorded(llm)
+    with speculating(llm, expected, 0.7, most=3):
+        found = llm.generate(PROMPTS, GREEDY, adapter=names)
+    assert answers(found) == answers(expected)
+    assert any(step.adapted for step, _ in graphs.used)
+
+
+@pytest.mark.parametrize("requests", [1, 8, 512])
+def test_graphs_are_few_and_hold_any_step_of_few_tokens(requests: int) -> None:
+    steps = list(verify_steps(requests, 8192, 4096, False))
+    assert len(steps) == len(set(steps)) <= 72
+    assert [step.options for step in steps] == sorted(step.options for step in steps)
+    for rows in range(1, min(requests, max(ROWS)) + 1):
+        for drafts in (1, 4, 16):
+            if rows * (1 + drafts) <= max(TOKENS):
+                assert any(step.fits(rows, rows * (1 + drafts), True, False) for step in steps), (rows, drafts)
+
+
+def test_no_graph_is_larger_than_a_step_or_a_sequence() -> None:
+    assert max(step.tokens for step in verify_steps(64, 100, 4096, False)) == 96
+    assert max(step.tokens for step in verify_steps(64, 8192, 40, False)) == 32
+    assert not list(verify_steps(64, 4, 4096, False))
