@@ -44,7 +44,7 @@ from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
-from kvern.worker.verify_graphs import VerifiedStep, VerifyGraphs
+from kvern.worker.verify_graphs import VerifyGraphs
 
 logger = logging.getLogger("kvern")
 
@@ -204,11 +204,9 @@ class DeviceRunner:
                 return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most)), None
             decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
             return self._sample(scheduled, slots, decoded, wanted, None, exact), None
-        if self._verify_graphs is not None and (drafting or not decodes) and not wanted & ~IN_KERNELS:
-            verified = self._verify_graphs.run(scheduled, bool(wanted), adapted)
-            if verified is not None:
-                computed = ComputedStep(scheduled, verified.starts, verified.kept, verified.hidden)
-                return self._verified(self._verify_graphs, scheduled, verified, wanted), computed
+        verified = self._replay_drafts(scheduled, wanted, adapted) if drafting or not decodes else None
+        if verified is not None:
+            return verified
         if self._prompt_graphs is not None and not (decodes or adapted or uncertain or drafting):
             step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
             if step is not None:
@@ -239,16 +237,23 @@ class DeviceRunner:
             return step, None
         return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else hidden)
 
-    def _verified(
-        self, graphs: VerifyGraphs, scheduled: Sequence[ScheduledTokens], verified: VerifiedStep, needs: Needs
-    ) -> PendingStep:
-        """The result of a step that a graph verifies drafts in."""
+    def _replay_drafts(
+        self, scheduled: Sequence[ScheduledTokens], needs: Needs, adapted: bool
+    ) -> tuple[PendingStep, ComputedStep] | None:
+        """A step that verifies drafts, if there is a graph for it."""
+        graphs = self._verify_graphs
+        if graphs is None or needs & ~IN_KERNELS:
+            return None
+        verified = graphs.run(scheduled, bool(needs), adapted)
+        if verified is None:
+            return None
         sampled, kept = verified.sampled, verified.kept
+        computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden)
         if not needs & Needs.LOGPROBS:
-            return PendingStep(scheduled, sampled, kept=kept)
+            return PendingStep(scheduled, sampled, kept=kept), computed
         counts = [self._rows.request(item.slot).params.logprobs for item in scheduled for _ in range(item.sampled)]
         most = max(count for count in counts if count is not None)
-        return PendingStep(scheduled, sampled, counts, graphs.logprobs(len(sampled), most), kept=kept)
+        return PendingStep(scheduled, sampled, counts, graphs.logprobs(len(sampled), most), kept=kept), computed
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs
