@@ -24,13 +24,13 @@ def milliseconds(step: Callable[[], object]) -> float:
     """Of one step, on the GPU."""
     found = []
     for _ in range(9):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begun.record()
         for _ in range(20):
             step()
         ended.record()
         torch.cuda.synchronize()
-        found.append(begun.elapsed_time(ended) / 20)
+        found.append(float(begun.elapsed_time(ended)) / 20)
     return statistics.median(found)
 
 

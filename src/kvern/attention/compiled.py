@@ -30,6 +30,7 @@ class CompiledAttention:
     prefix_members = 0
     deterministic = True
     reads_device_starts = False
+    tile_sizes: frozenset[int] = frozenset()
 
     def __init__(
         self,

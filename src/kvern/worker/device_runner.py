@@ -38,8 +38,7 @@ from kvern.structured.masks import GrammarRows, Restricted
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
-from kvern.worker.graph_captures import Captures
+from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
@@ -85,6 +84,7 @@ class DeviceRunner:
         self._states = states
         self._needs = RowNeeds(rows.scratch)
         self._drafter = GuardedDrafter(drafter)
+        self._drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._graphs, self._prompt_graphs, self._verify_graphs = None, None, None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
             members = attention.prefix_members if shared_prefix_attention else 0
@@ -125,9 +125,21 @@ class DeviceRunner:
             torch.cuda.empty_cache()
             # Some layers' states have gone on already.
             raise StepTooLarge(f"({free / 2**20:.0f} MiB free)", final=self._states is not None) from error
-        if computed is not None:
-            self._drafter.draft(computed)  # behind the copy of what was sampled: the host need not wait for drafts
+        step.drafted, self._drafted = self._drafted, None
+        if computed is not None and self._drafter.is_asked(output.scheduled):
+            self._draft(computed)  # behind the copy of what was sampled: the host need not wait for drafts
         return step
+
+    def _draft(self, computed: ComputedStep) -> None:
+        """Guess what follows a step; the next one says what that took."""
+        if self._rows.device.type != "cuda":
+            self._drafter.draft(computed)
+            return
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record()
+        self._drafter.draft(computed)
+        ended.record()
+        self._drafted = begun, ended
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -195,8 +207,8 @@ class DeviceRunner:
         if self._verify_graphs is not None and (drafting or not decodes) and not wanted & ~IN_KERNELS:
             verified = self._verify_graphs.run(scheduled, bool(wanted), adapted)
             if verified is not None:
-                step = self._verified(self._verify_graphs, scheduled, verified, wanted)
-                return step, ComputedStep(scheduled, verified.starts, verified.kept, verified.hidden)
+                computed = ComputedStep(scheduled, verified.starts, verified.kept, verified.hidden)
+                return self._verified(self._verify_graphs, scheduled, verified, wanted), computed
         if self._prompt_graphs is not None and not (decodes or adapted or uncertain or drafting):
             step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
             if step is not None:

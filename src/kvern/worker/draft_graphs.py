@@ -37,8 +37,8 @@ def padded_rows(rows: int) -> int:
 class DraftSteps:
     """The steps for so many rows, whose `asked` [2, R] int32 are as for `begin_drafts`."""
 
-    first: Callable[[], object]
-    following: Callable[[], object]
+    first: Callable[[], Any]
+    following: Callable[[], Any]
     asked: torch.Tensor
     written: Sequence[int] = ()
     """What `asked` holds."""
@@ -88,7 +88,7 @@ class DraftGraphs:
         for _ in range(max(drafts) - 1):
             steps.following()
 
-    def _record(self, step: Callable[[], DecodedStep]) -> Callable[[], object]:
+    def _record(self, step: Callable[[], DecodedStep]) -> Callable[[], None]:
         """Whatever repeats the step."""
         assert self._stream is not None, "graphs are those of a GPU"
         graph, _ = capture(step, self._pool, self._stream)

@@ -8,15 +8,15 @@ need not: whatever stands in their places, tokens are sampled from the model alo
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
-from kvern.worker.graph_captures import Captures
 
 logger = logging.getLogger("kvern")
 
@@ -40,6 +40,19 @@ class ComputedStep:
     starts: torch.Tensor
     kept: torch.Tensor | None
     hidden: torch.Tensor | None
+
+
+class Captures(Protocol):
+    """CUDA graphs of one kind; those that are `missing` are captured one after another."""
+
+    @property
+    def missing(self) -> deque[Any]:
+        """The likeliest first."""
+        ...
+
+    def capture_next(self) -> None:
+        """Capture the first of them."""
+        ...
 
 
 class Drafter(Protocol):

@@ -6,24 +6,10 @@ in a step     none: a step whose graph is missing runs by a larger one, or one t
               times, or eagerly
 """
 
-from collections import deque
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvern.worker.shared_prefix import LEAST_REQUESTS
-
-
-class Captures(Protocol):
-    """CUDA graphs of one kind; those that are `missing` are captured one after another."""
-
-    @property
-    def missing(self) -> deque[Any]:
-        """The likeliest first."""
-        ...
-
-    def capture_next(self) -> None:
-        """Capture the first of them."""
-        ...
 
 
 class Captured(NamedTuple):

@@ -104,6 +104,8 @@ class PendingStep:
         self._candidates = candidates
         self._verdict = verdict or ProcessorVerdict()
         self._embeddings = None if embeddings is None else (embeddings[0], fetch(embeddings[1].float()))
+        self.drafted: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        """Begin and end of guessing on the device, which came between the step before and this one."""
         self._done: torch.cuda.Event | None = None
         if on_gpu or (sampled is not None and sampled.device.type == "cuda"):
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -113,6 +115,13 @@ class PendingStep:
         """Wait for the device."""
         if self._done is not None:
             self._done.synchronize()
+        output = self._output()
+        if self.drafted is not None:
+            begun, ended = self.drafted
+            output.drafting_seconds = begun.elapsed_time(ended) / 1000
+        return output
+
+    def _output(self) -> ModelRunnerOutput:
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()
         places = len(self._scheduled)
         prompts: list[list[TokenLogprobs] | None] = [None] * places
