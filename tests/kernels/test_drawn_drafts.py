@@ -16,7 +16,6 @@ from tests.speculation import AnyLength
 from tests.test_rejection import check_draws, logits_of, p_value
 from tests.tiny_model import make_tiny_model
 
-
 pytestmark = pytest.mark.usefixtures("few_products")
 
 
