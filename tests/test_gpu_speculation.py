@@ -10,14 +10,19 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.structured_output import StructuredOutput
-from tests.speculation import speculating
+from tests.speculation import AnyLength, speculating
 from tests.test_gpu import ADAPTERS, HALVES, SMALL, held_out, steps, tokens
+
+if torch.cuda.is_available():
+    from kvern.worker.verify_graphs import VerifiedStep, VerifyGraphs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
+GUESSING: dict[str, Any] = {"proposer": "ngram"}
+"""Engines capture steps that verify drafts where somebody guesses."""
 LENGTH: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=48),
@@ -44,6 +49,7 @@ BOUND = [
 
 OPTIONS: list[dict[str, Any]] = [
     {},
+    {"proposer": None},
     {"overlap": False},
     {"cuda_graphs": False},
     {"triton_kernels": False},
@@ -66,22 +72,49 @@ OPTIONS: list[dict[str, Any]] = [
     ],
 )
 def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> None:
-    llm = LLM(device="cuda", **(SMALL | options))
+    llm = LLM(device="cuda", **(SMALL | GUESSING | options))
+    llm._engine.core.drafting = None
     conversations = held_out()[:36]
     params = [(PARAMS + BOUND)[index % len(PARAMS + BOUND)] for index in range(len(conversations))]
     expected = llm.chat(conversations, params)
-    with speculating(llm, expected, accuracy) as oracle:
-        found = llm.chat(conversations, params)
-    assert oracle.guessed > 500
-    assert tokens(found) == tokens(expected)
-    llm._engine.core.scheduler.check_integrity()
+    for guessed_there in (False, True):
+        with speculating(llm, expected, accuracy, on_device=guessed_there) as oracle:
+            found = llm.chat(conversations, params)
+        assert oracle.guessed > 500
+        assert tokens(found) == tokens(expected)
+        llm._engine.core.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"overlap": False}], ids=str)
+def test_a_model_that_drafts_for_itself_is_right(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that verify are replayed, and nearly all drafts are right: few are where sums are rounded otherwise."""
+    plain = {**SMALL, "model": "kvern-1m"}
+    conversations = held_out()[:12]
+    params = [SamplingParams(temperature=index % 2, seed=index, **LENGTH) for index in range(12)]
+    expected = LLM(device="cuda", **(plain | options)).chat(conversations, params)
+    llm = LLM(device="cuda", draft_model="kvern-1m", **(plain | options))
+    llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 5)
+    replayed = []
+    run = VerifyGraphs.run
+
+    def recorded(graphs: VerifyGraphs, *given: Any) -> VerifiedStep | None:
+        verified = run(graphs, *given)
+        replayed.append(verified is not None)
+        return verified
+
+    monkeypatch.setattr(VerifyGraphs, "run", recorded)
+    assert tokens(llm.chat(conversations, params)) == tokens(expected)
+    statistics = llm.statistics()
+    assert statistics.accepted_tokens > 0.9 * statistics.draft_tokens > 200
+    assert any(replayed) == options.get("cuda_graphs", True)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=str)
 def test_no_step_waits_for_the_device(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """Drafts are written, verified and counted while the step before is on its way. A step that waits would fail."""
-    llm = LLM(device="cuda", **(HALVES | options))
+    llm = LLM(device="cuda", **(HALVES | GUESSING | options))
+    llm._engine.core.drafting = None
     prompts = [[7 + index] * (20 + index) for index in range(12)]
     params = [PARAMS[index % len(PARAMS)].replace(n=1, max_tokens=60, stop_token_ids=None) for index in range(12)]
     expected = llm.generate(prompts, params)

@@ -16,7 +16,7 @@ from kvern.mixer_spec import AttentionSpec
 if TYPE_CHECKING:
     from kvern.attention.hopper import HopperPrefill
 
-MOST_TILES = 512
+MOST_TILES = 1024
 """Of a step with few tokens for each of more requests than decode at once."""
 LONG_CONTEXT = 1024
 """Query tiles are larger where runs of queries see, on average, at least this many keys."""
