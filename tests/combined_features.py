@@ -15,9 +15,9 @@ import pytest
 
 from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams
 from kvern.outputs import CompletionOutput
-from kvern.request import Request
 from kvern.structured_output import StructuredOutput
 from kvern.tools.definitions import read_tools
+from tests.combined_answers import CLOSE, check_same
 from tests.combined_questions import ARGUMENTS, RECORD, TOOLS
 from tests.idle import is_idle
 
@@ -33,9 +33,7 @@ OPTIONS: dict[str, Any] = {
     "prefix_cache": False,
     "threads": 1,
 }
-BEAMS, ANSWERS, DRAFTS = 4, 3, 3
-CLOSE = 2e-3
-"""Log-probabilities of whole answers that are computed in other batches."""
+BEAMS, ANSWERS = 4, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,21 +120,6 @@ class Run:
     alone: Alone
     drafts: tuple[int, int] = (0, 0)
     """That were verified, and that were right."""
-
-
-class Remembered:
-    """Guesses that a text goes on as one of those known, and wrongly at every fifth token."""
-
-    def __init__(self, texts: Sequence[list[int]]) -> None:
-        self._texts = texts
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        return [self._guess(request.token_ids, request.in_flight + DRAFTS) for request in requests]
-
-    def _guess(self, known: list[int], count: int) -> list[int]:
-        text = next((text for text in self._texts if text[: len(known)] == known), known)
-        places = range(len(known), min(len(known) + count, len(text)))
-        return [text[place] if place % 5 else text[place - 1] for place in places]
 
 
 def at_once(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
@@ -410,17 +393,3 @@ FEATURES: dict[str, Feature] = {
 }
 
 PROMISED = {name: " ".join((feature.__doc__ or "").split()) for name, feature in FEATURES.items()}
-
-
-def check_same(answer: CompletionOutput, expected: CompletionOutput) -> None:
-    """The same tokens, text, content, calls and end."""
-    assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
-    assert (answer.finish_reason, answer.stop_reason) == (expected.finish_reason, expected.stop_reason)
-    assert pieces(answer) == pieces(expected)
-    if answer.cumulative_logprob is not None and expected.cumulative_logprob is not None:
-        assert answer.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=CLOSE)
-
-
-def pieces(answer: CompletionOutput) -> tuple[str, list[tuple[str, str]]]:
-    assert answer.message is not None
-    return answer.message.content, [(call.name, call.arguments) for call in answer.message.tool_calls]

@@ -25,6 +25,7 @@ from kvern import LLM, AsyncLLM, SamplingParams
 from kvern.errors import ConfigError, InvalidRequest
 from kvern.request import Request
 from kvern.structured_output import StructuredOutput
+from tests.combined_answers import check_same, pieces
 from tests.combined_features import (
     ADAPTERS,
     FEATURES,
@@ -32,12 +33,9 @@ from tests.combined_features import (
     ROOT,
     Alone,
     Ask,
-    Remembered,
     Result,
     Run,
     at_once,
-    check_same,
-    pieces,
     streamed,
 )
 from tests.combined_questions import QUESTIONS, RECORD
@@ -47,7 +45,7 @@ from tests.idle import is_idle
 from tests.model_features import QUERIES  # with the tier of a table
 from tests.peft_adapters import make_adapter
 from tests.served import serving
-from tests.speculation import AnyLength
+from tests.speculation import AnyLength, Remembered
 from tests.test_server_tools import gathered
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT

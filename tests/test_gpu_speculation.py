@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.structured_output import StructuredOutput
 from tests.families import make_checkpoint, similar_prompts
 from tests.speculation import AnyLength, speculating
 from tests.test_gpu import ADAPTERS, HALVES, SMALL, held_out, steps, tokens
@@ -33,6 +34,19 @@ PARAMS = [
     SamplingParams(temperature=0.8, typical_p=0.8, seed=4, logprobs=2, **LENGTH),
     SamplingParams(temperature=1.2, seed=5, max_tokens=40, min_tokens=30, n=2),
 ]
+RECORD = StructuredOutput(
+    json={
+        "type": "object",
+        "properties": {"mood": {"enum": ["calm", "stormy"]}, "seen": {"type": "array", "items": {"type": "integer"}}},
+        "required": ["mood", "seen"],
+    }
+)
+BOUND = [
+    SamplingParams(temperature=0, max_tokens=60, structured=RECORD),
+    SamplingParams(temperature=0.9, top_p=0.95, seed=6, max_tokens=60, structured=RECORD, logprobs=1),
+    SamplingParams(temperature=0.8, seed=7, prompt_logprobs=1, **LENGTH),
+]
+"""The host has a say at every token, or something to report first."""
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -63,7 +77,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], accuracy: float) -> N
     llm = LLM(device="cuda", **(SMALL | GUESSING | options))
     llm._engine.core.drafting = None
     conversations = held_out()[:36]
-    params = [PARAMS[index % len(PARAMS)] for index in range(len(conversations))]
+    params = [(PARAMS + BOUND)[index % len(PARAMS + BOUND)] for index in range(len(conversations))]
     expected = llm.chat(conversations, params)
     for guessed_there in (False, True):
         with speculating(llm, expected, accuracy, on_device=guessed_there) as oracle:

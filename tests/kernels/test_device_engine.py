@@ -14,7 +14,6 @@ from kvern.structured_output import StructuredOutput
 from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter
-from tests.processors import install
 from tests.speculation import AnyLength, speculating
 from tests.tiny_model import make_tiny_model
 
@@ -246,27 +245,6 @@ def test_beams(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     llm._engine.core.scheduler.check_integrity()
 
 
-DRAFTS = pytest.mark.parametrize(
-    "drafts", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["with drafts", "without drafts"]
-)
-
-
-@DRAFTS
-def test_structured_answers(drafts: bool, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
-    """Their next step is planned before their last token is known."""
-    folder = make_tiny_model(tmp_path / "model")
-    form = StructuredOutput(json={"type": "array", "items": {"enum": [1, 22, "a"]}, "maxItems": 2})
-    bound = SamplingParams(temperature=0.9, seed=3, max_tokens=12, structured=form, logprobs=1)
-    params = [bound, SamplingParams(temperature=0, max_tokens=6), bound.replace(seed=4)]
-    prompts = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7, 8, 9]]
-    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(prompts, params)
-    assert expected[0].outputs[0].finish_reason == "stop"
-    llm = on_device(folder, **OPTIONS)
-    with speculating(llm, expected, 0.8, most=3 * drafts):
-        assert answers(llm.generate(prompts, params)) == answers(expected)
-    assert bool(llm.statistics().accepted_tokens) == drafts
-
-
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"max_batch_tokens": 5}], ids=str)
 def test_scores(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
     """Contexts come from the prefix cache, in the same step already."""
@@ -277,33 +255,6 @@ def test_scores(options: dict[str, Any], folder: Path, on_device: Callable[..., 
         for found, score in zip(llm.score(pairs), expected, strict=True):
             assert found.token_logprobs == pytest.approx(score.token_logprobs, abs=2e-4)
             assert found.is_greedy == score.is_greedy
-
-
-@DRAFTS
-def test_logits_processors(
-    drafts: bool, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They see the token that the host does not know yet, and fail alone."""
-    monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
-    folder = make_tiny_model(tmp_path / "model")
-    asked: list[dict[str, Any] | None] = [
-        {"follow": {"by": 1}},
-        None,
-        {"follow": {"by": 7}, "shift": {}},
-        {"break": {"how": "nan", "after": 2}},
-        {"break": {"how": "apply", "after": 3}},
-    ]
-    params = [SamplingParams(seed=3, max_tokens=8, logprobs=1, logits_processors=each) for each in asked]
-    options = OPTIONS | {"logits_processors": ("follow", "shift", "break"), "max_batch_requests": 8}
-    expected = LLM(str(folder), device="cpu", **options).generate([PROMPTS[0]] * 5, params)
-    llm = on_device(folder, **options)
-    with speculating(llm, expected, 0.8, most=3 * drafts):
-        found = llm.generate([PROMPTS[0]] * 5, params)
-    assert bool(llm.statistics().accepted_tokens) == drafts
-    assert [output.failure for output in found] == [output.failure for output in expected]
-    assert found[3].failure and found[4].failure and not found[2].failure
-    assert answers(found[:3]) == answers(expected[:3])
-    assert list(logprobs(found[:3])) == pytest.approx(list(logprobs(expected[:3])), abs=2e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.nightly)])

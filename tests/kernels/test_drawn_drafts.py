@@ -16,6 +16,8 @@ from tests.speculation import AnyLength
 from tests.test_rejection import check_draws, logits_of, p_value
 from tests.tiny_model import make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("few_products")
+
 
 @pytest.mark.parametrize("draws", [200, pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_tokens_have_the_models_probabilities(draws: int, device: torch.device) -> None:

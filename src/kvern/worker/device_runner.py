@@ -191,19 +191,7 @@ class DeviceRunner:
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
         drafting = self._drafter.is_asked(scheduled)
         if decodes and not drafting and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
-            starts = [item.start for item in scheduled]
-            exact = self._rows.starts(scheduled) if uncertain else None
-            if not wanted & ~IN_KERNELS and self._graphs.can_run(len(slots), adapted, bool(wanted)):
-                sampled = self._graphs.run(slots, starts, bool(wanted), adapted, exact)
-                if exact is not None:
-                    self._rows.advance(scheduled, exact)
-                if not wanted & Needs.LOGPROBS:
-                    return PendingStep(scheduled, sampled), None
-                counts = [self._rows.request(slot).params.logprobs for slot in slots]
-                most = max(count for count in counts if count is not None)
-                return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most)), None
-            decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
-            return self._sample(scheduled, slots, decoded, wanted, None, exact), None
+            return self._replay_decodes(self._graphs, scheduled, wanted, adapted, uncertain), None
         verified = self._replay_drafts(scheduled, wanted, adapted) if drafting or not decodes else None
         if verified is not None:
             return verified
@@ -236,6 +224,30 @@ class DeviceRunner:
         if not drafting:
             return step, None
         return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else hidden)
+
+    def _replay_decodes(
+        self,
+        graphs: DecodeGraphs,
+        scheduled: Sequence[ScheduledTokens],
+        wanted: Needs,
+        adapted: bool,
+        uncertain: bool,
+    ) -> PendingStep:
+        """A step of plain decodes, for which there is a graph."""
+        slots = [item.slot for item in scheduled]
+        starts = [item.start for item in scheduled]
+        exact = self._rows.starts(scheduled) if uncertain else None
+        if not wanted & ~IN_KERNELS and graphs.can_run(len(slots), adapted, bool(wanted)):
+            sampled = graphs.run(slots, starts, bool(wanted), adapted, exact)
+            if exact is not None:
+                self._rows.advance(scheduled, exact)
+            if not wanted & Needs.LOGPROBS:
+                return PendingStep(scheduled, sampled)
+            counts = [self._rows.request(slot).params.logprobs for slot in slots]
+            most = max(count for count in counts if count is not None)
+            return PendingStep(scheduled, sampled, counts, graphs.logprobs(len(slots), most))
+        decoded = graphs.run_to_states(slots, starts, adapted, exact)
+        return self._sample(scheduled, slots, decoded, wanted, None, exact)
 
     def _replay_drafts(
         self, scheduled: Sequence[ScheduledTokens], needs: Needs, adapted: bool
