@@ -275,8 +275,7 @@ class SimulatedDevice:
                     row.tokens[len(prefix) + 1 - item.sampled :] = kept
                 if output.drafts or any(other.uncertain or other.guesses for other in output.scheduled):
                     row.computed = len(prefix) + len(kept) - item.sampled
-                if item.sampled and item.guesses:
-                    self._draft(row, item.guesses, prefix[: row.computed])
+                    self._draft(row, item.guesses * bool(item.sampled), prefix[: row.computed])
             elif item.sampled:
                 best = sorted(simulated_logprobs(prefix[-1]).items(), key=lambda pair: -pair[1])
                 ids, logprobs = zip(*best[: width + len(row.request.spec.stop_token_ids)], strict=True)
@@ -367,6 +366,8 @@ class SimulatedDevice:
 
     def _draft(self, row: Row, count: int, prefix: list[int]) -> None:
         """Guess so many tokens behind the newest, mostly right; a drafter's keys of all of them have blocks."""
+        if not count:
+            return
         newest = len(row.tokens) - 1
         assert newest + count < self.setup.max_model_len, "drafts behind the end"
         assert len(row.table) * self.setup.size >= newest + count + 1, "drafts without blocks"

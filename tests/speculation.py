@@ -64,7 +64,7 @@ class AnyLength(Drafting):
         return [99] * len(requests)
 
     def wanted(self, running: int) -> Wanted | None:
-        if super().wanted(running) is None:
+        if self._proposer is not None or not self._most:
             return None
         return lambda request: self._dice.randint(0, self._most) if takes_drafts(request) else 0
 

@@ -67,7 +67,7 @@ def build_core(
     if config.proposer is not None and config.speculation != "off":
         drafting = Drafting(PROPOSERS.find(config.proposer)(config, spec), spec.vocab_size)
     elif draft is not None:
-        drafting = Drafting(None, spec.vocab_size)
+        drafting = Drafting(None, spec.vocab_size, device=layout.device)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
