@@ -83,12 +83,12 @@ class Steps:
         self._base, self._row, self._now = base, row, 0.0
         self.drafting = Drafting(Nothing(), 100, lambda: self._now)
 
-    def run(self, requests: list[Request], drafts: int, right: int) -> tuple[int, int]:
+    def run(self, requests: list[Request], drafts: int, right: int) -> None:
         output = SchedulerOutput(1)
         output.scheduled = [ScheduledTokens(slot, 9, drafts + 1, drafts + 1) for slot in range(len(requests))]
-        self.drafting.began()
+        self.drafting.began(output, requests)
         self._now += self._base + self._row * len(requests) * (drafts + 1)
-        return self.drafting.ended(output, requests, [[0] * (right + 1)] * len(requests))
+        self.drafting.ended(output, requests, [[0] * (right + 1)] * len(requests))
 
 
 def requests(count: int) -> list[Request]:
@@ -109,8 +109,10 @@ def requests(count: int) -> list[Request]:
 def test_drafts_are_as_many_as_pay(base: float, row: float, count: int, right: int, expected: int) -> None:
     steps, running = Steps(base, row), requests(count)
     for _ in range(40):
-        assert steps.run(running, 4, right) == (4 * count, right * count)
+        steps.run(running, 4, right)
         steps.run(running, 0, 0)
+    assert steps.drafting.positions.drafts == [40 * count] * 4
+    assert steps.drafting.positions.accepted == [40 * count] * right + [0] * (4 - right)
     assert set(steps.drafting.most(running, count)) == {expected}
 
 

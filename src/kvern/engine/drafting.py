@@ -12,7 +12,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakSet
 
+from kvern.engine.prediction import PredictionProposer
 from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.errors import shown
 from kvern.request import Request, State
@@ -77,53 +79,95 @@ class StepTimes:
         return row * requests / step if step > 0 else FIRST_SHARE
 
 
+class Positions:
+    """How many drafts were the 1st, 2nd, ... behind a known token, and how many of these were right."""
+
+    def __init__(self) -> None:
+        self.drafts: list[int] = []
+        self.accepted: list[int] = []
+
+    def add(self, drafts: int, accepted: int) -> None:
+        """So many were verified together, of which the first were right."""
+        missing = [0] * (drafts - len(self.drafts))
+        self.drafts += missing
+        self.accepted += missing
+        for place in range(drafts):
+            self.drafts[place] += 1
+        for place in range(accepted):
+            self.accepted[place] += 1
+
+
 class Drafting:
     """Has a `proposer` guess, and learns from steps, in the order in which they were submitted.
 
+    Where a client has predicted an answer, that is what is guessed; the proposer is asked where the answer is another.
     A proposer that raises, or guesses anything but token ids below `vocab_size`, is not asked again.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._proposer: Proposer | None = proposer
+    def __init__(
+        self, proposer: Proposer | None, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._proposer = proposer
+        self._predictions = PredictionProposer()
+        self._predicted: WeakSet[Request] = WeakSet()
+        """Requests whose drafts are of their predictions."""
+        self.verified_predictions: frozenset[str] = frozenset()
+        """The same by their ids, of those whose drafts the last step to return had verified."""
         self._vocab_size, self._clock = vocab_size, clock
         self._times = StepTimes()
-        self._begun: deque[float] = deque()
+        self.positions = Positions()
+        self._begun: deque[tuple[float, frozenset[str]]] = deque()
         self._ended = 0.0
 
-    def began(self) -> None:
-        """A step was submitted."""
-        self._begun.append(self._clock())
+    def began(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
+        """A step of these requests was submitted."""
+        predicted: frozenset[str] = frozenset()
+        if output.drafts and self._predicted:
+            slots = {slot for slot, _, _ in output.drafts}
+            predicted = frozenset(
+                request.request_id for request in requests if request.slot in slots and request in self._predicted
+            )
+        self._begun.append((self._clock(), predicted))
 
     def forget(self) -> None:
         """Steps in flight are abandoned."""
         self._begun.clear()
 
-    def ended(
-        self, output: SchedulerOutput, requests: Sequence[Request], kept: Sequence[Sequence[int]]
-    ) -> tuple[int, int]:
-        """The oldest step returned, with these tokens for its requests: its drafts, and how many were right."""
+    def ended(self, output: SchedulerOutput, requests: Sequence[Request], kept: Sequence[Sequence[int]]) -> None:
+        """The oldest step returned, with these tokens for its requests."""
         if not self._begun:
-            return 0, 0  # it was submitted before anybody guessed
-        begun, now = self._begun.popleft(), self._clock()
+            return  # it was submitted before anybody guessed
+        (begun, self.verified_predictions), now = self._begun.popleft(), self._clock()
         seconds, self._ended = now - max(begun, self._ended), now
         if all(item.count == item.sampled for item in output.scheduled):
             self._times.add(output.token_count, seconds)
-        drafts = accepted = 0
         for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
             if item.sampled > 1 and token_ids:
                 right = len(token_ids) - 1
-                drafts += item.sampled - 1
-                accepted += right
+                self.positions.add(item.sampled - 1, right)
                 request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + right
                 request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + (right < item.sampled - 1)
-        return drafts, accepted
 
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
-        going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
+        going = [
+            request
+            for request in requests
+            if (self._proposer is not None or request.spec.prediction)
+            if request.state is not State.FINISHED and takes_drafts(request)
+        ]
         counts = self.most(going, running)
-        most = [count and count + request.in_flight for request, count in zip(going, counts, strict=True)]
-        for request, drafts in zip(going, self._guesses(going, most), strict=True):
+        most = {request: count and count + request.in_flight for request, count in zip(going, counts, strict=True)}
+        predicted = [request for request in going if request.spec.prediction]
+        found = self._predictions.propose(predicted, [most[request] for request in predicted])
+        for request, drafts in zip(predicted, found, strict=True):
+            request.draft_token_ids = drafts
+            if drafts:
+                self._predicted.add(request)
+                del most[request]
+            else:
+                self._predicted.discard(request)
+        for request, drafts in zip(most, self._guesses([*most], [*most.values()]), strict=True):
             request.draft_token_ids = drafts
 
     def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:

@@ -61,8 +61,9 @@ def build_core(
     executor, layout = start(config, folder, spec, startup)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
-    if config.proposer is not None:
-        drafting = Drafting(PROPOSERS.find(config.proposer)(config, spec), spec.vocab_size)
+    if not spec.recurrent:
+        proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
+        drafting = Drafting(proposer, spec.vocab_size)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
