@@ -101,7 +101,7 @@ def requests(count: int) -> list[Request]:
     ("base", "row", "count", "right", "expected"),
     [
         (10.0, 0.1, 1, 4, MOST),  # rows cost next to nothing, and all drafts are right
-        (10.0, 0.1, 1, 0, 1),  # none is right: only now and then one is tried
+        (10.0, 0.1, 1, 0, 0),  # none is right: only now and then one is tried
         (0.0, 1.0, 8, 4, 0),  # a row costs what a token costs: nothing can be gained
         (10.0, 1.0, 30, 2, 0),  # of four drafts two are right, and a row costs three quarters of a token
     ],
@@ -114,6 +114,28 @@ def test_drafts_are_as_many_as_pay(base: float, row: float, count: int, right: i
     assert steps.drafting.positions.drafts == [40 * count] * 4
     assert steps.drafting.positions.accepted == [40 * count] * right + [0] * (4 - right)
     assert set(steps.drafting.most(running, count)) == {expected}
+
+
+def test_new_requests_are_judged_by_others() -> None:
+    """Where drafts are right they begin with many, and where they are not with none; after a while they begin anew."""
+    for right, expected in ((4, 16), (0, 0)):
+        steps = Steps(10.0, 1.0)
+        assert steps.drafting.most(requests(1), 1) == [2]
+        for _ in range(20):
+            steps.run(requests(1), 4, right)
+            steps.run(requests(1), 0, 0)
+        assert steps.drafting.most(requests(1), 1) == [expected]
+        for _ in range(300):
+            steps.run(requests(1), 0, 0)
+        assert steps.drafting.most(requests(1), 1)[0] in (1, 2)
+
+
+def test_the_first_step_of_its_size_says_nothing() -> None:
+    """It is captured."""
+    times = StepTimes()
+    for rows, seconds in ((1, 90.0), (1, 3.5), (1, 3.5), (5, 90.0), (1, 3.5), (5, 5.5), (1, 3.5)):
+        times.add(rows, seconds)
+    assert times.share_of_row(1) == pytest.approx(0.5 / 3.5)
 
 
 def test_times_of_steps_are_a_line() -> None:

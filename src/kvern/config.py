@@ -103,8 +103,8 @@ class EngineConfig:
     shared_prefix_attention: bool = True
     """Read the blocks that decoding requests begin with in common once for all of them, on a GPU."""
     proposer: str | None = None
-    """Who guesses at tokens that one step then verifies: ngram looks for where the text reads the same; or an entry
-    point of an installed package. None: nobody."""
+    """Who guesses at tokens that one step then verifies: ngram looks for where the text reads the same, suffix also
+    where other answers do; or an entry point of an installed package. None: nobody."""
     kv_tier: str | None = None
     """Who keeps blocks that leave the KV cache: an entry point of an installed package. None: nobody."""
     grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"

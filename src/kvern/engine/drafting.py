@@ -28,6 +28,8 @@ KEPT = 0.98
 """Of the weight of what earlier steps took, by each that follows."""
 KEPT_OF_REQUEST = 0.9
 """Of the weight of what became of a request's earlier drafts, by each step with others."""
+KEPT_OF_ALL = 0.98
+"""The same of all requests, by each step: from them a request is judged that had few drafts."""
 FIRST_SHARE = 0.25
 """What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
 LONGEST = 5.0
@@ -44,9 +46,14 @@ class StepTimes:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
         self._long = 0
         """Steps in a row that were held up."""
+        self._known: set[int] = set()
+        """Numbers of rows that there were: the first step of its size takes longer, as it is captured or compiled."""
 
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
+        if rows not in self._known:
+            self._known.add(rows)
+            return
         most = math.inf
         if self._weight > 1:
             most = LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows)
@@ -116,6 +123,8 @@ class Drafting:
         self._vocab_size, self._clock = vocab_size, clock
         self._times = StepTimes()
         self.positions = Positions()
+        self._right = self._wrong = 0.0
+        """What became of drafts of all requests, of which the later ones count for more."""
         self._begun: deque[tuple[float, frozenset[str]]] = deque()
         self._ended = 0.0
 
@@ -141,12 +150,15 @@ class Drafting:
         seconds, self._ended = now - max(begun, self._ended), now
         if all(item.count == item.sampled for item in output.scheduled):
             self._times.add(output.token_count, seconds)
+        self._right, self._wrong = KEPT_OF_ALL * self._right, KEPT_OF_ALL * self._wrong
         for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
             if item.sampled > 1 and token_ids:
                 right = len(token_ids) - 1
                 self.positions.add(item.sampled - 1, right)
                 request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + right
                 request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + (right < item.sampled - 1)
+                self._right += right
+                self._wrong += right < item.sampled - 1
 
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
@@ -195,12 +207,12 @@ class Drafting:
         share = self._times.share_of_row(running)
         return [self._of(request, share) for request in requests]
 
-    @staticmethod
-    def _of(request: Request, share: float) -> int:
+    def _of(self, request: Request, share: float) -> int:
         if share >= 1:
             return 0
         right, wrong = request.drafts_right, request.drafts_wrong
-        acceptance = (right + 1) / (right + wrong + 2)
+        usual = (self._right + 1) / (self._right + self._wrong + 2)
+        acceptance = (right + 2 * usual) / (right + wrong + 2)
         if share <= acceptance**MOST:
             return MOST
         count = int(math.log(share) / math.log(acceptance))
