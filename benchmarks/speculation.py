@@ -83,17 +83,18 @@ class Tasks:
         return self._chat(f"Tell me a story about a {choose(THINGS)}, a {choose(THINGS)} and {choose(NAMES)}.")
 
     def _tale(self, prompt: list[int]) -> list[int]:
-        return list(self._llm.generate([prompt], self._params)[0].outputs[0].token_ids)
+        return list(self._llm.generate([prompt], self._params.replace(seed=0))[0].outputs[0].token_ids)
 
     def _chat(self, text: str) -> list[int]:
         return self._llm.chat_prompt([{"role": "user", "content": text}])
 
 
-def answered(llm: LLM, asked: Asked, params: SamplingParams) -> Iterator[RequestOutput]:
-    """The answers, in their order."""
+def answered(llm: LLM, asked: Asked, params: SamplingParams, seed: int) -> Iterator[RequestOutput]:
+    """The answers, in their order; each has a seed of its own, from this one on."""
     engine = llm._engine
     outputs = [
-        engine.add(str(index), prompt, params, prediction=predicted) for index, (prompt, predicted) in enumerate(asked)
+        engine.add(str(index), prompt, params.replace(seed=seed + index), prediction=predicted)
+        for index, (prompt, predicted) in enumerate(asked)
     ]
     while engine.has_work:
         engine.step()
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     arguments = parser.parse_args()
     options: dict[str, Any] = {"threads": arguments.threads, "max_model_len": 1024}
-    params = SamplingParams(temperature=arguments.temperature, seed=1, max_tokens=arguments.output)
+    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.output)
     for count in arguments.requests:
         for task in arguments.task:
             params = params.replace(ignore_eos=task in ENDLESS)
@@ -132,7 +133,7 @@ def main() -> None:
                 for name, llm in llms.items():
                     unpredicted: Asked = [(prompt, []) for prompt, _ in asked]
                     start = time.process_time()
-                    outputs = answered(llm, unpredicted if name == PLAIN else asked, params)
+                    outputs = answered(llm, unpredicted if name == PLAIN else asked, params, turn * count)
                     answers.append([output.outputs[0].token_ids for output in outputs])
                     seconds = time.process_time() - start
                     if turn:
