@@ -407,6 +407,6 @@ def test_another_kvern_draws_by_the_same_random_numbers(patient: None, tiny_mode
         ({"proposer": "remote"}, "name it by draft_url"),
     ],
 )
-def test_options_that_do_not_go_together(options: dict[str, Any], said: str, tiny_model: Path) -> None:
+def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        LLM(str(tiny_model), **options)
+        EngineConfig(**options)

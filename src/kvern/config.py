@@ -178,6 +178,8 @@ class EngineConfig:
             raise ConfigError(f"max_adapters is {self.max_adapters} with {len(self.adapters)} adapters: raise it")
         if not 1 <= self.max_adapter_rank <= LARGEST_RANK:
             raise ConfigError(f"max_adapter_rank is {self.max_adapter_rank}: it must be from 1 to {LARGEST_RANK}")
+        if self.proposer == "remote" and self.draft_url is None:
+            raise ConfigError("proposer is remote, which asks another server: name it by draft_url")
         if self.draft_url is not None:
             if self.proposer != "remote":
                 raise ConfigError(f"draft_url is {self.draft_url}, and nobody asks it: give proposer remote, too")

@@ -145,12 +145,16 @@ class Drafting:
     def ended(self, output: SchedulerOutput, requests: Sequence[Request], kept: Sequence[Sequence[int]]) -> None:
         """The oldest step returned, with these tokens for its requests."""
         if not self._begun:
+            self.verified_predictions = frozenset()
             return  # it was submitted before anybody guessed
         (begun, self.verified_predictions), now = self._begun.popleft(), self._clock()
         seconds, self._ended = now - max(begun, self._ended), now
+        tokens = output.token_count
         if all(item.count == item.sampled for item in output.scheduled):
-            self._times.add(output.token_count, seconds)
+            self._times.add(tokens, seconds)
         self._right, self._wrong = KEPT_OF_ALL * self._right, KEPT_OF_ALL * self._wrong
+        if tokens == len(output.scheduled):
+            return  # there were no drafts
         for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
             if item.sampled > 1 and token_ids:
                 right = len(token_ids) - 1

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from kvern.config import EngineConfig
 from kvern.engine.draft_server import DraftedText, DraftServer
 from kvern.engine.proposer import PROPOSERS
-from kvern.errors import ConfigError, in_a_line
+from kvern.errors import in_a_line
 from kvern.model_spec import ModelSpec
 from kvern.request import Request
 
@@ -51,11 +51,10 @@ class Asked:
 
 @PROPOSERS.register("remote")
 class RemoteProposer:
-    """Asks the server at `draft_url` for all rows at once, and never waits for it. Raises ConfigError without a URL."""
+    """Asks the server at `draft_url` for all rows at once, and never waits for it."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
-        if config.draft_url is None:
-            raise ConfigError("proposer is remote, which asks another server: name it by draft_url")
+        assert config.draft_url is not None
         self._url = config.draft_url
         self._server = DraftServer(config.draft_url, spec.vocab_size)
         weakref.finalize(self, self._server.close)
