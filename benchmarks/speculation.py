@@ -118,11 +118,11 @@ def main() -> None:
         for task in arguments.task:
             params = params.replace(ignore_eos=task in ENDLESS)
             llms = {name: LLM(arguments.model, proposer=name, **options) for name in arguments.proposer}
-            llms[PLAIN] = LLM(arguments.model, **options)
+            llms[PLAIN] = LLM(arguments.model, speculation="off", **options)
             for llm in llms.values():
                 core = llm._engine.core
-                assert isinstance(core, EngineCore) and core.drafting is not None
-                core.drafting._clock = time.process_time
+                if isinstance(core, EngineCore) and core.drafting is not None:
+                    core.drafting._clock = time.process_time
             tasks = Tasks(llms[PLAIN], params)
             before = {name: copy.copy(llm.statistics()) for name, llm in llms.items()}
             rates: dict[str, list[float]] = {name: [] for name in llms}

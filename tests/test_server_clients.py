@@ -53,7 +53,7 @@ def test_predicted_outputs(server: Served) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     counts = [chunk.usage.completion_tokens_details.accepted_prediction_tokens for chunk in chunks]
     assert counts == sorted(counts)
-    assert server.figure("spec_decode_num_accepted_tokens_total") == accepted + counts[-1]
+    assert server.figure("spec_decode_num_accepted_tokens_total") >= accepted + counts[-1]
     for name in ("draft_tokens", "accepted_tokens"):
         first = server.figure(f"spec_decode_num_{name}_per_pos_total", position="0")
         assert 0 < first <= server.figure("spec_decode_num_drafts_total")

@@ -108,6 +108,11 @@ class EngineConfig:
     nobody."""
     draft_url: str | None = None
     """Another server of OpenAI's API, whose smaller model has the same tokens: who proposer remote asks."""
+    draft_model: str | None = None
+    """A smaller model with the same vocabulary that guesses at tokens: a folder, Hugging Face id, or embedded model.
+    None: the one that was made for an embedded model, or nobody."""
+    speculation: Literal["auto", "off"] = "auto"
+    """auto guesses as many tokens as are worth their time, where somebody guesses; off guesses none."""
     kv_tier: str | None = None
     """Who keeps blocks that leave the KV cache: an entry point of an installed package. None: nobody."""
     grammar_backend: Literal["llguidance", "xgrammar"] = "llguidance"

@@ -186,7 +186,8 @@ class EngineCore:
         if self._held:
             self._release()
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
-            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()))
+            wanted = None if self.drafting is None else self.drafting.wanted(len(self.scheduler.running))
+            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()), wanted)
             if output.scheduled or output.loads:
                 self._submit(output)
                 if len(self._in_flight) < self._depth:
@@ -214,7 +215,7 @@ class EngineCore:
             raise
         self._pace.ended()
         if self.drafting is not None:
-            self.drafting.ended(output, requests, result.token_ids)
+            self.drafting.ended(output, requests, result.token_ids, result.drafting_seconds)
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)

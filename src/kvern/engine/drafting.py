@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakSet
 
+from kvern.engine.draft_costs import DraftCosts
+from kvern.engine.draft_room import Wanted
 from kvern.engine.prediction import PredictionProposer
 from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.errors import shown
@@ -34,6 +36,8 @@ FIRST_SHARE = 0.25
 """What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
 LONGEST = 5.0
 """Times the mean: a step that takes longer was held up by something else, unless `MOST_LONG` before it were, too."""
+LEAST_VARIANCE, LEAST_SPREAD = 0.1, 0.1
+"""Of the rows of steps, the latter as a share of their mean: among steps of one size nobody sees what a row costs."""
 MOST_LONG = 4
 PROBED = 64
 """Tokens after which a request whose drafts were not worth their rows gets one again."""
@@ -46,14 +50,11 @@ class StepTimes:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
         self._long = 0
         """Steps in a row that were held up."""
-        self._known: set[int] = set()
-        """Numbers of rows that there were: the first step of its size takes longer, as it is captured or compiled."""
+        self.row: float | None = None
+        """What a row costs, as long as nobody knows it better; None: all steps were of one size."""
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: float, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        if rows not in self._known:
-            self._known.add(rows)
-            return
         most = math.inf
         if self._weight > 1:
             most = LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows)
@@ -73,17 +74,21 @@ class StepTimes:
     def _mean_rows(self) -> float:
         return self._rows / self._weight
 
-    def share_of_row(self, requests: int) -> float:
-        """What a row costs, as a share of what a token costs in a step of so many requests without drafts."""
+    def seconds_of(self, rows: float) -> float:
+        """What a step of so many rows takes; 0: there was none."""
         if self._weight == 0:
-            return FIRST_SHARE
+            return 0.0
         mean, seconds = self._mean_rows, self._seconds / self._weight
         variance = self._squares / self._weight - mean * mean
-        if variance < 0.1:
-            return FIRST_SHARE
-        row = max(0.0, (self._products / self._weight - mean * seconds) / variance)
-        step = max(seconds + row * (requests - mean), row * requests)
-        return row * requests / step if step > 0 else FIRST_SHARE
+        if variance >= max(LEAST_VARIANCE, (LEAST_SPREAD * mean) ** 2):
+            self.row = max(0.0, (self._products / self._weight - mean * seconds) / variance)
+        row = self.row or 0.0
+        return max(seconds + row * (rows - mean), row * rows)
+
+    def share_of_row(self, requests: int) -> float:
+        """What a row costs, as a share of what a token costs in a step of so many requests without drafts."""
+        step = self.seconds_of(requests)
+        return FIRST_SHARE if self.row is None or step == 0 else self.row * requests / step
 
 
 class Positions:
@@ -105,16 +110,22 @@ class Positions:
 
 
 class Drafting:
-    """Has a `proposer` guess, and learns from steps, in the order in which they were submitted.
+    """Has a `proposer` guess, or the device, and learns from steps, in the order in which they were submitted.
 
     Where a client has predicted an answer, that is what is guessed; the proposer is asked where the answer is another.
     A proposer that raises, or guesses anything but token ids below `vocab_size`, is not asked again.
     """
 
     def __init__(
-        self, proposer: Proposer | None, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        proposer: Proposer | None,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        on_device: bool = False,
     ) -> None:
-        self._proposer = proposer
+        """With `on_device` it is the device that guesses, and no proposer, but for what clients have predicted."""
+        self._proposer, self._on_device = proposer, on_device
         self._predictions = PredictionProposer()
         self._predicted: WeakSet[Request] = WeakSet()
         """Requests whose drafts are of their predictions."""
@@ -122,6 +133,9 @@ class Drafting:
         """The same by their ids, of those whose drafts the last step to return had verified."""
         self._vocab_size, self._clock = vocab_size, clock
         self._times = StepTimes()
+        self._costs = DraftCosts(self._times, StepTimes())
+        self._sizes: set[int] = set()
+        """Of the steps that there were: the first one of its size takes longer, as it is captured or compiled."""
         self.positions = Positions()
         self._right = self._wrong = 0.0
         """What became of drafts of all requests, of which the later ones count for more."""
@@ -142,8 +156,17 @@ class Drafting:
         """Steps in flight are abandoned."""
         self._begun.clear()
 
-    def ended(self, output: SchedulerOutput, requests: Sequence[Request], kept: Sequence[Sequence[int]]) -> None:
-        """The oldest step returned, with these tokens for its requests."""
+    def ended(
+        self,
+        output: SchedulerOutput,
+        requests: Sequence[Request],
+        kept: Sequence[Sequence[int]],
+        drafting_seconds: float = 0.0,
+    ) -> None:
+        """The oldest step returned, with these tokens for its requests.
+
+        `drafting_seconds`: what guessing behind it took on the device.
+        """
         if not self._begun:
             self.verified_predictions = frozenset()
             return  # it was submitted before anybody guessed
@@ -151,7 +174,10 @@ class Drafting:
         seconds, self._ended = now - max(begun, self._ended), now
         tokens = output.token_count
         if all(item.count == item.sampled for item in output.scheduled):
-            self._times.add(tokens, seconds)
+            if tokens in self._sizes:
+                self._times.add(tokens, seconds - drafting_seconds)
+            self._sizes.add(tokens)
+            self._costs.learn(output.scheduled, seconds, drafting_seconds)
         self._right, self._wrong = KEPT_OF_ALL * self._right, KEPT_OF_ALL * self._wrong
         if tokens == len(output.scheduled):
             return  # there were no drafts
@@ -163,15 +189,16 @@ class Drafting:
                 request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + (right < item.sampled - 1)
                 self._right += right
                 self._wrong += right < item.sampled - 1
+                self._costs.verified(right, right < item.sampled - 1)
 
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
-        going = [
-            request
-            for request in requests
-            if (self._proposer is not None or request.spec.prediction)
-            if request.state is not State.FINISHED and takes_drafts(request)
-        ]
+        going = []
+        for request in requests:
+            if request.state is State.FINISHED:
+                self._costs.answered(request.output_length)
+            elif (self._proposer is not None or request.spec.prediction) and takes_drafts(request):
+                going.append(request)
         counts = self.most(going, running)
         most = {request: count and count + request.in_flight for request, count in zip(going, counts, strict=True)}
         predicted = [request for request in going if request.spec.prediction]
@@ -185,6 +212,13 @@ class Drafting:
                 self._predicted.discard(request)
         for request, drafts in zip(most, self._guesses([*most], [*most.values()]), strict=True):
             request.draft_token_ids = drafts
+
+    def wanted(self, running: int) -> Wanted | None:
+        """How many drafts the device should guess in an engine that runs so many; None: nobody does there."""
+        if not self._on_device:
+            return None
+        wanted = self._costs.wanted(max(1, running))
+        return lambda request: 0 if request in self._predicted else wanted(request)
 
     def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """What the proposer says: token ids alone, as kernels read rows of tables by them."""

@@ -21,9 +21,11 @@ from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_timing import time_steps
 from kvern.model_spec import ModelSpec
+from kvern.models.draft import draft_folder
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.tokenizer import Tokenizer
+from kvern.worker.device import resolve_device
 from kvern.worker.encoder_runner import start_encoder
 from kvern.worker.executor import Executor, start
 from kvern.worker.plan import Layout
@@ -58,12 +60,13 @@ def build_core(
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    executor, layout = start(config, folder, spec, startup)
+    draft = draft_folder(config, folder, resolve_device(config).type)
+    executor, layout = start(config, folder, spec, startup, draft)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
-    if not spec.recurrent:
+    if not spec.recurrent and config.speculation != "off":
         proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
-        drafting = Drafting(proposer, spec.vocab_size)
+        drafting = Drafting(proposer, spec.vocab_size, on_device=proposer is None and draft is not None)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)

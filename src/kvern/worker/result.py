@@ -61,11 +61,13 @@ class SampledStep:
     """A step of decodes that is computed, and of which nothing is reported but the tokens of each request."""
 
     token_ids: list[list[int]]
+    drafting_seconds: float = 0.0
 
     def result(self) -> ModelRunnerOutput:
         """What `kvern.step.StepResult` wants."""
         places = len(self.token_ids)
-        return ModelRunnerOutput(self.token_ids, [None] * places, [None] * places)
+        nothing = [None] * places
+        return ModelRunnerOutput(self.token_ids, [*nothing], [*nothing], drafting_seconds=self.drafting_seconds)
 
 
 class PendingStep:
@@ -94,6 +96,7 @@ class PendingStep:
         self._scheduled = scheduled
         self._counts = counts
         self._sampled = None if sampled is None else fetch(sampled)
+        self.kept = kept
         self._kept = None if kept is None else fetch(kept)
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs
