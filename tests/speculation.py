@@ -57,7 +57,7 @@ class AnyLength(Drafting):
     """Takes whatever is guessed, also where it is wrong all the time; has the device guess up to `on_device` tokens."""
 
     def __init__(self, proposer: Proposer | None, vocab_size: int, on_device: int = 0) -> None:
-        super().__init__(proposer, vocab_size)
+        super().__init__(proposer, vocab_size, device="cpu" if proposer is None and on_device else None)
         self._most, self._dice = on_device, random.Random(3)
 
     def most(self, requests: Sequence[Request], running: int) -> list[int]:

@@ -157,7 +157,9 @@ def test_openai_batch_rows_are_answered_in_their_format(llm: LLM, tmp_path: Path
         "prompt_tokens": len(expected.prompt_token_ids),
         "completion_tokens": 8,
         "total_tokens": len(expected.prompt_token_ids) + 8,
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": dict.fromkeys(
+            ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"), 0
+        ),
     }
     body = second["response"]["body"]
     assert body["object"] == "text_completion"

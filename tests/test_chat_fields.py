@@ -208,7 +208,7 @@ def test_what_is_not_done_is_refused_by_name(client: openai.OpenAI, fields: dict
 
 def test_what_has_no_effect_is_taken(server: Served) -> None:
     body = {
-        "messages": QUESTION, "max_tokens": 1, "prompt_cache_key": "a", "prediction": {"type": "content"},
+        "messages": QUESTION, "max_tokens": 1, "prompt_cache_key": "a", "prediction": None,
         "store": False, "metadata": {"a": "b"}, "user": "a", "logprobs": False, "top_logprobs": 0, "functions": [],
         "spaces_between_special_tokens": True, "documents": [{"text": "a"}], "thinking": {"type": "disabled"},
     }  # fmt: skip

@@ -81,14 +81,16 @@ class Steps:
 
     def __init__(self, base: float, row: float) -> None:
         self._base, self._row, self._now = base, row, 0.0
+        self.seen: set[int] = set()
         self.drafting = Drafting(Nothing(), 100, lambda: self._now)
 
-    def run(self, requests: list[Request], drafts: int, right: int) -> tuple[int, int]:
+    def run(self, requests: list[Request], drafts: int, right: int, late: float = 0.0) -> None:
+        self.seen.add(drafts)
         output = SchedulerOutput(1)
         output.scheduled = [ScheduledTokens(slot, 9, drafts + 1, drafts + 1) for slot in range(len(requests))]
-        self.drafting.began()
-        self._now += self._base + self._row * len(requests) * (drafts + 1)
-        return self.drafting.ended(output, requests, [[0] * (right + 1)] * len(requests))
+        self.drafting.began(output, requests)
+        self._now += self._base + self._row * len(requests) * (drafts + 1) + late
+        self.drafting.ended(output, requests, [[0] * (right + 1)] * len(requests))
 
 
 def requests(count: int) -> list[Request]:
@@ -101,7 +103,7 @@ def requests(count: int) -> list[Request]:
     ("base", "row", "count", "right", "expected"),
     [
         (10.0, 0.1, 1, 4, MOST),  # rows cost next to nothing, and all drafts are right
-        (10.0, 0.1, 1, 0, 1),  # none is right: only now and then one is tried
+        (10.0, 0.1, 1, 0, 0),  # none is right: only now and then one is tried
         (0.0, 1.0, 8, 4, 0),  # a row costs what a token costs: nothing can be gained
         (10.0, 1.0, 30, 2, 0),  # of four drafts two are right, and a row costs three quarters of a token
     ],
@@ -109,9 +111,34 @@ def requests(count: int) -> list[Request]:
 def test_drafts_are_as_many_as_pay(base: float, row: float, count: int, right: int, expected: int) -> None:
     steps, running = Steps(base, row), requests(count)
     for _ in range(40):
-        assert steps.run(running, 4, right) == (4 * count, right * count)
+        steps.run(running, 4, right)
         steps.run(running, 0, 0)
+    assert steps.drafting.positions.drafts == [40 * count] * 4
+    assert steps.drafting.positions.accepted == [40 * count] * right + [0] * (4 - right)
     assert set(steps.drafting.most(running, count)) == {expected}
+
+
+def test_new_requests_are_judged_by_others() -> None:
+    """Where drafts are right they begin with many, and where they are not with none; after a while they begin anew."""
+    for right, expected in ((4, 16), (0, 0)):
+        steps = Steps(10.0, 1.0)
+        assert steps.drafting.most(requests(1), 1) == [2]
+        for _ in range(20):
+            steps.run(requests(1), 4, right)
+            steps.run(requests(1), 0, 0)
+        assert steps.drafting.most(requests(1), 1) == [expected]
+        for _ in range(300):
+            steps.run(requests(1), 0, 0)
+        assert steps.drafting.most(requests(1), 1)[0] in (1, 2, 3)
+
+
+def test_the_first_step_of_its_size_says_nothing() -> None:
+    """It is captured."""
+    steps, running = Steps(3.0, 0.5), requests(1)
+    for drafts in (0, 0, 0, 4, 0, 4, 0):
+        first = drafts not in steps.seen
+        steps.run(running, drafts, drafts, 90.0 * first)
+    assert steps.drafting._times.share_of_row(1) == pytest.approx(0.5 / 3.5)
 
 
 def test_times_of_steps_are_a_line() -> None:

@@ -179,7 +179,7 @@ def test_the_keyboard_alone_is_enough(page: Page) -> None:
 
 def test_the_engine_tab_draws_the_metrics(page: Page, server: Served) -> None:
     page.get_by_role("tab", name="Engine").click()
-    expect(page.locator(".chart")).to_have_count(8, timeout=10_000)
+    expect(page.locator(".chart")).to_have_count(10, timeout=10_000)
     client = server.client()
     client.completions.create(model="kvern-12m", prompt="Once", max_tokens=300, extra_body={"ignore_eos": True})
     rate = page.locator(".chart", has_text="Generated tokens/s")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 
@@ -20,6 +21,61 @@ from tests.served import QUESTION, Served, serving
 def server() -> Iterator[Served]:
     with serving("--threads", "1", "--max-model-len", "1024", "--dtype", "float32") as served:
         yield served
+
+
+TALE = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+def test_predicted_outputs(server: Served) -> None:
+    """As OpenAI's own client sends them: the answer is the same, and the usage says what they were good for."""
+    client = server.client()
+    asked: Any = {"model": "kvern-12m", "messages": TALE, "temperature": 0, "max_completion_tokens": 60}
+    plain = client.chat.completions.create(**asked)
+    text, tokens = plain.choices[0].message.content, plain.usage.completion_tokens
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    half = len(text) // 2
+    parts = [{"type": "text", "text": part} for part in (text[:half], text[half:])]
+    accepted = 0
+    for content in (text, parts):
+        found = client.chat.completions.create(prediction={"type": "content", "content": content}, **asked)
+        details = found.usage.completion_tokens_details
+        assert (found.choices[0].message.content, found.usage.completion_tokens) == (text, tokens)
+        assert 0 <= details.accepted_prediction_tokens <= tokens
+        assert details.rejected_prediction_tokens >= 0
+        accepted += details.accepted_prediction_tokens
+    assert accepted > 0, "how many drafts pay is measured, but the first ones are tried"
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    chunks = list(
+        client.chat.completions.create(
+            prediction={"type": "content", "content": text}, stream=True, stream_options=options, **asked
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    counts = [chunk.usage.completion_tokens_details.accepted_prediction_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert server.figure("spec_decode_num_accepted_tokens_total") >= accepted + counts[-1]
+    for name in ("draft_tokens", "accepted_tokens"):
+        first = server.figure(f"spec_decode_num_{name}_per_pos_total", position="0")
+        assert 0 < first <= server.figure("spec_decode_num_drafts_total")
+        whole = server.figure(f"spec_decode_num_{name}_total")
+        assert server.figure(f"spec_decode_num_{name}_per_pos_total") == whole
+
+
+@pytest.mark.parametrize(
+    ("prediction", "said"),
+    [
+        ("a", "prediction is 'a': it must be an object"),
+        ({"type": "text", "content": "a"}, "prediction.type is 'text': it must be content"),
+        ({"type": "content"}, "prediction.content is None: it must be a text, or a list of parts of type text"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content is"),
+        ({"type": "content", "content": "fox " * 2000}, "prediction is longer than the maximum context length of 1024"),
+    ],
+)
+def test_wrong_predictions_are_refused_by_name(server: Served, prediction: Any, said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client().chat.completions.create(model="kvern-12m", messages=QUESTION, prediction=prediction)
+    assert said in str(refused.value)
+    assert refused.value.param == "prediction"
 
 
 @pytest.fixture(scope="module")

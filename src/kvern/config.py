@@ -103,8 +103,11 @@ class EngineConfig:
     shared_prefix_attention: bool = True
     """Read the blocks that decoding requests begin with in common once for all of them, on a GPU."""
     proposer: str | None = None
-    """Who guesses at tokens that one step then verifies: ngram looks for where the text reads the same; or an entry
-    point of an installed package. None: nobody."""
+    """Who guesses at tokens that one step then verifies: ngram looks for where the text reads the same, suffix also
+    where other answers do, remote asks the server at draft_url; or an entry point of an installed package. None:
+    nobody."""
+    draft_url: str | None = None
+    """Another server of OpenAI's API, whose smaller model has the same tokens: who proposer remote asks."""
     draft_model: str | None = None
     """A smaller model with the same vocabulary that guesses at tokens: a folder, Hugging Face id, or embedded model.
     None: the one that was made for an embedded model, or nobody."""
@@ -183,6 +186,13 @@ class EngineConfig:
             raise ConfigError(f"max_adapters is {self.max_adapters} with {len(self.adapters)} adapters: raise it")
         if not 1 <= self.max_adapter_rank <= LARGEST_RANK:
             raise ConfigError(f"max_adapter_rank is {self.max_adapter_rank}: it must be from 1 to {LARGEST_RANK}")
+        if self.proposer == "remote" and self.draft_url is None:
+            raise ConfigError("proposer is remote, which asks another server: name it by draft_url")
+        if self.draft_url is not None:
+            if self.proposer != "remote":
+                raise ConfigError(f"draft_url is {self.draft_url}, and nobody asks it: give proposer remote, too")
+            if not self.draft_url.startswith(("http://", "https://")):
+                raise ConfigError(f"draft_url is {self.draft_url!r}: it must begin with http:// or https://")
         if self.target_itl is not None:
             read_seconds("target_itl", self.target_itl)
         for name, options in _CHOICES.items():

@@ -26,6 +26,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The last hidden state of the prompt, float32, of a request that asked for it."""
     cumulative_logprob: float | None = None
     """Of the whole answer, which a beam search found."""
+    predicted_tokens: tuple[int, int] = (0, 0)
+    """Drafts of the request's prediction that the step has verified: those that were right, and those that were not."""
 
 
 class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
@@ -40,9 +42,9 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     prefill_tokens: int = 0
     """Computed in runs of more than one, but for drafts."""
     steps: int = 0
-    draft_tokens: int = 0
-    """That were verified; `accepted_tokens` of them were right."""
-    accepted_tokens: int = 0
+    drafts_by_position: tuple[int, ...] = ()
+    """Drafts that were verified as the 1st, 2nd, ... behind a known token; `accepted_by_position` were right."""
+    accepted_by_position: tuple[int, ...] = ()
     preemptions: int = 0
     running: int = 0
     waiting: int = 0
@@ -57,3 +59,13 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     def prefix_cache_hit_rate(self) -> float:
         """Prompt tokens taken from the prefix cache, as a share of all prompt tokens."""
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @property
+    def draft_tokens(self) -> int:
+        """Drafts that were verified."""
+        return sum(self.drafts_by_position)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts that were right."""
+        return sum(self.accepted_by_position)

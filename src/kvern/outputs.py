@@ -21,6 +21,10 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     """Of all its tokens, if log-probabilities were asked for or beams searched."""
+    accepted_prediction_tokens: int = 0
+    """Its tokens that were guessed by the request's prediction."""
+    rejected_prediction_tokens: int = 0
+    """Guesses of the prediction that a step computed in vain."""
     message: Message | None = None
     """The answer to a conversation taken apart: content, reasoning, tool calls."""
 

@@ -46,11 +46,13 @@ class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may ask for beside prompt and parameters, handed on as it is from any API to `RequestSpec`."""
+    """What a request may ask for beside prompt and parameters, handed on as it is from any API to `InputProcessor`."""
 
     priority: int
     namespace: bytes
     embed: bool
+    prediction: str | Sequence[int]
+    """A text, of which the spec has the tokens."""
 
 
 class Breakers(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -91,6 +93,8 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The key of the adapter that changes the model for it."""
     turn: int = 0
     """Among requests that the policy thinks equal, the lowest goes first: how several users share an engine."""
+    prediction: tuple[int, ...] = ()
+    """What its client expects the answers to be; drafts are taken from it."""
 
     @property
     def prompt_length(self) -> int:

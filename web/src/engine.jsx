@@ -27,6 +27,8 @@ const CHARTS = [
   { title: "Whole requests", format: seconds, lines: latency("whole") },
   { title: "KV cache in use", format: percent, most: 1, lines: [{ of: (point) => point.cache }] },
   { title: "Prefix cache hits", format: percent, most: 1, lines: [{ of: (point) => point.hits }] },
+  { title: "Drafts that were right", format: percent, most: 1, lines: [{ of: (point) => point.right }] },
+  { title: "Tokens of a step with drafts", format: number, lines: [{ of: (point) => point.kept }] },
 ];
 
 const TOTALS = {

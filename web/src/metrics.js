@@ -43,6 +43,8 @@ export function point(readings) {
   const grown = (from, name) => now.values[name] - from.values[name];
   const rate = (name) => (near ? grown(near, name) / (now.time - near.time) : null);
   const ratio = (above, below) => (below > 0 ? above / below : null);
+  const accepted = grown(start, "spec_decode_num_accepted_tokens_total");
+  const verified = grown(start, "spec_decode_num_drafts_total"); // times that drafts of a request were
   const latency = (name) => ({
     mean: ratio(grown(start, `${name}_sum`), grown(start, `${name}_count`)),
     p95: quantile(0.95, start.buckets[name], now.buckets[name]),
@@ -58,6 +60,8 @@ export function point(readings) {
     whole: latency("e2e_request_latency_seconds"),
     cache: now.values.kv_cache_usage_perc / now.counts.kv_cache_usage_perc,
     hits: ratio(grown(start, "prefix_cache_hits_total"), grown(start, "prefix_cache_queries_total")),
+    right: ratio(accepted, grown(start, "spec_decode_num_draft_tokens_total")),
+    kept: ratio(verified + accepted, verified),
   };
 }
 

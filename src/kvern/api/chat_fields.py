@@ -21,5 +21,6 @@ CHAT_FIELDS = THINKING_FIELDS | frozenset(
         "documents",
         "add_generation_prompt",
         "continue_final_message",
+        "prediction",
     }
 )

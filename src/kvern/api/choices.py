@@ -99,9 +99,14 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def thought_details(tokens: int) -> dict[str, Any]:
-    """A part of OpenAI's usage."""
-    return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+def completion_details(thought: int, answers: Sequence[CompletionOutput]) -> dict[str, Any]:
+    """A part of OpenAI's usage: how many tokens of the answers were `thought`, and what their predictions came to."""
+    details = {
+        "reasoning_tokens": thought,
+        "accepted_prediction_tokens": sum(answer.accepted_prediction_tokens for answer in answers),
+        "rejected_prediction_tokens": sum(answer.rejected_prediction_tokens for answer in answers),
+    }
+    return {"completion_tokens_details": details}
 
 
 class StreamedChoice:
@@ -152,11 +157,12 @@ class StreamedChoice:
         return self._tokens
 
     @property
-    def thought(self) -> dict[str, Any]:
-        """How many of the answer's tokens so far are thought, as a part of the usage."""
+    def details(self) -> dict[str, Any]:
+        """What kinds of tokens the answer to a conversation has so far, as a part of the usage."""
         if self._chat is None:
             return {}
-        return thought_details(0 if self._thought is None else self._thought.count(self._answer.token_ids))
+        thought = 0 if self._thought is None else self._thought.count(self._answer.token_ids)
+        return completion_details(thought, [self._answer])
 
     def _logprobs(self) -> dict[str, Any] | None:
         if self._answer.logprobs is None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
 import kvern
-from kvern.api.choices import StreamedChoice, choice_of, prompt_logprobs, text_logprobs, thought_details
+from kvern.api.choices import StreamedChoice, choice_of, completion_details, prompt_logprobs, text_logprobs
 from kvern.api.completions import AnswerOptions
 from kvern.outputs import CompletionOutput, RequestOutput
 from kvern.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ class CompletionWriter:
                 choices.append(choice)
         head = self._head("chat.completion" if options.is_chat else "text_completion")
         head |= of_prompt(outputs[0], options) if options.is_chat else {}
-        counts = usage(outputs, 0 if options.prompt_only else None) | thought(outputs, self._chat)
+        counts = usage(outputs, 0 if options.prompt_only else None) | details(outputs, self._chat)
         return {**head, **self._server, "choices": choices, "usage": counts}
 
     async def chunks(
@@ -68,12 +68,12 @@ class CompletionWriter:
                     shown.add(output.request_id)
                     (chunk if options.is_chat else choice)["prompt_token_ids"] = output.prompt_token_ids
                 if options.continuous_usage:
-                    chunk["usage"] = usage([output], part.tokens) | part.thought
+                    chunk["usage"] = usage([output], part.tokens) | part.details
                 if choice["finish_reason"] is not None:
                     chunk |= self._server
                 yield chunk
         if options.include_usage:
-            yield {**head, **self._server, "choices": [], "usage": usage(outputs) | thought(outputs, self._chat)}
+            yield {**head, **self._server, "choices": [], "usage": usage(outputs) | details(outputs, self._chat)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         """What every answer and chunk begins with."""
@@ -137,11 +137,12 @@ def usage(outputs: Sequence[RequestOutput], generated: int | None = None) -> dic
     return {**token_counts(outputs, generated), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def thought(outputs: Sequence[RequestOutput], chat: ChatRequest | None) -> dict[str, Any]:
-    """How many tokens of all answers to a conversation were thought, as a part of the usage."""
+def details(outputs: Sequence[RequestOutput], chat: ChatRequest | None) -> dict[str, Any]:
+    """What kinds of tokens all answers to a conversation have, as a part of the usage."""
     if chat is None:
         return {}
-    return thought_details(sum(chat.reasoning_tokens(item.token_ids) for output in outputs for item in output.outputs))
+    answers = [item for output in outputs for item in output.outputs]
+    return completion_details(sum(chat.reasoning_tokens(item.token_ids) for item in answers), answers)
 
 
 def token_counts(outputs: Sequence[RequestOutput], generated: int | None = None) -> dict[str, Any]:

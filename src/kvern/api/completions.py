@@ -12,6 +12,7 @@ from kvern.api.conversation import ChatBody, read_chat_body
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, sampling_params, typed
 from kvern.api.forms import STRUCTURED, structured_of
+from kvern.api.prediction import read_prediction
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
 from kvern.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -124,6 +125,8 @@ class CompletionBody:
     stream: bool
     options: AnswerOptions
     encoding: Encoding | None = None
+    prediction: str = ""
+    """What the answers are expected to be."""
 
 
 def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams | None = None) -> CompletionBody:
@@ -154,7 +157,8 @@ def read_completion(body: Mapping[str, Any], url: str, defaults: SamplingParams 
         body, url, conversation, answers=answers, logprobs=logprobs, prompt_logprobs=of_prompt, prompt_only=prompt_only
     )
     prompts = [] if is_chat else read_prompts(body)
-    return CompletionBody(conversation, prompts, params, read_common(body), stream, options, encoding)
+    prediction = read_prediction(body) if is_chat else ""
+    return CompletionBody(conversation, prompts, params, read_common(body), stream, options, encoding, prediction)
 
 
 def _answer_options(body: Mapping[str, Any], url: str, conversation: ChatBody | None, **found: Any) -> AnswerOptions:

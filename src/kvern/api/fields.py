@@ -15,7 +15,7 @@ COMMON_FIELDS = ("priority", "timeout", "cache_salt")
 """What every API takes beside its own parameters and those of SamplingParams."""
 # fmt: off
 WITHOUT_EFFECT = {
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "prompt_cache_key",
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "spaces_between_special_tokens",
 }
 # fmt: on

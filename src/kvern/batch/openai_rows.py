@@ -12,7 +12,7 @@ from typing import Any
 
 from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.choices import choice_of
-from kvern.api.completion_answers import of_prompt, thought, token_counts
+from kvern.api.completion_answers import details, of_prompt, token_counts
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.batch.requests import BatchRequest
 from kvern.errors import InvalidRequest, shown
@@ -78,6 +78,6 @@ def openai_answer(
         "model": model,
         **(asked if options.is_chat else {}),
         "choices": choices,
-        "usage": token_counts([output]) | thought([output], chat),
+        "usage": token_counts([output]) | details([output], chat),
     }
     return answer_row(custom_id, key, 200, body)

@@ -17,6 +17,7 @@ from kvern.bench.workloads import Workload
 from kvern.engine.core import EngineCore
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
+from kvern.observe.drafts import DraftFigures
 from kvern.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
@@ -30,6 +31,7 @@ class OfflineRun:
     first_token: list[float]
     between_tokens: list[float]
     prefix_cache_hit_rate: float
+    drafts: DraftFigures
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Result:
         """Wall time over the longest answer: what a step takes, prefill included."""
         return 1000 * self.seconds / max(self.workload.lengths)
 
+    @property
+    def drafts(self) -> DraftFigures:
+        """Those of the last run."""
+        return self.runs[-1].drafts
+
     def percentile(self, name: str, percent: int) -> float:
         """Of `first_token` or `between_tokens`, in milliseconds; the median run's."""
         values = [percentile(getattr(run, name), percent) for run in self.runs]
@@ -79,6 +86,7 @@ class Result:
             "prompt_tokens_per_second": self.prompt_tokens / self.seconds,
             "generated_tokens_per_second": self.generated_tokens / self.seconds,
             "step_milliseconds": self.step_milliseconds,
+            "drafts": dataclasses.asdict(self.drafts) | {"tokens_a_step": self.drafts.tokens_a_step},
             **{
                 f"{label}_milliseconds": {f"p{percent}": self.percentile(name, percent) for percent in PERCENTILES}
                 for label, name in (("ttft", "first_token"), ("itl", "between_tokens"))
@@ -131,7 +139,7 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineR
     after = core.statistics()
     queried = after.queried_tokens - before.queried_tokens
     hits = (after.cached_tokens - before.cached_tokens) / queried if queried else 0.0
-    return OfflineRun(seconds, first_token, between_tokens, hits)
+    return OfflineRun(seconds, first_token, between_tokens, hits, DraftFigures.between(before, after))
 
 
 def describe(engine: Engine) -> dict[str, Any]:

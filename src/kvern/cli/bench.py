@@ -225,6 +225,10 @@ def _print(results: list[Result]) -> None:
         title="kvern bench offline",
         title_justify="left",
     )
+    with_drafts = any(result.drafts.count for result in results)
+    if with_drafts:
+        table.add_column("drafts right")
+        table.add_column("tok/step with drafts")
     for result in results:
         low, high = result.spread
         table.add_row(
@@ -239,5 +243,7 @@ def _print(results: list[Result]) -> None:
                 f"{result.percentile(name, 50):.1f} / {result.percentile(name, 99):.1f}"
                 for name in ("first_token", "between_tokens")
             ),
+            *([f"{result.drafts.accepted:,} of {result.drafts.count:,}"] if with_drafts else ()),
+            *([f"{result.drafts.tokens_a_step:.2f}"] if with_drafts else ()),
         )
     _print_tables(table)

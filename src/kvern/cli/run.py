@@ -15,6 +15,7 @@ from kvern.config import DEFAULT_MODEL, EngineConfig
 if TYPE_CHECKING:
     from kvern.batch.job import BatchResult
     from kvern.llm import LLM
+    from kvern.observe.drafts import DraftFigures
 
 INTERRUPTED = 130
 CHANGES_ANSWERS = (
@@ -59,6 +60,8 @@ class RunCommand:
         """Run the job and return the exit code. Raises KvernError."""
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
+        from kvern.events import EngineStatistics
+        from kvern.observe.drafts import DraftFigures
 
         engine, usual = self.engine, EngineConfig()
         job = BatchJob(
@@ -77,7 +80,7 @@ class RunCommand:
         llm = load(engine)
         llm.check_generates()
         result = job.run(llm)
-        print_table(result)
+        print_table(result, DraftFigures.between(EngineStatistics(), llm.statistics()))
         if result.interrupted:
             sys.stderr.write(
                 f"kvern: interrupted: {result.totals.rows} rows are done; the same command goes on from there\n"
@@ -103,7 +106,7 @@ def load(engine: EngineConfig) -> LLM:
     return LLM(**{item.name: getattr(engine, item.name) for item in dataclasses.fields(engine)})
 
 
-def print_table(result: BatchResult) -> None:
+def print_table(result: BatchResult, drafts: DraftFigures) -> None:
     """Print the closing table on stdout."""
     from rich.console import Console
     from rich.table import Table
@@ -117,5 +120,7 @@ def print_table(result: BatchResult) -> None:
     table.add_row("seconds", f"{result.seconds:.1f}")
     table.add_row("tokens/s", f"{result.tokens_per_second:,.0f}")
     table.add_row("prefix-cache hit rate", f"{result.prefix_cache_hit_rate:.1%}")
+    for name, value in drafts.rows():
+        table.add_row(name, value)
     table.add_row("failed rows", f"{result.totals.failed:,}")
     Console().print(table)

@@ -217,9 +217,7 @@ class EngineCore:
             raise
         self._pace.ended()
         if self.drafting is not None:
-            drafts, accepted = self.drafting.ended(output, requests, result.token_ids, result.drafting_seconds)
-            self._counted.draft_tokens += drafts
-            self._counted.accepted_tokens += accepted
+            self.drafting.ended(output, requests, result.token_ids, result.drafting_seconds)
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
@@ -242,7 +240,7 @@ class EngineCore:
             self._note(output.request_ids)
         self._pace.began(output)
         if self.drafting is not None:
-            self.drafting.began()
+            self.drafting.began(output, requests)
         self._in_flight.append((output, requests, self.executor.submit(output)))
 
     def _undo(self, output: SchedulerOutput) -> None:
@@ -286,6 +284,9 @@ class EngineCore:
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._counted.waiting += len(self._held)
         self._counted.kv_cache_usage = self.scheduler.cache.usage
+        if self.drafting is not None:
+            self._counted.drafts_by_position = tuple(self.drafting.positions.drafts)
+            self._counted.accepted_by_position = tuple(self.drafting.positions.accepted)
         return self._counted
 
     def _collect(self, output: SchedulerOutput, requests: list[Request], result: ModelRunnerOutput) -> list[TokenEvent]:
@@ -304,9 +305,13 @@ class EngineCore:
                     events += self._report(request, item.slot, result)
                 continue
             slot, logprobs, unused = item.slot, result.logprobs[index], 0
+            predicted = 0, 0
             if item.sampled > 1:
+                right = len(token_ids) - 1
                 token_ids = _until_stop(request, token_ids)
                 logprobs = logprobs and logprobs[: len(token_ids)]
+                if self.drafting is not None and request_id in self.drafting.verified_predictions:
+                    predicted = min(right, len(token_ids)), item.sampled - 1 - right
             reason = result.broken.get(slot) if len(token_ids) == len(result.token_ids[index]) else None
             if reason == OUT_OF_TOKENS:
                 token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
@@ -332,6 +337,7 @@ class EngineCore:
                     request.stop_reason,
                     request.begun_at - request.arrived_at if request.output_length == len(token_ids) else 0.0,
                     result.embeddings.get(slot) if request.spec.embed else None,
+                    predicted_tokens=predicted,
                 )
             )
         self._forget_unused()

@@ -12,9 +12,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakSet
 
 from kvern.engine.draft_costs import MOST_ROWS, DraftCosts
 from kvern.engine.draft_room import Wanted
+from kvern.engine.prediction import PredictionProposer
 from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.errors import shown
 from kvern.request import Request, State
@@ -28,6 +30,8 @@ KEPT = 0.98
 """Of the weight of what earlier steps took, by each that follows."""
 KEPT_OF_REQUEST = 0.9
 """Of the weight of what became of a request's earlier drafts, by each step with others."""
+KEPT_OF_ALL = 0.98
+"""The same of all requests, by each step: from them a request is judged that had few drafts."""
 FIRST_SHARE = 0.25
 """What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
 LONGEST = 5.0
@@ -79,9 +83,28 @@ class StepTimes:
         return row * requests / step if step > 0 else FIRST_SHARE
 
 
+class Positions:
+    """How many drafts were the 1st, 2nd, ... behind a known token, and how many of these were right."""
+
+    def __init__(self) -> None:
+        self.drafts: list[int] = []
+        self.accepted: list[int] = []
+
+    def add(self, drafts: int, accepted: int) -> None:
+        """So many were verified together, of which the first were right."""
+        missing = [0] * (drafts - len(self.drafts))
+        self.drafts += missing
+        self.accepted += missing
+        for place in range(drafts):
+            self.drafts[place] += 1
+        for place in range(accepted):
+            self.accepted[place] += 1
+
+
 class Drafting:
     """Has a `proposer` guess, or the device, and learns from steps, in the order in which they were submitted.
 
+    Where a client has predicted an answer, that is what is guessed; the proposer is asked where the answer is another.
     A proposer that raises, or guesses anything but token ids below `vocab_size`, is not asked again.
     """
 
@@ -90,19 +113,36 @@ class Drafting:
         proposer: Proposer | None,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
-        device: str = "cpu",
+        *,
+        device: str | None = None,
     ) -> None:
-        """`proposer`: None: the `device` guesses, "cpu" or "cuda"."""
+        """`device`: "cpu" or "cuda", where it guesses, and no proposer, but for what clients have predicted."""
         self._proposer = proposer
-        self._costs = DraftCosts(MOST_ROWS[device]) if proposer is None else None
+        self._costs = None if device is None else DraftCosts(MOST_ROWS[device])
+        self._predictions = PredictionProposer()
+        self._predicted: WeakSet[Request] = WeakSet()
+        """Requests whose drafts are of their predictions."""
+        self.verified_predictions: frozenset[str] = frozenset()
+        """The same by their ids, of those whose drafts the last step to return had verified."""
         self._vocab_size, self._clock = vocab_size, clock
         self._times = StepTimes()
-        self._begun: deque[float] = deque()
+        self._sizes: set[int] = set()
+        """Of the steps that there were: the first one of its size takes longer, as it is captured or compiled."""
+        self.positions = Positions()
+        self._right = self._wrong = 0.0
+        """What became of drafts of all requests, of which the later ones count for more."""
+        self._begun: deque[tuple[float, frozenset[str]]] = deque()
         self._ended = 0.0
 
-    def began(self) -> None:
-        """A step was submitted."""
-        self._begun.append(self._clock())
+    def began(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
+        """A step of these requests was submitted."""
+        predicted: frozenset[str] = frozenset()
+        if output.drafts and self._predicted:
+            slots = {slot for slot, _, _ in output.drafts}
+            predicted = frozenset(
+                request.request_id for request in requests if request.slot in slots and request in self._predicted
+            )
+        self._begun.append((self._clock(), predicted))
 
     def forget(self) -> None:
         """Steps in flight are abandoned."""
@@ -114,52 +154,68 @@ class Drafting:
         requests: Sequence[Request],
         kept: Sequence[Sequence[int]],
         drafting_seconds: float = 0.0,
-    ) -> tuple[int, int]:
-        """The oldest step returned, with these tokens for its requests: its drafts, and how many were right.
+    ) -> None:
+        """The oldest step returned, with these tokens for its requests.
 
         `drafting_seconds`: what guessing behind it took on the device.
         """
         if not self._begun:
-            return 0, 0  # it was submitted before anybody guessed
-        begun, now = self._begun.popleft(), self._clock()
+            self.verified_predictions = frozenset()
+            return  # it was submitted before anybody guessed
+        (begun, self.verified_predictions), now = self._begun.popleft(), self._clock()
         seconds, self._ended = now - max(begun, self._ended), now
-        count = len(output.scheduled)
-        if self._costs is not None and output.token_count == count and not self._costs.has_rows(count):
-            return 0, 0  # nothing was guessed, nor would be
+        tokens, count = output.token_count, len(output.scheduled)
+        if self._costs is not None and tokens == count and not self._costs.has_rows(count):
+            return  # nothing was guessed, nor would be
         if all(item.count == item.sampled for item in output.scheduled):
-            self._times.add(output.token_count, seconds)
+            if tokens in self._sizes:
+                self._times.add(tokens, seconds - drafting_seconds)
+            self._sizes.add(tokens)
             if self._costs is not None:
                 self._costs.learn(output.scheduled, seconds, drafting_seconds)
-        drafts = accepted = 0
+        self._right, self._wrong = KEPT_OF_ALL * self._right, KEPT_OF_ALL * self._wrong
+        if tokens == count:
+            return  # there were no drafts
         for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
             if item.sampled > 1 and token_ids:
                 right = len(token_ids) - 1
-                drafts += item.sampled - 1
-                accepted += right
+                self.positions.add(item.sampled - 1, right)
                 request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + right
                 request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + (right < item.sampled - 1)
+                self._right += right
+                self._wrong += right < item.sampled - 1
                 if self._costs is not None:
                     self._costs.verified(right, right < item.sampled - 1)
-        return drafts, accepted
 
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
-        if self._costs is not None:
-            for request in requests:
-                if request.state is State.FINISHED:
+        going = []
+        for request in requests:
+            if request.state is State.FINISHED:
+                if self._costs is not None:
                     self._costs.answered(request.output_length)
-            return
-        going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
+            elif (self._proposer is not None or request.spec.prediction) and takes_drafts(request):
+                going.append(request)
         counts = self.most(going, running)
-        most = [count and count + request.in_flight for request, count in zip(going, counts, strict=True)]
-        for request, drafts in zip(going, self._guesses(going, most), strict=True):
+        most = {request: count and count + request.in_flight for request, count in zip(going, counts, strict=True)}
+        predicted = [request for request in going if request.spec.prediction]
+        found = self._predictions.propose(predicted, [most[request] for request in predicted])
+        for request, drafts in zip(predicted, found, strict=True):
+            request.draft_token_ids = drafts
+            if drafts:
+                self._predicted.add(request)
+                del most[request]
+            else:
+                self._predicted.discard(request)
+        for request, drafts in zip(most, self._guesses([*most], [*most.values()]), strict=True):
             request.draft_token_ids = drafts
 
     def wanted(self, running: int) -> Wanted | None:
         """How many drafts the device should guess where so many run, or are about to; None: nobody does there."""
         if self._costs is None or not self._costs.has_rows(running):
             return None
-        return self._costs.wanted(max(1, running))
+        wanted = self._costs.wanted(max(1, running))
+        return lambda request: 0 if request in self._predicted else wanted(request)
 
     def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """What the proposer says: token ids alone, as kernels read rows of tables by them."""
@@ -186,12 +242,12 @@ class Drafting:
         share = self._times.share_of_row(running)
         return [self._of(request, share) for request in requests]
 
-    @staticmethod
-    def _of(request: Request, share: float) -> int:
+    def _of(self, request: Request, share: float) -> int:
         if share >= 1:
             return 0
         right, wrong = request.drafts_right, request.drafts_wrong
-        acceptance = (right + 1) / (right + wrong + 2)
+        usual = (self._right + 1) / (self._right + self._wrong + 2)
+        acceptance = (right + 2 * usual) / (right + wrong + 2)
         if share <= acceptance**MOST:
             return MOST
         count = int(math.log(share) / math.log(acceptance))

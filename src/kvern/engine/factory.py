@@ -64,10 +64,10 @@ def build_core(
     executor, layout = start(config, folder, spec, startup, draft)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
-    if config.proposer is not None and config.speculation != "off":
-        drafting = Drafting(PROPOSERS.find(config.proposer)(config, spec), spec.vocab_size)
-    elif draft is not None:
-        drafting = Drafting(None, spec.vocab_size, device=layout.device)
+    if config.speculation != "off":
+        proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
+        device = layout.device if proposer is None and draft is not None else None
+        drafting = Drafting(proposer, spec.vocab_size, device=device)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)

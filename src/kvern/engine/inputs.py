@@ -3,6 +3,7 @@
 Everything that can be wrong with a request is found here, before it reaches the engine.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -87,6 +88,12 @@ class InputProcessor:
         grammar = None if asked.structured is None else self.grammars.compile(asked.structured)
         read = self._prompt(prompt)
         stop = frozenset(asked.stop_token_ids or ()) | (frozenset() if asked.ignore_eos else self._eos_token_ids)
+        predicted = self._predicted(options.get("prediction", ""))
+        if predicted and asked.beam_width is not None:
+            raise InvalidRequest(
+                f"prediction is given with beam_width {asked.beam_width}: at every token beams are chosen among "
+                "others, which nobody can predict; leave one out"
+            )
         count = next(self._count)
         bad_word_ids = self._bad_word_ids(asked)
         _check_that_something_can_be_sampled(asked, stop, bad_word_ids)
@@ -102,7 +109,10 @@ class InputProcessor:
             bad_word_ids=bad_word_ids,
             breakers=self._breakers(asked.dry_sequence_breakers) if asked.penalizes_repetitions else None,
             grammar=grammar,
-            **options,
+            priority=options.get("priority", 0),
+            namespace=options.get("namespace", b""),
+            embed=options.get("embed", False),
+            prediction=predicted,
         )
 
     def check_generates(self) -> None:
@@ -133,6 +143,25 @@ class InputProcessor:
         self._check_tokens(read.token_ids)
         _check_contents(read, self.model)
         return read
+
+    def _predicted(self, prediction: str | Sequence[int]) -> tuple[int, ...]:
+        """The tokens of what a client expects. Raises InvalidRequest."""
+        if not prediction:
+            return ()
+        if isinstance(prediction, str):
+            with contextlib.suppress(PromptTooLong):  # which is said below
+                prediction = self.tokenizer.encode(prediction, False, self.max_model_len)
+        if isinstance(prediction, str) or len(prediction) > self.max_model_len:
+            raise InvalidRequest(
+                f"prediction is longer than the maximum context length of {self.max_model_len} tokens, and no answer "
+                "is: shorten it"
+            )
+        for token in prediction:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise InvalidRequest(
+                    f"prediction holds {shown(token)}: the model has token ids 0 to {self.vocab_size - 1}"
+                )
+        return tuple(prediction)
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -65,9 +65,14 @@ class Text:
 
     def continued(self, token_ids: Sequence[int], count: int) -> list[int]:
         """What `count` tokens may follow; none if the text's end stands nowhere else, or is not read yet."""
+        found, _ = self.match(token_ids)
+        return [] if found < 0 else self.continued_from(token_ids, found, count)
+
+    def match(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """The place before its end at which the text reads the same for longest, and for how many tokens; -1: none."""
         end = len(token_ids) - 1
         if len(self._before) <= end:
-            return []
+            return -1, 0
         found, longest, place = -1, 0, self._before[end]
         for _ in range(PLACES):
             if place < 0:
@@ -78,7 +83,10 @@ class Text:
             if length > longest:
                 found, longest = place, length
             place = self._before[place]
-        if found < 0:
-            return []
-        period = end - found  # what is guessed may go on with itself
+        return found, longest
+
+    @staticmethod
+    def continued_from(token_ids: Sequence[int], found: int, count: int) -> list[int]:
+        """What `count` tokens follow if the text goes on as it does behind place `found`."""
+        period = len(token_ids) - 1 - found  # what is guessed may go on with itself
         return [token_ids[found + 1 + ahead % period] for ahead in range(count)]

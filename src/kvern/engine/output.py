@@ -34,6 +34,9 @@ class Answer:
         """Take the tokens of a step; the stop string that they complete, if any: those behind it are dropped."""
         if event.cumulative_logprob is not None:
             self.output.cumulative_logprob = event.cumulative_logprob
+        accepted, rejected = event.predicted_tokens
+        self.output.accepted_prediction_tokens += accepted
+        self.output.rejected_prediction_tokens += rejected
         token_ids = event.token_ids
         last = len(token_ids) - 1
         if last > 0 and not self._params.stop_strings and event.logprobs is None:

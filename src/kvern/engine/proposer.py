@@ -27,7 +27,7 @@ class Proposer(Protocol):
 
 
 PROPOSERS: Plugins[Callable[[EngineConfig, ModelSpec], Proposer]] = Plugins(
-    "proposer", "kvern.proposers", own=("kvern.engine.ngram",)
+    "proposer", "kvern.proposers", own=("kvern.engine.ngram", "kvern.engine.suffix", "kvern.engine.remote")
 )
 """By the name that the option `proposer` gives."""
 

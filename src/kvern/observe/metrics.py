@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvern.events import EngineStatistics
+from kvern.observe.drafts import DraftFigures
 from kvern.outputs import RequestOutput
 
 logger = logging.getLogger("kvern")
@@ -52,6 +53,9 @@ class Metrics:
         self._prefill_tokens = counter("prefill_tokens", "Tokens computed in runs of more than one.")
         self._drafts = counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
+        self._drafted = counter("spec_decode_num_drafts", "Times that drafts of a request were verified.")
+        self._drafts_at = self._by_position("spec_decode_num_draft_tokens_per_pos", "Drafts that were verified")
+        self._accepted_at = self._by_position("spec_decode_num_accepted_tokens_per_pos", "Drafts that were right")
         self._ready = gauge("engine_ready", "1 if an engine takes requests, 0 while another is started.")
         self._restarts = counter("engine_restarts", "Times that a dead or silent engine was replaced.")
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", TOKENS)
@@ -101,8 +105,13 @@ class Metrics:
         self._prompt_tokens.inc(statistics.prompt_tokens - seen.prompt_tokens)
         self._generation_tokens.inc(statistics.generation_tokens - seen.generation_tokens)
         self._prefill_tokens.inc(statistics.prefill_tokens - seen.prefill_tokens)
-        self._drafts.inc(statistics.draft_tokens - seen.draft_tokens)
-        self._accepted.inc(statistics.accepted_tokens - seen.accepted_tokens)
+        drafts = DraftFigures.between(seen, statistics)
+        self._drafts.inc(drafts.count)
+        self._accepted.inc(drafts.accepted)
+        self._drafted.inc(drafts.runs)
+        for position, (count, accepted) in enumerate(zip(drafts.by_position, drafts.accepted_by_position, strict=True)):
+            self._drafts_at.labels(self._model, position).inc(count)
+            self._accepted_at.labels(self._model, position).inc(accepted)
         self._step_tokens.observe((statistics.computed_tokens - seen.computed_tokens) / steps)
         self._step_requests.observe((statistics.scheduled - seen.scheduled) / steps)
         self._step_seconds.observe(seconds)
@@ -146,6 +155,10 @@ class Metrics:
     def _by_reason(self, name: str, text: str) -> Histogram:
         labels = ["model_name", "finished_reason"]
         return Histogram(f"kvern:{name}", text, labels, registry=self.registry, buckets=SECONDS)
+
+    def _by_position(self, name: str, text: str) -> Counter:
+        labels = ["model_name", "position"]
+        return Counter(f"kvern:{name}", f"{text}, by their position, from 0 on.", labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"kvern:{name}", text, ["model_name"], registry=self.registry).labels(self._model)

@@ -135,6 +135,9 @@ def chat_fields(models: list[str]) -> Schema:
         **THINKS,
         "add_generation_prompt": optional(SWITCH),
         "continue_final_message": optional(SWITCH),
+        "prediction": optional(
+            record({"type": one_of("content"), "content": {"anyOf": [TEXT, listed(PART)]}}, "type", "content")
+        ),
         "echo": optional(SWITCH),
         **PROMPTED,
         **SHOWN,

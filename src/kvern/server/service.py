@@ -37,6 +37,8 @@ class Ask:
     """The prompts' last hidden states are wanted."""
     adapter: str | None = None
     """The adapter that the model was named by."""
+    prediction: str = ""
+    """What the answers are expected to be."""
 
     @property
     def sequences(self) -> int:
@@ -133,6 +135,7 @@ class Service:
         params: SamplingParams | Sequence[SamplingParams],
         key: ApiKey,
         embed: bool = False,
+        prediction: str = "",
     ) -> Ask:
         """What to ask the model's engine; `params` for all prompts, or for each. Raises HttpError, InvalidParameter."""
         if isinstance(params, SamplingParams):
@@ -149,6 +152,7 @@ class Service:
             deadline=None if timeout is None else asyncio.get_running_loop().time() + timeout,
             embed=embed,
             adapter=engine.adapter_of(model),
+            prediction=prediction,
         )
 
     async def start(self, ask: Ask, patient: bool = False) -> Running:
@@ -174,6 +178,7 @@ class Service:
                         embed=ask.embed,
                         patient=patient,
                         adapter=ask.adapter,
+                        prediction=ask.prediction,
                     )
                     generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
                     arrived(params.sequences)
