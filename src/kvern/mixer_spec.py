@@ -18,7 +18,7 @@ class AttentionSpec:
     in the softmax and has no value, so that a query may attend to nothing (Xiao et al. 2023, "Efficient Streaming
     Language Models with Attention Sinks", section 3.3). `keys_are_values`: values are what is projected for the keys,
     before its norm and rotation. `cache_of`: the place in the model of an earlier layer whose keys and values this one
-    attends to (None: it has its own).
+    attends to (None: it has its own). `inputs`: how many numbers of a token it projects (None: the hidden size).
     """
 
     heads: int
@@ -33,6 +33,7 @@ class AttentionSpec:
     sinks: bool = False
     keys_are_values: bool = False
     cache_of: int | None = None
+    inputs: int | None = None
 
     @property
     def own_kv_heads(self) -> int:
