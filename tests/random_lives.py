@@ -38,6 +38,7 @@ def setups(draw: st.DrawFn) -> Setup:
         tier_delay=draw(st.integers(0, 3)),
         tier_faults=draw(st.integers(0, 3)),
         drafts=draw(st.sampled_from((0, 0, 1, 4))),
+        on_device=draw(st.booleans()),
         step_rows=draw(st.sampled_from((0, 0, 1, 3, 6))),
     )
     setup = with_states(setup, draw(st.sampled_from((None, None, 0, 1, 8))))
@@ -194,6 +195,7 @@ def random_setup(seed: int) -> Setup:
         tier_delay=dice.randint(0, 3),
         tier_faults=dice.randint(0, 3),
         drafts=dice.choice((0, 0, 1, 4)),
+        on_device=dice.random() < 0.5,
         step_rows=dice.choice((0, 0, 1, 3, 6)),
     )
     setup = with_states(setup, dice.choice((None, None, 0, 1, 8)))

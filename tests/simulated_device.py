@@ -55,7 +55,9 @@ class Setup:
     tier_faults: int = 0
     """Every so many loads bring fewer blocks than they should; 0: none."""
     drafts: int = 0
-    """Guessed at most after each step; 0: there is no proposer."""
+    """Guessed at most after each step; 0: nobody guesses."""
+    on_device: bool = False
+    """The device guesses, not a proposer."""
     step_rows: int = 0
     """Tokens that a step with decodes has time for; 0: as many as fit."""
     kept_states: int | None = None
@@ -172,6 +174,7 @@ class SimulatedDevice:
         self.clock = 0.0
         """A second for each token."""
         self._lost = False
+        self._dice = random.Random(2)
         self.kept: dict[bytes, list[int | None]] = {}
         self.arriving: dict[int, tuple[int, list[BlockLoad]]] = {}
         """By number of the load: in so many steps."""
@@ -271,8 +274,10 @@ class SimulatedDevice:
             if width is None:
                 if item.sampled:
                     row.tokens[len(prefix) + 1 - item.sampled :] = kept
-                if output.drafts or any(other.uncertain for other in output.scheduled):
+                if output.drafts or any(other.uncertain or other.guesses for other in output.scheduled):
                     row.computed = len(prefix) + len(kept) - item.sampled
+                if item.sampled and item.guesses:
+                    self._draft(row, item.guesses, prefix[: row.computed])
             elif item.sampled:
                 best = sorted(simulated_logprobs(prefix[-1]).items(), key=lambda pair: -pair[1])
                 ids, logprobs = zip(*best[: width + len(row.request.spec.stop_token_ids)], strict=True)
@@ -360,6 +365,18 @@ class SimulatedDevice:
         """A step's time passes; the loads that have arrived."""
         self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
         return [self.arrive(number) for number, (steps, _) in list(self.arriving.items()) if steps <= 0]
+
+    def _draft(self, row: Row, count: int, prefix: list[int]) -> None:
+        """Guess so many tokens behind the newest, mostly right; a drafter's keys of all of them have blocks."""
+        newest = len(row.tokens) - 1
+        assert newest + count < self.setup.max_model_len, "drafts behind the end"
+        assert len(row.table) * self.setup.size >= newest + count + 1, "drafts without blocks"
+        key = extend_key(prefix[-1], row.tokens[newest])
+        for _ in range(count):
+            token = sampled_token(row.request.seed, key)
+            wrong = self._dice.random() >= self.setup.accuracy
+            row.tokens.append((token + 1) % VOCABULARY if wrong else token)
+            key = extend_key(key, row.tokens[-1])
 
     def _verified(self, row: Row, item: ScheduledTokens, prefix: list[int]) -> list[int]:
         """What is sampled, as far as drafts agree with it, and one token more."""

@@ -61,6 +61,8 @@ class SimulatedEngine:
         self.accepted_drafts = 0
         self._dice = random.Random(1)
         self._answers: dict[Request, list[int]] = {}
+        self._guesses: dict[str, int] = {}
+        """By request: how many drafts the last step that was planned leaves in its row."""
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, Heard] = {}
         self.tier = HostTier(setup.tier_blocks) if setup.tier_blocks else None
@@ -71,7 +73,7 @@ class SimulatedEngine:
         self.device = SimulatedDevice(setup, self.requests)
         costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
         pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
-        drafting = AnyLength(self, VOCABULARY) if setup.drafts else None
+        drafting = AnyLength(None if setup.on_device else self, VOCABULARY, setup.drafts) if setup.drafts else None
         self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, pace=pace)
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
@@ -193,7 +195,12 @@ class SimulatedEngine:
         assert all(item.count >= max(item.sampled, 1) for item in output.scheduled)
         drafted = {slot: (first - 1, 1 + len(token_ids)) for slot, first, token_ids in output.drafts}
         runs = {item.slot: (item.start, item.sampled) for item in output.scheduled if item.sampled > 1}
-        assert drafted == runs, "drafts are verified, and nothing else"
+        if not self.setup.on_device:
+            assert drafted == runs, "drafts are verified, and nothing else"
+        assert self.setup.on_device or not any(item.guesses for item in output.scheduled)
+        for item, name in zip(output.scheduled, output.request_ids, strict=True):
+            assert not self.setup.on_device or item.sampled <= 1 + self._guesses.get(name, 0), "what nobody guessed"
+            self._guesses[name] = item.guesses if item.sampled else 0
         if not limits.chunked_prefill:
             assert all(item.sampled for item in output.scheduled), "a whole prefill was split"
         return self.device.submit(output)

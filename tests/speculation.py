@@ -1,12 +1,19 @@
-"""A proposer that knows the answers, for tests of what happens to drafts that are right or wrong."""
+"""A proposer and a drafter that know the answers, for tests of what happens to drafts that are right or wrong."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from kvern import LLM, RequestOutput
+from kvern.device.rows import BatchRows
+from kvern.engine.draft_room import Wanted
 from kvern.engine.drafting import Drafting
-from kvern.request import Request
+from kvern.engine.proposer import Proposer, takes_drafts
+from kvern.request import MAX_SEED, Request
+from kvern.step import SchedulerOutput
+from kvern.worker.drafter import ComputedStep, GuardedDrafter
 
 
 class Oracle:
@@ -32,23 +39,75 @@ class Oracle:
 
 
 class AnyLength(Drafting):
-    """Takes whatever is guessed, also where it is wrong all the time."""
+    """Takes whatever is guessed, also where it is wrong all the time; has the device guess up to `on_device` tokens."""
+
+    def __init__(self, proposer: Proposer | None, vocab_size: int, on_device: int = 0) -> None:
+        super().__init__(proposer, vocab_size)
+        self._most, self._dice = on_device, random.Random(3)
 
     def most(self, requests: Sequence[Request], running: int) -> list[int]:
         return [99] * len(requests)
 
+    def wanted(self, running: int) -> Wanted | None:
+        if super().wanted(running) is None:
+            return None
+        return lambda request: self._dice.randint(0, self._most) if takes_drafts(request) else 0
+
+
+class KnowingDrafter:
+    """Writes drafts on the device: answers that were given before, by request; each token is right with `accuracy`."""
+
+    reads_hidden = False
+
+    def __init__(self, rows: BatchRows, answers: Mapping[str, Sequence[Sequence[int]]], accuracy: float) -> None:
+        self._rows, self._answers, self._accuracy = rows, answers, accuracy
+        self._dice = random.Random(7)
+        self.guessed = 0
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        pass
+
+    def draft(self, step: ComputedStep) -> None:
+        rows = self._rows
+        for item in step.scheduled:
+            if not item.sampled or not item.guesses:
+                continue
+            request, newest = rows.request(item.slot), int(rows.num_computed_tokens[item.slot])
+            answer = self._answers[request.spec.request_id][(request.seed - request.spec.seed) % MAX_SEED]
+            known = answer[newest + 1 - request.spec.prompt_length :]
+            drafts = [
+                token if self._dice.random() < self._accuracy else self._dice.randrange(3, 90)
+                for token in (*known, *self._dice.choices(range(3, 90), k=item.guesses))
+            ]
+            rows.tokens[item.slot, newest + 1 : newest + 1 + item.guesses] = torch.tensor(drafts[: item.guesses]).int()
+            self.guessed += item.guesses
+
 
 @contextmanager
-def speculating(llm: LLM, outputs: Sequence[RequestOutput], accuracy: float = 0.8, most: int = 5) -> Iterator[Oracle]:
+def speculating(
+    llm: LLM, outputs: Sequence[RequestOutput], accuracy: float = 0.8, most: int = 5, on_device: bool = False
+) -> Iterator[Oracle | KnowingDrafter]:
     """Let an engine verify drafts of these answers, while it is asked the same again."""
     core = llm._engine.core
     answers: list[list[int]] = []
     for output in outputs:
         searched = output.outputs[0].cumulative_logprob is not None and output.outputs[0].logprobs is None
         answers += [[]] if searched else [answer.token_ids for answer in output.outputs]
-    oracle = Oracle(answers, core.scheduler._arrivals, accuracy, most)
-    core.drafting = AnyLength(oracle, llm._engine.inputs.vocab_size)
+    oracle: Oracle | KnowingDrafter
+    vocabulary, runner = llm._engine.inputs.vocab_size, core.executor._worker.runner
+    if on_device:
+        first = int(next(llm._ids).removeprefix("request-")) + 1
+        by_name = {
+            f"request-{first + place}": [answer.token_ids for answer in output.outputs]
+            for place, output in enumerate(outputs)
+        }
+        oracle = KnowingDrafter(runner._rows, by_name, accuracy)
+        runner._drafter = GuardedDrafter(oracle)
+        core.drafting = AnyLength(None, vocabulary, most)
+    else:
+        oracle = Oracle(answers, core.scheduler._arrivals, accuracy, most)
+        core.drafting = AnyLength(oracle, vocabulary)
     try:
         yield oracle
     finally:
-        core.drafting = None
+        core.drafting, runner._drafter = None, GuardedDrafter(None)

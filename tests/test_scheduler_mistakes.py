@@ -10,11 +10,13 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvern.engine.core
+import kvern.engine.scheduler
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import RadixCache
 from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
+from kvern.engine.draft_room import Wanted, to_verify
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.trial import Trial
@@ -50,8 +52,10 @@ def copies_of_what_is_not_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 def copies_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
-    def schedule_reversed(self: Scheduler, time: StepTime | None = None) -> SchedulerOutput:
-        output = schedule(self, time)
+    def schedule_reversed(
+        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None
+    ) -> SchedulerOutput:
+        output = schedule(self, time, wanted)
         output.copies.reverse()
         return output
 
@@ -213,8 +217,10 @@ def rejected_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
-    def schedule_certain(self: Scheduler, time: StepTime | None = None) -> SchedulerOutput:
-        output = schedule(self, time)
+    def schedule_certain(
+        self: Scheduler, time: StepTime | None = None, wanted: Wanted | None = None
+    ) -> SchedulerOutput:
+        output = schedule(self, time, wanted)
         output.scheduled = [msgspec.structs.replace(item, uncertain=False) for item in output.scheduled]
         return output
 
@@ -222,15 +228,27 @@ def rows_behind_drafts_begin_where_planned(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def drafts_follow_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = Scheduler._drafts
-
-    def drafts_at_once(self: Scheduler, request: Request, budget: int) -> list[int]:
+    def at_once(request: Request, cache: KVCacheManager, others: int, spare: int) -> tuple[int, list[int]]:
         request.drafts_in_flight, before = 0, request.drafts_in_flight
-        found = drafts(self, request, budget)
+        found = to_verify(request, cache, others, spare)
         request.drafts_in_flight = before
         return found
 
-    monkeypatch.setattr(Scheduler, "_drafts", drafts_at_once)
+    monkeypatch.setattr(kvern.engine.scheduler, "to_verify", at_once)
+
+
+def guesses_without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who guesses keeps keys in blocks that the row does not have."""
+    take = Scheduler._take
+
+    def take_without_blocks(
+        self: Scheduler, request: Request, count: int, sampled: int, output: SchedulerOutput
+    ) -> None:
+        extend, self._extend = self._extend, lambda *_: True  # type: ignore[method-assign]
+        take(self, request, count, sampled, output)
+        self._extend = extend  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Scheduler, "_take", take_without_blocks)
 
 
 def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +290,7 @@ MISTAKES: list[Mistake] = [
     rejected_drafts_count,
     rows_behind_drafts_begin_where_planned,
     drafts_follow_drafts,
+    guesses_without_blocks,
     answers_go_on_behind_a_stop,
 ]
 

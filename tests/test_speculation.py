@@ -91,12 +91,13 @@ def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
-def test_every_parameter(llm: LLM, accuracy: float) -> None:
+def test_every_parameter(llm: LLM, accuracy: float, on_device: bool) -> None:
     prompts = [PROMPTS[index % 3] for index in range(len(EVERYTHING))]
     expected = llm.generate(prompts, EVERYTHING)
     before = llm._engine.statistics().steps
-    with speculating(llm, expected, accuracy) as oracle:
+    with speculating(llm, expected, accuracy, on_device=on_device) as oracle:
         found = llm.generate(prompts, EVERYTHING)
     assert oracle.guessed > 100
     assert answers(found) == answers(expected)
@@ -105,12 +106,13 @@ def test_every_parameter(llm: LLM, accuracy: float) -> None:
     assert llm._engine.statistics().steps > before
 
 
-def test_right_drafts_save_steps(llm: LLM) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_right_drafts_save_steps(llm: LLM, on_device: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     steps = [llm._engine.statistics().steps]
     expected = llm.generate(PROMPTS, params)
     steps.append(llm._engine.statistics().steps)
-    with speculating(llm, expected, 1.0):
+    with speculating(llm, expected, 1.0, on_device=on_device):
         assert answers(llm.generate(PROMPTS, params)) == answers(expected)
     steps.append(llm._engine.statistics().steps)
     assert steps[2] - steps[1] < 0.8 * (steps[1] - steps[0])

@@ -189,6 +189,8 @@ class Request:
     in_flight: int = 0
     drafts_in_flight: int = 0
     """Of the tokens in flight, those that are not sampled if drafts are rejected."""
+    guesses: int = 0
+    """Drafts that its row has behind the newest token when the steps in flight are done, guessed on the device."""
     draft_token_ids: list[int] = field(default_factory=list)
     """What may follow `token_ids`, as a proposer guessed."""
     drafts_right: float = 0.0

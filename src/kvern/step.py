@@ -51,6 +51,8 @@ class NewRequest:
     """Where its state is, if the model has recurrent layers."""
     windowed: tuple[GrownTable, ...] = ()
     """What it has in the block tables of layers with a window, if they have some of their own."""
+    num_computed_tokens: int = 0
+    """Its tokens whose keys and values its blocks hold, or are given in the same step."""
 
     @classmethod
     def of(cls, request: "Request", adapter_index: int) -> "NewRequest":
@@ -59,7 +61,8 @@ class NewRequest:
         spec, params, seed, state = request.spec, request.params, request.seed, request.state_index
         first, tables = request.window_start, enumerate(zip(*request.windowed, strict=True))
         windowed = tuple(GrownTable(request.slot, table, first, list(blocks)) for table, blocks in tables)
-        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_index, state, windowed)
+        computed = request.num_computed_tokens
+        return cls(request.slot, spec, params, seed, token_ids, block_ids, adapter_index, state, windowed, computed)
 
     def shareable_blocks(self, block_size: int) -> list[int]:
         """Those that all rows forked from this one have, too."""
@@ -72,7 +75,8 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     """Compute `count` tokens of row `slot` from position `start`, and sample what follows the last `sampled` of them.
 
     0: a part of a prompt. 1: the last token is known, or sampled by a step before. More: all but the first of these
-    tokens are drafts. The tokens sampled are kept as far as the drafts agree with them, and one more.
+    tokens are drafts, which `SchedulerOutput.drafts` brings, or a step before has left in the row. The tokens sampled
+    are kept as far as the drafts agree with them, and one more.
     """
 
     slot: int
@@ -81,6 +85,11 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
     sampled: int
     uncertain: bool = False
     """A step with drafts of this row is in flight: `start` is where it begins if all of them are accepted."""
+    guesses: int = 0
+    """Drafts that the device is to write behind the token sampled last, for the row's next step to verify.
+
+    Of a part of a prompt: more than none if some will be wanted behind its end.
+    """
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):

@@ -186,7 +186,8 @@ class EngineCore:
         if self._held:
             self._release()
         if len(self._in_flight) < self._depth and self.scheduler.has_work:
-            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()))
+            wanted = None if self.drafting is None else self.drafting.wanted(len(self.scheduler.running))
+            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()), wanted)
             if output.scheduled or output.loads:
                 self._submit(output)
                 if len(self._in_flight) < self._depth:

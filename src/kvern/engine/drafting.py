@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from kvern.engine.draft_room import Wanted
 from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.errors import shown
 from kvern.request import Request, State
@@ -78,13 +79,19 @@ class StepTimes:
 
 
 class Drafting:
-    """Has a `proposer` guess, and learns from steps, in the order in which they were submitted.
+    """Has a `proposer` guess, or the device, and learns from steps, in the order in which they were submitted.
 
     A proposer that raises, or guesses anything but token ids below `vocab_size`, is not asked again.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._proposer: Proposer | None = proposer
+    def __init__(
+        self,
+        proposer: Proposer | None,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """None: the device guesses."""
+        self._proposer, self._on_device = proposer, proposer is None
         self._vocab_size, self._clock = vocab_size, clock
         self._times = StepTimes()
         self._begun: deque[float] = deque()
@@ -120,11 +127,20 @@ class Drafting:
 
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
+        if self._on_device:
+            return
         going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
         counts = self.most(going, running)
         most = [count and count + request.in_flight for request, count in zip(going, counts, strict=True)]
         for request, drafts in zip(going, self._guesses(going, most), strict=True):
             request.draft_token_ids = drafts
+
+    def wanted(self, running: int) -> Wanted | None:
+        """How many drafts the device should guess in an engine that runs so many; None: nobody does there."""
+        if not self._on_device:
+            return None
+        share = self._times.share_of_row(running)
+        return lambda request: self._of(request, share) if takes_drafts(request) else 0
 
     def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """What the proposer says: token ids alone, as kernels read rows of tables by them."""

@@ -19,11 +19,11 @@ an adapter go on, as they take no such place, and requests with an adapter wait 
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
+from kvern.engine.draft_room import Wanted, to_guess, to_verify
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests, future_siblings
@@ -63,6 +63,7 @@ class Scheduler:
         self._adapter_users: Counter[int] = Counter()
         self._awaited: set[Request] = set()  # waiting requests of which a step in flight samples something
         self._allowed: frozenset[str] | None = None
+        self._wanted: Wanted | None = None
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +108,7 @@ class Scheduler:
         request.token_ids.extend(token_ids)
         request.in_flight -= sampled
         if sampled > 1:
-            request.drafts_in_flight = 0
+            request.drafts_in_flight -= sampled - 1
             if request.state is State.RUNNING:
                 request.num_computed_tokens -= sampled - len(token_ids)
         if request.state is State.RUNNING:
@@ -137,9 +138,13 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self, time: StepTime | None = None) -> SchedulerOutput:
-        """Plan the next step, of this `time` if decodes are in it; empty when nothing can run before one returns."""
+    def schedule(self, time: StepTime | None = None, wanted: Wanted | None = None) -> SchedulerOutput:
+        """Plan the next step, of this `time` if decodes are in it; empty when nothing can run before one returns.
+
+        `wanted` says how many drafts the device should guess of a request behind the step; None: it guesses none.
+        """
         self.step += 1
+        self._wanted = wanted
         output = SchedulerOutput(self.step)
         preempted = self.preemption_count
         budget = self._schedule_running(output, time)
@@ -150,7 +155,7 @@ class Scheduler:
         if output.scheduled:
             self.forks.tell(output)
         self.cache.plan(output)
-        if output.drafts:  # single tokens first: they are attended to by kernels of their own
+        if output.drafts or wanted is not None:  # single tokens first: they are attended to by kernels of their own
             pairs = sorted(zip(output.scheduled, output.request_ids, strict=True), key=lambda pair: pair[0].count > 1)
             output.scheduled, output.request_ids = [item for item, _ in pairs], [name for _, name in pairs]
         return output
@@ -189,8 +194,9 @@ class Scheduler:
             if remaining > 1:
                 behind.append(request)
             elif remaining == 1 <= tokens:
-                drafts = self._drafts(request, tokens) if request.draft_token_ids else None
-                tokens -= self._verify(request, drafts, output) if drafts else self._advance(request, 1, 1, output)
+                drafted = request.draft_token_ids or request.guesses
+                verified = self._verify(request, tokens - len(self.running), output) if drafted else 0
+                tokens -= verified or self._advance(request, 1, 1, output)
         budget = StepBudget(tokens, self.limits.chunked_prefill)
         if time is not None and output.scheduled and (behind or (self.waiting and self.running.free_rows)):
             budget.limit(time, load_of(output.scheduled))
@@ -209,31 +215,16 @@ class Scheduler:
         self._take(request, count, count == remaining, output)
         return count
 
-    def _verify(self, request: Request, drafts: Sequence[int], output: SchedulerOutput) -> int:
+    def _verify(self, request: Request, spare: int, output: SchedulerOutput) -> int:
         """Compute a decode's next token and drafts behind it, for which there is room; how many are computed."""
-        count = 1 + len(drafts)
-        self._extend(request, count, output)
-        output.drafts.append((request.slot, request.num_computed_tokens + 1, list(drafts)))
-        self._take(request, count, count, output)
-        request.drafts_in_flight = len(drafts)
-        return count
-
-    def _drafts(self, request: Request, budget: int) -> Sequence[int]:
-        """Drafts to be verified with a request's next token: those that leave a token and a block to everybody.
-
-        None while others are verified: where these will go is not known.
-        """
-        if request.drafts_in_flight or request.state is not State.RUNNING:
-            return ()
-        others = len(self.running)
-        blocks = len(request.block_ids) + max(0, self.cache.growth_count - others)
-        room = min(
-            budget - others,
-            request.max_tokens - request.output_length - request.in_flight - 1,
-            blocks * self.cache.block_size - request.num_computed_tokens - 1,
-        )
-        known = request.draft_token_ids[request.in_flight :]  # the first are guesses at tokens sampled meanwhile
-        return known[: max(room, 0)]
+        count, drafts = to_verify(request, self.cache, len(self.running), spare)
+        if not count:
+            return 0
+        if drafts:
+            output.drafts.append((request.slot, request.num_computed_tokens + 1, drafts))
+        self._extend(request, 1 + count, output)
+        self._take(request, 1 + count, 1 + count, output)
+        return 1 + count
 
     def _extend(self, request: Request, count: int, output: SchedulerOutput) -> bool:
         """Make room for more tokens, if need be that of the worst that are not in this step; whether it was found."""
@@ -303,11 +294,17 @@ class Scheduler:
         return None if self._allowed is None or request.unit in self._allowed else request.unit
 
     def _take(self, request: Request, count: int, sampled: int, output: SchedulerOutput) -> None:
-        start = request.num_computed_tokens
-        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, request.drafts_in_flight > 0))
+        start, uncertain, guesses = request.num_computed_tokens, request.drafts_in_flight > 0, 0
+        if self._wanted is not None or request.guesses:
+            wanted = 0 if self._wanted is None else self._wanted(request)
+            guesses = to_guess(request, self.cache, len(self.running), wanted, count, sampled)
+            if sampled and guesses:  # who guesses keeps keys, too
+                self._extend(request, count + 1 + guesses, output)
+        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, uncertain, guesses))
         output.request_ids.append(request.request_id)
         request.num_computed_tokens = start + count
         request.in_flight += sampled
+        request.drafts_in_flight += max(sampled - 1, 0)
         self.cache.publish(request, self.step)
         if start < request.prompt_length and request.prompt_scheduled:
             self.waiting.wake(request)

@@ -52,21 +52,20 @@ def verify(
 
 
 def kept_of(
-    scheduled: Sequence[ScheduledTokens], drafts: Sequence[tuple[int, int, list[int]]], sampled: list[int]
+    scheduled: Sequence[ScheduledTokens], drafts: Sequence[Sequence[int]], sampled: Sequence[int]
 ) -> list[list[int]]:
     """For each request the tokens that are kept of what was `sampled` behind all tokens of a step, which the host has.
 
-    drafts  as in `SchedulerOutput`: (slot, first position, token ids)
+    drafts  of each request, those that stood behind its first token
     """
-    guesses = {slot: token_ids for slot, _, token_ids in drafts}
     kept, first = [], 0
-    for item in scheduled:
+    for item, guesses in zip(scheduled, drafts, strict=True):
         run = sampled[first : first + item.sampled]
         right = 0
-        for draft, token in zip(guesses.get(item.slot, ()), run, strict=False):
+        for draft, token in zip(guesses, run, strict=False):
             if draft != token:
                 break
             right += 1
-        kept.append(run[: right + 1])
+        kept.append(list(run[: right + 1]))
         first += item.sampled
     return kept

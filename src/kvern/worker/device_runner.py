@@ -36,6 +36,7 @@ from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.cuda_graph import DecodedStates, DecodeGraphs
 from kvern.worker.device_states import DeviceStateMemory
+from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
@@ -65,6 +66,7 @@ class DeviceRunner:
         adapters: Adapters | None = None,
         max_batch_tokens: int = 0,
         states: DeviceStateMemory | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many."""
         self._decoder = decoder
@@ -77,6 +79,7 @@ class DeviceRunner:
         self._adapters = adapters
         self._states = states
         self._needs = RowNeeds(rows.scratch)
+        self._drafter = GuardedDrafter(drafter)
         self._graphs, self._prompt_graphs = None, None
         if cuda_graphs and attention.captures and rows.device.type == "cuda":
             members = attention.prefix_members if shared_prefix_attention else 0
@@ -105,14 +108,18 @@ class DeviceRunner:
         self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
         self._needs.join(output.joined)
+        self._drafter.prepare(output)
         try:
-            return self._start(output.scheduled)
+            step, computed = self._start(output.scheduled)
         except torch.OutOfMemoryError as error:
             device = self._rows.device
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
             torch.cuda.empty_cache()
             # Some layers' states have gone on already.
             raise StepTooLarge(f"({free / 2**20:.0f} MiB free)", final=self._states is not None) from error
+        if computed is not None:
+            self._drafter.draft(computed)  # behind the copy of what was sampled: the host need not wait for drafts
+        return step
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -143,7 +150,8 @@ class DeviceRunner:
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)
 
-    def _start(self, scheduled: Sequence[ScheduledTokens]) -> PendingStep:
+    def _start(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PendingStep, ComputedStep | None]:
+        """Compute and sample; what a drafter is told, if it is to guess what follows."""
         needs = 0
         decodes, uncertain = True, False
         for item in scheduled:
@@ -155,7 +163,8 @@ class DeviceRunner:
         wanted = Needs(needs)
         slots = [item.slot for item in scheduled]
         adapted = self._adapters is not None and max(self._adapters.indices(self._rows, slots)) >= 0
-        if decodes and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
+        drafting = self._drafter.is_asked(scheduled)
+        if decodes and not drafting and self._graphs is not None and self._graphs.can_run(len(slots), adapted):
             starts = [item.start for item in scheduled]
             exact = self._rows.starts(scheduled) if uncertain else None
             if not wanted & ~IN_KERNELS and self._graphs.can_run(len(slots), adapted, bool(wanted)):
@@ -163,19 +172,19 @@ class DeviceRunner:
                 if exact is not None:
                     self._rows.advance(scheduled, exact)
                 if not wanted & Needs.LOGPROBS:
-                    return PendingStep(scheduled, sampled)
+                    return PendingStep(scheduled, sampled), None
                 counts = [self._rows.request(slot).params.logprobs for slot in slots]
                 most = max(count for count in counts if count is not None)
-                return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most))
+                return PendingStep(scheduled, sampled, counts, self._graphs.logprobs(len(slots), most)), None
             decoded = self._graphs.run_to_states(slots, starts, adapted, exact)
-            return self._sample(scheduled, slots, decoded, wanted, None, exact)
-        if self._prompt_graphs is not None and not decodes and not adapted and not uncertain:
+            return self._sample(scheduled, slots, decoded, wanted, None, exact), None
+        if self._prompt_graphs is not None and not (decodes or adapted or uncertain or drafting):
             step = self._replay_prompts(self._prompt_graphs, scheduled, wanted)
             if step is not None:
-                return step
+                return step, None
         batch = build_device_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
-        positions = tokens_wanted(batch, runs)
+        positions = None if self._drafter.reads_hidden else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, positions is not None)
@@ -185,13 +194,19 @@ class DeviceRunner:
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:
             on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
-            return PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=on_gpu)
-        if len(batch.sample_slots) != hidden.shape[0]:
-            hidden = hidden.index_select(0, batch.logits_indices)
-        decoded = DecodedStates(hidden, batch.device_sample_slots, batch.sample_positions)
-        counted = uncertain or any(item.sampled > 1 for item in scheduled)
-        exact = batch.device_starts if counted else None
-        return self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
+            step = PendingStep(scheduled, None, prompt_logprobs=prompts, on_gpu=on_gpu)
+            if drafting:
+                self._rows.advance(scheduled, batch.device_starts)
+        else:
+            sampled = len(batch.sample_slots) == hidden.shape[0]
+            last = hidden if sampled else hidden.index_select(0, batch.logits_indices)
+            decoded = DecodedStates(last, batch.device_sample_slots, batch.sample_positions)
+            counted = uncertain or drafting or any(item.sampled > 1 for item in scheduled)
+            exact = batch.device_starts if counted else None
+            step = self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
+        if not drafting:
+            return step, None
+        return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else hidden)
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs

@@ -94,6 +94,7 @@ class PendingStep:
         self._scheduled = scheduled
         self._counts = counts
         self._sampled = None if sampled is None else fetch(sampled)
+        self.kept = kept
         self._kept = None if kept is None else fetch(kept)
         self._logprobs = None if logprobs is None else logprobs.fetch()
         self._prompt_logprobs = prompt_logprobs

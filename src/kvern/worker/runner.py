@@ -16,6 +16,7 @@ from kvern.step import ScheduledTokens, SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.captured_decodes import CapturedDecodes, Scored
+from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows, ProcessorVerdict
 from kvern.worker.result import (
@@ -53,6 +54,7 @@ class ModelRunner:
         adapters: Adapters | None = None,
         captured: CapturedDecodes | None = None,
         states: StateMemory | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
@@ -66,13 +68,13 @@ class ModelRunner:
         self._sampling = sampling
         self._captured = captured
         self._needs = RowNeeds(len(rows.requests))
+        self._drafter = GuardedDrafter(drafter)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens and sample where the scheduler says so."""
         if output.changes_rows:
             self._change_rows(output)
-        sampled = self._decode(output)
-        return self._compute(output) if sampled is None else SampledStep(self._kept(output, sampled))
+        return self._decode(output.scheduled) or self._compute(output.scheduled)
 
     @torch.inference_mode()
     def _change_rows(self, output: SchedulerOutput) -> None:
@@ -92,44 +94,65 @@ class ModelRunner:
         self._rows.grow(output.grown)
         self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
+        self._drafter.prepare(output)
 
-    def _kept(self, output: SchedulerOutput, sampled: list[int]) -> list[list[int]]:
-        """For each request its tokens of those that were sampled behind all tokens of the step."""
-        if not output.drafts:
-            return [[token] for token in sampled]
-        kept = kept_of(output.scheduled, output.drafts, sampled)
-        rejected = [item.sampled - len(token_ids) for item, token_ids in zip(output.scheduled, kept, strict=True)]
-        starts = torch.tensor([item.start for item in output.scheduled], dtype=torch.int32)
-        self._rows.advance(output.scheduled, starts, torch.tensor(rejected))
-        return kept
+    def _drafts(self, scheduled: Sequence[ScheduledTokens]) -> list[list[int]]:
+        """Those that are to be verified, of each request; nothing if there are none."""
+        if all(item.sampled <= 1 for item in scheduled):
+            return []
+        tokens = self._rows.tokens.numpy()
+        return [tokens[item.slot, item.start + 1 : item.start + item.sampled].tolist() for item in scheduled]
 
-    def _decode(self, output: SchedulerOutput) -> list[int] | None:
-        """What is sampled in a step in which kernels do all, from tokens to the next ones; None: it is another.
+    def _keep(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        drafts: Sequence[Sequence[int]],
+        sampled: list[int],
+        hidden: torch.Tensor | None = None,
+    ) -> SampledStep:
+        """Keep what is right of those that were sampled behind all tokens of a step, and guess what follows."""
+        if not drafts and not self._drafter.is_asked(scheduled):
+            return SampledStep([[token] for token in sampled])
+        kept = kept_of(scheduled, drafts or [[]] * len(scheduled), sampled)
+        rejected = [item.sampled - len(token_ids) for item, token_ids in zip(scheduled, kept, strict=True)]
+        starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32)
+        self._rows.advance(scheduled, starts, torch.tensor(rejected))
+        counts = torch.tensor([len(token_ids) for token_ids in kept])
+        self._drafter.draft(ComputedStep(scheduled, starts, counts, hidden))
+        return SampledStep(kept)
+
+    def _decode(self, scheduled: Sequence[ScheduledTokens]) -> SampledStep | None:
+        """A step in which kernels do all, from tokens to the next ones; None: it is another.
 
         It is short: a small model's step takes a few times as long as Python does between two of them.
         """
-        captured, scheduled, needs = self._captured, output.scheduled, self._needs
+        captured, needs = self._captured, self._needs
         if captured is None or any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
             return None
-        return None if self._adapts(scheduled) else captured.decode(scheduled)
+        if self._adapts(scheduled) or self._drafter.reads_hidden:
+            return None
+        drafts = self._drafts(scheduled)
+        sampled = captured.decode(scheduled)
+        return None if sampled is None else self._keep(scheduled, drafts, sampled)
 
     @torch.inference_mode()
-    def _compute(self, output: SchedulerOutput) -> StepResult:
+    def _compute(self, planned: Sequence[ScheduledTokens]) -> StepResult:
         """Any step."""
-        scheduled = self._rows.certain(output.scheduled)
-        drafted = bool(output.drafts) or scheduled is not output.scheduled
-        if self._captured is not None and scheduled is output.scheduled and not self._adapts(scheduled):
+        scheduled = self._rows.certain(planned)
+        drafted = self._drafter.is_asked(scheduled) or any(item.uncertain or item.sampled > 1 for item in planned)
+        if self._captured is not None and scheduled is planned and not self._adapts(scheduled):
+            drafts = self._drafts(scheduled)
             scored = self._captured.score(scheduled)
             if scored is not None:
                 needs = self._needed(scored.slots)
                 if not needs & BESIDE_KERNELS:
-                    return SampledStep(self._kept(output, self._captured.choose(len(scored.slots))))
+                    return self._keep(scheduled, drafts, self._captured.choose(len(scored.slots)), scored.hidden)
                 if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
                     scored = replace(scored, logits=scored.logits.clone())
-                return self._sample(scheduled, scored, needs, None, drafted)
+                return self._sample(scheduled, scored, needs, None, drafted, scored.hidden)
         batch = build_input_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
-        wanted = tokens_wanted(batch, runs)
+        wanted = None if self._drafter.reads_hidden else tokens_wanted(batch, runs)
         adapters = NO_ADAPTERS
         if self._adapters is not None:
             adapters = self._adapters.select(self._rows, batch, wanted is not None)
@@ -138,13 +161,16 @@ class ModelRunner:
         hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, self._sampling.logprobs)
         if not batch.sample_slots:
+            if drafted:
+                starts = torch.tensor(batch.starts, dtype=torch.int32, device=hidden.device)
+                self._rows.advance(scheduled, starts)
+                self._drafter.draft(ComputedStep(scheduled, starts, None, hidden))
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
-        if len(batch.sample_slots) != hidden.shape[0]:
-            hidden = hidden[batch.logits_indices]
+        last = hidden if len(batch.sample_slots) == hidden.shape[0] else hidden[batch.logits_indices]
         index = torch.tensor(batch.sample_slots, device=hidden.device)
-        logits = self._decoder.logits(hidden).contiguous()
-        scored = Scored(batch.sample_slots, index, batch.sample_positions, hidden, logits)
-        return self._sample(scheduled, scored, self._needed(scored.slots), prompts, drafted)
+        logits = self._decoder.logits(last).contiguous()
+        scored = Scored(batch.sample_slots, index, batch.sample_positions, last, logits)
+        return self._sample(scheduled, scored, self._needed(scored.slots), prompts, drafted, hidden)
 
     def _adapts(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether a request of the step uses an adapter."""
@@ -166,8 +192,12 @@ class ModelRunner:
         needs: Needs,
         prompts: PromptLogprobs | None,
         drafted: bool,
+        hidden: torch.Tensor,
     ) -> PendingStep:
-        """Sample and write what follows. `drafted`: some tokens may be drafts."""
+        """Sample and write what follows. `drafted`: some tokens may be drafts, or are to be guessed.
+
+        hidden  [T, hidden] as for `ComputedStep`
+        """
         rows = self._rows
         slots, index, positions, logits = scored.slots, scored.index, scored.positions, scored.logits
         original = logits.clone() if needs & Needs.LOGPROBS and needs & CHANGES else logits
@@ -178,6 +208,8 @@ class ModelRunner:
             starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)
             kept = verify(rows, scheduled, starts, index, positions, chosen)
         self._sampling.write(index, positions, chosen)
+        if drafted:
+            self._drafter.draft(ComputedStep(scheduled, starts, kept, hidden))
         if not needs:
             return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept)
         counts: list[int | None] = []

@@ -63,6 +63,7 @@ class StepParts:
                 item.start + first,
                 min(limit, item.count - first),
                 item.sampled if first + limit >= item.count else 0,
+                guesses=item.guesses,
             )
             for first in range(0, item.count, limit)
         ]
