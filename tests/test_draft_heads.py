@@ -38,11 +38,11 @@ FAMILIES = {
 }
 
 
-def states_of(decoder: Decoder, entries: tuple[int, ...] = ()) -> torch.Tensor:
-    """The model's last states of the prompt, or what goes into some layers."""
-    attend, inputs = DenseAttend(decoder), LayerInputs(entries)
-    states = new_states(decoder.spec.recurrent, [len(TOKENS)], decoder.build.dtype, decoder.build.device)
-    last = decoder(TOKENS, torch.arange(len(TOKENS)), attend, states=states, inputs=inputs)
+def states_of(decoder: Decoder, entries: tuple[int, ...] = (), tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """The model's last states of a text, or what goes into some layers."""
+    attend, inputs = DenseAttend(decoder), LayerInputs(entries, decoder.build)
+    states = new_states(decoder.spec.recurrent, [len(tokens)], decoder.build.dtype, decoder.build.device)
+    last = decoder(tokens, torch.arange(len(tokens)), attend, states=states, inputs=inputs)
     return inputs.rows() if entries else last
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
@@ -32,17 +31,18 @@ class LayerInputs:
     As many as there are layers: what comes out of the last one. A forward pass fills it.
     """
 
-    def __init__(self, entries: Sequence[int]) -> None:
-        self.entries = entries
+    def __init__(self, entries: Sequence[int], build: Build) -> None:
+        self.entries, self._on_rows = entries, build.on_rows
         self._inputs: dict[int, Tensor] = {}
 
     def note(self, place: int, hidden: Tensor, update: Tensor | None) -> None:
         """A layer is given the sum of both, which the pass may overwrite afterwards."""
-        self._inputs[place] = hidden.clone() if update is None else hidden + update
+        copied = self._on_rows.beside((hidden,))
+        self._inputs[place] = copied if update is None else self._on_rows.add(copied, update)
 
     def rows(self) -> Tensor:
         """Those of the last pass side by side, `[T, len(entries) * hidden]`."""
-        return torch.cat([self._inputs[entry] for entry in self.entries], -1)
+        return self._on_rows.beside([self._inputs[entry] for entry in self.entries])
 
 
 class LanguageModel(Protocol):

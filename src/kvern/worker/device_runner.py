@@ -190,7 +190,8 @@ class DeviceRunner:
             adapters = self._adapters.select(self._rows, batch, positions is not None)
         states = None if self._states is None else self._states.plan(batch)
         attend = self._attention.plan(batch)
-        hidden = self._decoder(batch.token_ids, batch.positions, attend, positions, adapters, states)
+        inputs = self._drafter.inputs
+        hidden = self._decoder(batch.token_ids, batch.positions, attend, positions, adapters, states, inputs)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:
             on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
@@ -206,7 +207,8 @@ class DeviceRunner:
             step = self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact)
         if not drafting:
             return step, None
-        return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else hidden)
+        told = hidden if inputs is None else inputs.rows()
+        return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else told)
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs

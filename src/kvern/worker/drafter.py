@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from kvern.models.decoder import LayerInputs
 from kvern.step import ScheduledTokens, SchedulerOutput
 
 logger = logging.getLogger("kvern")
@@ -30,7 +31,8 @@ class ComputedStep:
     scheduled  [R]
     starts     [R] int32: where each began
     kept       [R] int64: how many of the tokens sampled for each are kept; None: all
-    hidden     [T, hidden] the model's last states, for a drafter that `reads_hidden`; for others what is at hand
+    hidden     [T, hidden] the model's last states, for a drafter that `reads_hidden`, or what its `inputs` took; for
+               others what is at hand
     """
 
     scheduled: Sequence[ScheduledTokens]
@@ -43,6 +45,8 @@ class Drafter(Protocol):
     """One that raises is not asked again: answers go on without drafts."""
 
     reads_hidden: bool
+    inputs: LayerInputs | None
+    """Of layers that it reads instead of the last states."""
 
     def prepare(self, output: SchedulerOutput) -> None:
         """The rows have changed as a step says: let what is kept for rows and blocks change with them."""
@@ -64,6 +68,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
+        self.inputs = None if drafter is None else drafter.inputs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether something is to be guessed behind a step."""
@@ -84,5 +89,5 @@ class GuardedDrafter:
             with torch.inference_mode():
                 call(asked)
         except Exception:
-            self._drafter, self.reads_hidden = None, False
+            self._drafter, self.reads_hidden, self.inputs = None, False, None
             logger.exception("the drafter fails and is not asked again; answers go on without drafts")
