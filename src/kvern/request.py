@@ -193,6 +193,8 @@ class Request:
     """Drafts that its row has behind the newest token when the steps in flight are done, guessed on the device."""
     draft_token_ids: list[int] = field(default_factory=list)
     """What may follow `token_ids`, as a proposer guessed."""
+    drafted_tokens: int = 0
+    """Tokens that a drafter knows; of others it has to make up for."""
     drafts_right: float = 0.0
     drafts_wrong: float = 0.0
     """What became of its drafts, of which the later ones count for more."""

@@ -212,6 +212,8 @@ class ModelRunnerOutput:
     """By slot, of beams; their sampled token means nothing."""
     loaded: list[tuple[int, int]] = field(default_factory=list)
     """(number of a load, how many of its blocks, from the first one on, have arrived), each load once."""
+    drafting_seconds: float = 0.0
+    """What it took to guess what follows, as far as the host knows."""
 
 
 class StepLost(Exception):

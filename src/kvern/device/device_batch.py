@@ -153,8 +153,13 @@ class DeviceBatch(InputBatch):
         )
 
 
-def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> DeviceBatch:
-    """Send the step's description in one piece; its tokens and slot mapping are read on the device."""
+def build_device_batch(
+    rows: DeviceRows, scheduled: Sequence[ScheduledTokens], block_size: int, exact: torch.Tensor | None = None
+) -> DeviceBatch:
+    """Send the step's description in one piece; its tokens and slot mapping are read on the device.
+
+    exact  [R] int32: where the requests begin, if what is scheduled are bounds
+    """
     slots = [item.slot for item in scheduled]
     starts = [item.start for item in scheduled]
     counts = [item.count for item in scheduled]
@@ -166,9 +171,9 @@ def build_device_batch(rows: DeviceRows, scheduled: Sequence[ScheduledTokens], b
     sent = send(packed, rows.device)
     logits_indices, sample_at, device_sample_slots = sent[: 6 * len(sampled.slots)].view(torch.int64).view(3, -1)
     device_slots, device_starts, device_counts, query_start_loc = sent[6 * len(sampled.slots) :].view(4, -1)
-    uncertain = any(item.uncertain for item in scheduled)
+    uncertain = exact is not None or any(item.uncertain for item in scheduled)
     if uncertain:
-        device_starts, planned = rows.starts(scheduled), device_starts
+        device_starts, planned = rows.starts(scheduled) if exact is None else exact, device_starts
         request = [place for place, item in enumerate(scheduled) for _ in range(item.sampled)]
         sample_at = sample_at + (device_starts - planned)[upload(request, torch.int64, rows.device)]
     described = device_slots, device_starts, query_start_loc, device_counts, sum(counts), max(counts), block_size

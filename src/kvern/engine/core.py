@@ -215,7 +215,7 @@ class EngineCore:
             raise
         self._pace.ended()
         if self.drafting is not None:
-            drafts, accepted = self.drafting.ended(output, requests, result.token_ids)
+            drafts, accepted = self.drafting.ended(output, requests, result.token_ids, result.drafting_seconds)
             self._counted.draft_tokens += drafts
             self._counted.accepted_tokens += accepted
         self._trial.passed(reached(output, requests, result))

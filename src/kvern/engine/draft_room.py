@@ -2,8 +2,8 @@
 
     step N: to_guess --> the device writes k drafts behind what it samples     step N + 1: to_verify --> 1 + k tokens
 
-Step N + 1 may be planned while N is in flight: the host knows how many drafts there are, not which, nor where. Those that
-the host guesses are known when it plans the step that verifies them.
+Step N + 1 may be planned while N is in flight: the host knows how many drafts there are, not which, nor where. Those
+that the host guesses are known when it plans the step that verifies them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,10 @@ def to_guess(request: Request, cache: KVCacheManager, others: int, wanted: int, 
     """
     room = _room(request, cache, others, count, sampled) if wanted and sampled else 0
     request.guesses = max(0, min(wanted, room))
-    return request.guesses if sampled else min(wanted, 1)
+    guesses = request.guesses if sampled else min(wanted, 1)
+    if guesses:
+        request.drafted_tokens = request.num_computed_tokens + count
+    return guesses
 
 
 def to_verify(request: Request, cache: KVCacheManager, others: int, spare: int) -> tuple[int, list[int]]:

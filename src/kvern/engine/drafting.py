@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from kvern.engine.draft_costs import DraftCosts
 from kvern.engine.draft_room import Wanted
 from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.errors import shown
@@ -31,6 +32,8 @@ FIRST_SHARE = 0.25
 """What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
 LONGEST = 5.0
 """Times the mean: a step that takes longer was held up by something else, unless `MOST_LONG` before it were, too."""
+LEAST_VARIANCE, LEAST_SPREAD = 0.1, 0.1
+"""Of the rows of steps, the latter as a share of their mean: among steps of one size nobody sees what a row costs."""
 MOST_LONG = 4
 PROBED = 64
 """Tokens after which a request whose drafts were not worth their rows gets one again."""
@@ -43,8 +46,10 @@ class StepTimes:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
         self._long = 0
         """Steps in a row that were held up."""
+        self.row: float | None = None
+        """What a row costs, as long as nobody knows it better; None: all steps were of one size."""
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: float, seconds: float) -> None:
         """A step of so many tokens took so long."""
         most = math.inf
         if self._weight > 1:
@@ -65,17 +70,21 @@ class StepTimes:
     def _mean_rows(self) -> float:
         return self._rows / self._weight
 
-    def share_of_row(self, requests: int) -> float:
-        """What a row costs, as a share of what a token costs in a step of so many requests without drafts."""
+    def seconds_of(self, rows: float) -> float:
+        """What a step of so many rows takes; 0: there was none."""
         if self._weight == 0:
-            return FIRST_SHARE
+            return 0.0
         mean, seconds = self._mean_rows, self._seconds / self._weight
         variance = self._squares / self._weight - mean * mean
-        if variance < 0.1:
-            return FIRST_SHARE
-        row = max(0.0, (self._products / self._weight - mean * seconds) / variance)
-        step = max(seconds + row * (requests - mean), row * requests)
-        return row * requests / step if step > 0 else FIRST_SHARE
+        if variance >= max(LEAST_VARIANCE, (LEAST_SPREAD * mean) ** 2):
+            self.row = max(0.0, (self._products / self._weight - mean * seconds) / variance)
+        row = self.row or 0.0
+        return max(seconds + row * (rows - mean), row * rows)
+
+    def share_of_row(self, requests: int) -> float:
+        """What a row costs, as a share of what a token costs in a step of so many requests without drafts."""
+        step = self.seconds_of(requests)
+        return FIRST_SHARE if self.row is None or step == 0 else self.row * requests / step
 
 
 class Drafting:
@@ -94,6 +103,7 @@ class Drafting:
         self._proposer, self._on_device = proposer, proposer is None
         self._vocab_size, self._clock = vocab_size, clock
         self._times = StepTimes()
+        self._costs = DraftCosts(self._times, StepTimes())
         self._begun: deque[float] = deque()
         self._ended = 0.0
 
@@ -106,15 +116,23 @@ class Drafting:
         self._begun.clear()
 
     def ended(
-        self, output: SchedulerOutput, requests: Sequence[Request], kept: Sequence[Sequence[int]]
+        self,
+        output: SchedulerOutput,
+        requests: Sequence[Request],
+        kept: Sequence[Sequence[int]],
+        drafting_seconds: float = 0.0,
     ) -> tuple[int, int]:
-        """The oldest step returned, with these tokens for its requests: its drafts, and how many were right."""
+        """The oldest step returned, with these tokens for its requests: its drafts, and how many were right.
+
+        `drafting_seconds`: what guessing behind it took on the device.
+        """
         if not self._begun:
             return 0, 0  # it was submitted before anybody guessed
         begun, now = self._begun.popleft(), self._clock()
         seconds, self._ended = now - max(begun, self._ended), now
         if all(item.count == item.sampled for item in output.scheduled):
-            self._times.add(output.token_count, seconds)
+            self._times.add(output.token_count, seconds - drafting_seconds)
+            self._costs.learn(output.scheduled, seconds, drafting_seconds)
         drafts = accepted = 0
         for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
             if item.sampled > 1 and token_ids:
@@ -123,11 +141,15 @@ class Drafting:
                 accepted += right
                 request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + right
                 request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + (right < item.sampled - 1)
+                self._costs.verified(right, right < item.sampled - 1)
         return drafts, accepted
 
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
         if self._on_device:
+            for request in requests:
+                if request.state is State.FINISHED:
+                    self._costs.answered(request.output_length)
             return
         going = [request for request in requests if request.state is not State.FINISHED and takes_drafts(request)]
         counts = self.most(going, running)
@@ -137,10 +159,7 @@ class Drafting:
 
     def wanted(self, running: int) -> Wanted | None:
         """How many drafts the device should guess in an engine that runs so many; None: nobody does there."""
-        if not self._on_device:
-            return None
-        share = self._times.share_of_row(running)
-        return lambda request: self._of(request, share) if takes_drafts(request) else 0
+        return self._costs.wanted(max(1, running)) if self._on_device else None
 
     def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """What the proposer says: token ids alone, as kernels read rows of tables by them."""

@@ -21,6 +21,7 @@ from kvern.engine.proposer import PROPOSERS
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_timing import time_steps
 from kvern.model_spec import ModelSpec
+from kvern.models.draft import draft_folder
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.tokenizer import Tokenizer
@@ -58,11 +59,14 @@ def build_core(
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    executor, layout = start(config, folder, spec, startup)
+    draft = draft_folder(config, folder)
+    executor, layout = start(config, folder, spec, startup, draft)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
-    if config.proposer is not None:
+    if config.proposer is not None and config.speculation != "off":
         drafting = Drafting(PROPOSERS.find(config.proposer)(config, spec), spec.vocab_size)
+    elif draft is not None:
+        drafting = Drafting(None, spec.vocab_size)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)

@@ -280,6 +280,7 @@ class Scheduler:
             output.copies += copies
             output.joined.append(NewRequest.of(request, adapter_index))
             start, remaining = request.num_computed_tokens, request.remaining_tokens
+            request.drafted_tokens = start
             count = budget.chunk(start, remaining, self.cache.until_mark(request))
             self._take(request, count, count == remaining, output)
             budget.take(start, count)

@@ -8,13 +8,23 @@ import torch
 
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
+from kvern.device.rows import BatchRows
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.step import SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
+from kvern.worker.drafter import Drafter
 from kvern.worker.plan import Layout, Room
 from kvern.worker.processor_rows import ProcessorRows
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft model, and how its steps run."""
+
+    decoder: Decoder
+    parts: "Parts"
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class Contents:
     """None: the engine has no place for any."""
     eight_bit: EightBit | None = None
     """Of a KV cache in 8 bits."""
+    draft: Draft | None = None
+    """None: no model guesses what another goes on with."""
 
 
 class Runner(Protocol):
@@ -75,4 +87,8 @@ class Parts(Protocol):
 
     def runner(self, contents: Contents, layout: Layout) -> Runner:
         """The runner over a KV cache of this layout."""
+        ...
+
+    def drafter(self, decoder: Decoder, layout: Layout, rows: BatchRows) -> Drafter:
+        """A drafter of these parts' model, with a cache over the blocks of the layout, which is another model's."""
         ...

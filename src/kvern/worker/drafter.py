@@ -7,6 +7,7 @@ need not: whatever stands in their places, tokens are sampled from the model alo
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -69,6 +70,8 @@ class GuardedDrafter:
         self._drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.inputs = None if drafter is None else drafter.inputs
+        self.seconds = 0.0
+        """What it took to guess behind the last step, on a device that the host waits for."""
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether something is to be guessed behind a step."""
@@ -81,8 +84,10 @@ class GuardedDrafter:
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does, for a step behind which something is to be guessed."""
+        begun = time.perf_counter()
         if self._drafter is not None and self.is_asked(step.scheduled):
             self._attempt(self._drafter.draft, step)
+        self.seconds = time.perf_counter() - begun
 
     def _attempt(self, call: Callable[[Asked], None], asked: Asked) -> None:
         try:

@@ -93,12 +93,14 @@ class InProcessExecutor:
         self._worker.drop_adapter(key)
 
 
-def start(config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup) -> tuple[InProcessExecutor, Layout]:
-    """The executor of a configuration, with the model in `folder` loaded, and what it has room for.
+def start(
+    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, draft: Path | None = None
+) -> tuple[InProcessExecutor, Layout]:
+    """The executor of a configuration, with the model in `folder` loaded and its draft, and what it has room for.
 
     Raises KvernError subclasses.
     """
-    worker = Worker(config, folder, spec, resolve_device(config), startup)
+    worker = Worker(config, folder, spec, resolve_device(config), startup, draft)
     plan = agree([worker.probe()], config, spec)
     layout = lay_out([worker.load(plan)], plan, config)
     worker.build(layout)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from kvern.attention.base import AttentionBackend
+from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
 from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
@@ -12,22 +13,32 @@ from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.measurements import Measurements
+from kvern.device.rows import BatchRows
 from kvern.device.timing import time_calls
 from kvern.kernel_list import Inputs
 from kvern.kernels import masks
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.model_spec import ModelSpec
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import Decoder, LanguageModel
 from kvern.request import PromptInput, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.step import NewRequest, ScheduledTokens, SchedulerOutput
 from kvern.structured.masks import restrict
 from kvern.worker.contents import Contents
+from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.graph_captures import captures
-from kvern.worker.memory import GRAPH_BYTES, DeviceMemory, bytes_of_state, bytes_of_token, cache_bytes, report_others
+from kvern.worker.memory import (
+    GRAPH_BYTES,
+    DeviceMemory,
+    bytes_of_draft,
+    bytes_of_state,
+    bytes_of_token,
+    cache_bytes,
+    report_others,
+)
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.prompt_graphs import prompt_steps
 from kvern.worker.startup import Startup
@@ -78,6 +89,8 @@ class KernelParts:
             phases = {} if self._choice is None else self._choice.phases
             self.groups = choose_groups(self._config, self._spec, self._plan, phases.values())
             token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
+            if contents.draft is not None:
+                token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
             state_bytes = bytes_of_state(self._spec, self._dtype)
             graphs = self._run_largest_steps(contents)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
@@ -93,7 +106,8 @@ class KernelParts:
             dtype = getattr(torch, layout.dtype)
             groups = self.groups if layout.window_tables else None
             sizes = layout.blocks + 1, layout.block_size
-            attention = self._attention(*sizes, dtype, layout.attention, contents, groups)
+            stored = dtype, layout.attention, contents.decoder, contents.eight_bit
+            attention = self._attention(*sizes, *stored, groups)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
             rows = DeviceRows(requests, longest, table, self._device, layout.blocks, layout.window_tables)
@@ -112,7 +126,16 @@ class KernelParts:
             contents.adapters,
             layout.max_batch_tokens,
             states,
+            None if contents.draft is None else contents.draft.parts.drafter(contents.draft.decoder, layout, rows),
         )
+
+    def drafter(self, decoder: Decoder, layout: Layout, rows: BatchRows) -> DeviceDraftModel:
+        """The model of these parts as a drafter over another's blocks and rows."""
+        assert isinstance(rows, DeviceRows), "the other's steps run elsewhere"
+        dtype = getattr(torch, self._plan.plain_cache_dtype)
+        chosen = {} if self._choice is None else self._choice.phases
+        attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
+        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens)
 
     def _attention(
         self,
@@ -120,11 +143,12 @@ class KernelParts:
         block_size: int,
         dtype: torch.dtype,
         chosen: Mapping[str, str],
-        contents: Contents,
+        decoder: LanguageModel,
+        eight_bit: EightBit | None,
         groups: LayerGroups | None = None,
     ) -> AttentionBackend[DeviceBatch]:
         """By those who are chosen for each phase, or through PyTorch if nobody is."""
-        eight_bit, sinks = contents.eight_bit, contents.decoder.sinks
+        sinks = decoder.sinks
         if self._choice is None or not chosen:
             return TorchAttention(self._layers, blocks, block_size, dtype, self._device, eight_bit, sinks, groups)
         phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})
@@ -147,7 +171,7 @@ class KernelParts:
         rows = DeviceRows(slots, longest, -(-longest // size), device, scratch_block=0)
         dtype = getattr(torch, self._plan.cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
-        attention = self._attention(1, size, dtype, chosen, contents)
+        attention = self._attention(1, size, dtype, chosen, contents.decoder, contents.eight_bit)
         decoder, grammars, processors = _decoder(contents), contents.grammars, contents.processors
         states = DeviceStateMemory(self._spec, 0, slots + 1, self._dtype, device) if self._spec.recurrent else None
         parts = decoder, attention, rows, size, grammars, processors

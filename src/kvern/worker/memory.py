@@ -10,6 +10,7 @@ import torch
 
 from kvern.attention.groups import LayerGroups
 from kvern.model_spec import ModelSpec
+from kvern.worker.plan import Plan
 
 logger = logging.getLogger("kvern")
 
@@ -64,6 +65,11 @@ def bytes_of_token(spec: ModelSpec, dtype: torch.dtype, groups: LayerGroups | No
     owners = range(len(spec.attentions)) if groups is None else groups.owners * (1 + groups.window_tables)
     layers = (spec.attentions[owner] for owner in owners)
     return sum(layer.stored * layer.kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+
+
+def bytes_of_draft(spec: ModelSpec, plan: Plan, groups: LayerGroups) -> int:
+    """Bytes of a token's keys and values in a draft model's layers, which have all blocks of all block tables."""
+    return bytes_of_token(spec, getattr(torch, plan.plain_cache_dtype)) * (1 + groups.window_tables)
 
 
 def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:

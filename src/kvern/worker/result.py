@@ -61,11 +61,13 @@ class SampledStep:
     """A step of decodes that is computed, and of which nothing is reported but the tokens of each request."""
 
     token_ids: list[list[int]]
+    drafting_seconds: float = 0.0
 
     def result(self) -> ModelRunnerOutput:
         """What `kvern.step.StepResult` wants."""
         places = len(self.token_ids)
-        return ModelRunnerOutput(self.token_ids, [None] * places, [None] * places)
+        nothing = [None] * places
+        return ModelRunnerOutput(self.token_ids, [*nothing], [*nothing], drafting_seconds=self.drafting_seconds)
 
 
 class PendingStep:

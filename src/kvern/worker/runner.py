@@ -119,7 +119,7 @@ class ModelRunner:
         self._rows.advance(scheduled, starts, torch.tensor(rejected))
         counts = torch.tensor([len(token_ids) for token_ids in kept])
         self._drafter.draft(ComputedStep(scheduled, starts, counts, hidden))
-        return SampledStep(kept)
+        return SampledStep(kept, self._drafter.seconds)
 
     def _decode(self, scheduled: Sequence[ScheduledTokens]) -> SampledStep | None:
         """A step in which kernels do all, from tokens to the next ones; None: it is another.

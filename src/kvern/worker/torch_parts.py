@@ -1,9 +1,11 @@
 """A worker whose steps run through PyTorch: on CPUs, beside their kernels, and on GPUs where Triton does not work."""
 
+import msgspec
 import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.attention.compiled import CompiledAttention
+from kvern.attention.eight_bit import EightBit
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.cpu import sampling as cpu
@@ -13,11 +15,12 @@ from kvern.device.row_lists import ListedRows
 from kvern.device.rows import BatchRows
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import Decoder, LanguageModel
 from kvern.structured import masks
 from kvern.worker.captured_decodes import CapturedDecodes
 from kvern.worker.contents import Contents
-from kvern.worker.memory import DeviceMemory, bytes_of_state, bytes_of_token, cache_bytes
+from kvern.worker.draft_model import DraftModel
+from kvern.worker.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.runner import ModelRunner
 from kvern.worker.sampling import CompiledSampling, TorchSampling
@@ -41,6 +44,8 @@ class TorchParts:
     def room(self, contents: Contents) -> Room:
         """What the device's memory has left."""
         token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
+        if contents.draft is not None:
+            token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
         state_bytes = bytes_of_state(self._spec, getattr(torch, self._plan.dtype))
         return Room(
             cache_bytes(self._memory, token_bytes, None, state_bytes),
@@ -53,7 +58,7 @@ class TorchParts:
     def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
         """The runner over a KV cache of this layout."""
         size, slots, device = layout.block_size, layout.max_batch_requests, self._memory.device
-        attention, states = self._attention(contents, layout), None
+        attention, states = self._attention(contents.decoder, contents.eight_bit, layout), None
         if layout.states:
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
@@ -61,6 +66,7 @@ class TorchParts:
         decoder, captured = contents.decoder, None
         if self._compiled and states is None and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size) if isinstance(decoder, Decoder) else None
+        draft = contents.draft
         return ModelRunner(
             decoder,
             attention,
@@ -72,12 +78,24 @@ class TorchParts:
             contents.adapters,
             captured,
             states,
+            None if draft is None else draft.parts.drafter(draft.decoder, layout, rows),
         )
 
-    def _attention(self, contents: Contents, layout: Layout) -> AttentionBackend[InputBatch]:
+    def drafter(self, decoder: Decoder, layout: Layout, rows: BatchRows) -> DraftModel:
+        """The model of these parts as a drafter over another's blocks and rows."""
+        layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
+        attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
+        if self._compiled and isinstance(attention, CompiledAttention):
+            captured = CapturedDecodes(decoder, attention, rows, size)
+        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
+        return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured)
+
+    def _attention(
+        self, decoder: LanguageModel, eight_bit: EightBit | None, layout: Layout
+    ) -> AttentionBackend[InputBatch]:
         layers = self._spec.attentions
         sizes, dtype = (layout.blocks, layout.block_size), getattr(torch, layout.dtype)
-        eight_bit, sinks = contents.eight_bit, contents.decoder.sinks
+        sinks = decoder.sinks
         groups = self.groups if layout.window_tables else None
         if "cpu_attention" in self._plan.kernels and dtype in DTYPES:
             compute = getattr(torch, self._plan.dtype)

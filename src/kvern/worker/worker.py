@@ -25,6 +25,7 @@ from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
+from kvern.models.draft import read_draft
 from kvern.models.implementation import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, read_config, stored_methods
 from kvern.models.weighted import WeightedModel
@@ -33,7 +34,7 @@ from kvern.structured.grammar import grammars_of
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
 from kvern.worker.cache_scales import digest, measured_scales
-from kvern.worker.contents import Contents, Parts, Runner
+from kvern.worker.contents import Contents, Draft, Parts, Runner
 from kvern.worker.device import (
     check_dtype,
     check_head_dim,
@@ -76,8 +77,16 @@ class Worker:
     runner: Runner
 
     def __init__(
-        self, config: EngineConfig, folder: Path, spec: ModelSpec, device: torch.device, startup: Startup
+        self,
+        config: EngineConfig,
+        folder: Path,
+        spec: ModelSpec,
+        device: torch.device,
+        startup: Startup,
+        draft: Path | None = None,
     ) -> None:
+        """`draft`: where a model is that guesses what this one goes on with."""
+        self._draft = draft
         self._config, self._folder, self._spec, self._device = config, folder, spec, device
         self._startup = startup
         self._memory = DeviceMemory(device, config.gpu_memory_share)
@@ -118,10 +127,10 @@ class Worker:
     def load(self, plan: Plan) -> Room:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
         config, spec, device = self._config, self._spec, self._device
-        self._parts = parts = self._make_parts(plan)
+        self._parts = parts = self._make_parts(plan, spec)
         adapters, model = None, self._load_fallback(plan)
         if model is None:
-            decoder = model = self._load_decoder(plan)
+            decoder = model = self._load_decoder(self._folder, plan, parts, config.quantization)
             parts.prepare(decoder)
             if device.type == "cpu" and not plan.on_device:
                 settle_threads(config, plan, decoder)
@@ -132,7 +141,8 @@ class Worker:
         processors = ProcessorRows(
             load_processors(config.logits_processors), ProcessorModel(self._folder, *sizes, device)
         )
-        self._contents = Contents(model, self._grammars, processors, adapters)
+        draft = None if self._draft is None else self._load_draft(self._draft, plan)
+        self._contents = Contents(model, self._grammars, processors, adapters, draft=draft)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
         with self._startup.stage("cache scales"):
@@ -145,19 +155,25 @@ class Worker:
         self._startup.report(report(self._parts.groups))
         return room
 
-    def _load_decoder(self, plan: Plan) -> Decoder:
-        config = self._config
+    def _load_draft(self, folder: Path, plan: Plan) -> Draft:
+        spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
+        parts = self._make_parts(plan, spec)
+        decoder = self._load_decoder(folder, plan, parts, None)
+        parts.prepare(decoder)
+        return Draft(decoder, parts)
+
+    def _load_decoder(self, folder: Path, plan: Plan, parts: Parts, quantization: str | None) -> Decoder:
         with self._startup.stage("weights"):
             return load_model(
-                self._folder,
+                folder,
                 dtype=plan.dtype,
                 device=self._device,
                 max_model_len=plan.max_model_len,
-                load_format=config.load_format,
+                load_format=self._config.load_format,
                 kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
-                unquantized=self._parts.unquantized,
-                deterministic=config.deterministic and bool(plan.kernels),
-                quantization=config.quantization,
+                unquantized=parts.unquantized,
+                deterministic=self._config.deterministic and bool(plan.kernels),
+                quantization=quantization,
             )
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
@@ -210,12 +226,12 @@ class Worker:
             raise InvalidAdapter("this engine has no place for adapters: set max_adapters")
         return self._store
 
-    def _make_parts(self, plan: Plan) -> Parts:
+    def _make_parts(self, plan: Plan, spec: ModelSpec) -> Parts:
         if not plan.on_device:
-            return TorchParts(self._config, self._spec, plan, self._memory)
+            return TorchParts(self._config, spec, plan, self._memory)
         from kvern.worker.kernel_parts import KernelParts
 
-        return KernelParts(self._config, self._spec, plan, self._memory, self._startup)
+        return KernelParts(self._config, spec, plan, self._memory, self._startup)
 
     def _make_adapters(self, decoder: Decoder, kernels: bool) -> Adapters | None:
         """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""

@@ -1,0 +1,54 @@
+"""Which model guesses what another goes on with: one with the same vocabulary, smaller."""
+
+from pathlib import Path
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.model_spec import ModelSpec
+from kvern.models.embedder import spec_of_folder
+from kvern.models.folder import model_folder
+from kvern.models.hub import EMBEDDED_FOLDER
+from kvern.models.loader import read_config
+from kvern.tokenizer import load_backend
+
+EMBEDDED_DRAFTS = {"kvern-12m": "kvern-1m"}
+"""Of embedded models."""
+
+
+def draft_folder(config: EngineConfig, folder: Path) -> Path | None:
+    """Where the draft model for the model in `folder` is; None: there is none. Raises as `model_folder`."""
+    if config.speculation == "off":
+        return None
+    name = config.draft_model
+    if name is None and config.proposer is None and folder.parent == EMBEDDED_FOLDER:
+        name = EMBEDDED_DRAFTS.get(folder.name)
+    if name is None:
+        return None
+    return model_folder(EngineConfig(name, download_dir=config.download_dir, cache_dir=config.cache_dir))
+
+
+def read_draft(draft: Path, folder: Path, spec: ModelSpec, longest: int) -> ModelSpec:
+    """What a draft model is made of, if it can guess for the model in `folder`, whose sequences have `longest` tokens.
+
+    Raises ConfigError if it cannot.
+    """
+    found = spec_of_folder(draft, read_config(draft))
+    vocabularies = []
+    for path in (folder, draft):
+        tokenizer = load_backend(path / "tokenizer.json")
+        vocabularies.append(None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True))
+    refused = {
+        "it is an encoder, which generates nothing": found.encoder is not None,
+        "its layers keep states, which cannot go back behind rejected drafts": bool(found.recurrent),
+        "the model's tokenizer has other tokens; a draft needs the same": vocabularies[0] != vocabularies[1],
+        f"its vocabulary of {found.vocab_size} is larger than the model's {spec.vocab_size}": (
+            found.vocab_size > spec.vocab_size
+        ),
+        f"it has positions for {found.max_position_embeddings} tokens, and max_model_len is {longest}: lower that": (
+            found.max_position_embeddings < longest
+        ),
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise ConfigError(f"draft_model {str(draft)!r} cannot guess for {folder.name}: {reason}")
+    return found

@@ -1,0 +1,98 @@
+"""Drafts by another model where the host does not wait for the device: as `draft_model.py`, without knowing where.
+
+Where a row's newest token is, the device says. What the host knows is a bound: up to there it catches up, a token more
+or less, and from the token before the newest each row goes on; that one may have keys already and gets the same again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvern.attention.base import AttentionBackend
+from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
+from kvern.device.transfer import upload
+from kvern.kernels.batch import write_sampled
+from kvern.kernels.sampling import sample
+from kvern.layers.attention import NO_ADAPTERS
+from kvern.models.decoder import Decoder
+from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.worker.draft_keys import DraftKeys
+from kvern.worker.drafter import ComputedStep
+
+
+class DeviceDraftModel:
+    """A `Drafter` whose batch lives on the device; `max_tokens`: of a step that catches up with a prompt."""
+
+    reads_hidden = False
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend[DeviceBatch],
+        rows: DeviceRows,
+        block_size: int,
+        max_tokens: int,
+    ) -> None:
+        self._decoder, self._attention, self._rows = decoder, attention, rows
+        self._block_size, self._max_tokens = block_size, max_tokens
+        self._keys = DraftKeys(len(rows.requests), attention.caches[0].shape[1], block_size)
+        self._least = [0] * len(rows.requests)
+        """Where each row's newest token was at least, when something was last guessed for it."""
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        """What `Drafter` does."""
+        self._attention.copy_blocks(output.copies)
+        self._keys.prepare(output)
+        for request in output.joined:
+            self._least[request.slot] = 0
+
+    def draft(self, step: ComputedStep) -> None:
+        """What `Drafter` does."""
+        runs: list[tuple[int, int, int]] = []
+        for item in step.scheduled:
+            if not item.guesses:
+                continue
+            slot, most = item.slot, item.start + item.count
+            if item.sampled <= 1:  # else it was guessed for behind the step before, and lacks the last two at most
+                self._catch_up(slot, self._keys.reach(slot), most - item.sampled)
+            certain = most - max(item.sampled - 1, 0)
+            self._least[slot] = self._least[slot] + 1 if item.uncertain else certain
+            self._keys.computed(slot, self._least[slot] + bool(item.sampled))
+            if item.sampled:
+                runs.append((item.guesses, slot, most))
+        if not runs:
+            return
+        runs.sort(reverse=True)
+        slots = upload([slot for _, slot, _ in runs], torch.int64, self._rows.device)
+        newest = self._rows.num_computed_tokens[slots]
+        bounds = [most for *_, most in runs] if self._attention.reads_device_starts else newest.tolist()
+        for ahead in range(runs[0][0]):
+            going = sum(guesses > ahead for guesses, *_ in runs)
+            first, count = (-1, 2) if ahead == 0 else (ahead, 1)
+            scheduled = [
+                ScheduledTokens(slot, bound + first, count, 1)
+                for (_, slot, _), bound in zip(runs[:going], bounds, strict=False)
+            ]
+            self._decode(scheduled, newest[:going] + first)
+
+    def _catch_up(self, slot: int, first: int, end: int) -> None:
+        """Compute a row's tokens from `first` to before `end`, of which nothing is wanted but their keys."""
+        for start in range(first, end, self._max_tokens):
+            part = [ScheduledTokens(slot, start, min(self._max_tokens, end - start), 0)]
+            batch = build_device_batch(self._rows, part, self._block_size)
+            self._run(batch, torch.zeros(1, dtype=torch.int64, device=self._rows.device))
+
+    def _decode(self, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor) -> None:
+        """Write what follows the last token of each entry, which begins at `starts` [R] int32 on the device."""
+        batch = build_device_batch(self._rows, scheduled, self._block_size, starts)
+        hidden = self._run(batch, batch.logits_indices)
+        logits = self._decoder.logits(hidden, upcast=False)
+        slots, positions = batch.device_sample_slots, batch.sample_positions
+        chosen = sample(logits, None, slots, positions, self._rows)
+        write_sampled(self._rows.tokens, slots, positions, chosen)
+
+    def _run(self, batch: DeviceBatch, wanted: torch.Tensor) -> torch.Tensor:
+        """The states [S, hidden] of those tokens that are `wanted` [S] int64."""
+        attend = self._attention.plan(batch)
+        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
+        return hidden if len(hidden) == len(wanted) else hidden.index_select(0, wanted)
