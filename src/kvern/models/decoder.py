@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
 from kvern.layers.altup import Streams
-from kvern.layers.attention import NO_ADAPTERS, Attend, Sinks, StepAdapters, WantedAttend, rows_of
+from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAttend, rows_of
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
@@ -65,7 +65,7 @@ class LanguageModel(Protocol):
 
     @property
     def sinks(self) -> Mapping[int, Tensor]:
-        """`Decoder.sinks`."""
+        """`WeightedModel.sinks`."""
 
 
 class Decoder(WeightedModel):
@@ -189,8 +189,3 @@ class Decoder(WeightedModel):
         if (cap := self.spec.logit_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
-
-    @property
-    def sinks(self) -> dict[int, Tensor]:
-        """`[heads]` float32 of each layer with attention sinks, by its place among the layers that attend."""
-        return {module.index: module.logits for module in self.modules() if isinstance(module, Sinks)}

@@ -13,6 +13,8 @@ from kvern.tokenizer import load_backend
 
 EMBEDDED_DRAFTS = {"kvern-12m": "kvern-1m"}
 """Of embedded models."""
+OWN_LAYER = "mtp"
+"""The layer for multi-token prediction in the model's own checkpoint, in the place of another's name."""
 
 
 def draft_folder(config: EngineConfig, folder: Path) -> Path | None:
@@ -20,6 +22,8 @@ def draft_folder(config: EngineConfig, folder: Path) -> Path | None:
     if config.speculation == "off":
         return None
     name = config.draft_model
+    if name == OWN_LAYER:
+        return folder
     if name is None and config.proposer is None and folder.parent == EMBEDDED_FOLDER:
         name = EMBEDDED_DRAFTS.get(folder.name)
     if name is None:

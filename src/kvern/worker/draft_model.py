@@ -29,7 +29,7 @@ class DraftModel:
     `max_tokens`: of a step that catches up with a prompt.
     """
 
-    reads_hidden = False
+    reads_hidden, inputs = False, None
 
     def __init__(
         self,

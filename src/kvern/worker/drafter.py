@@ -46,8 +46,10 @@ class Drafter(Protocol):
     """One that raises is not asked again: answers go on without drafts."""
 
     reads_hidden: bool
-    inputs: LayerInputs | None
-    """Of layers that it reads instead of the last states."""
+
+    @property
+    def inputs(self) -> LayerInputs | None:
+        """Those of layers that it reads instead of the last states."""
 
     def prepare(self, output: SchedulerOutput) -> None:
         """The rows have changed as a step says: let what is kept for rows and blocks change with them."""
