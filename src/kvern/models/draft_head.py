@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvern.layers.attention import Attend, make_attention, rows_of
+from kvern.layers.attention import Attend, make_attention
 from kvern.layers.block import Places, block_class
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
@@ -104,17 +104,15 @@ class DraftHead(WeightedModel):
         """The model's states `[T, state_size]` -> states as the head hands them on itself, `[T, hidden]`."""
         return states
 
-    def forward(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None
-    ) -> Tensor:
-        """The states `[T, hidden]` that lead to the tokens behind `token_ids`, or those of `wanted` [S] alone.
+    def forward(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The states `[T, hidden]` that lead to the tokens behind `token_ids`.
 
         token_ids  [T] int64, each behind the token that the state in its place is of
         states     [T, hidden], of `enter` or of an earlier call
         positions  [T] int64, of the states' tokens: their places in the head's cache
         """
         hidden = self._join(self._embed(token_ids), states)
-        hidden, update = self.layer(hidden, None, self._rotation(positions), attend, wanted)
+        hidden, update = self.layer(hidden, None, self._rotation(positions), attend)
         _, state = self.norm_state.after(hidden, update)
         return state
 
@@ -148,10 +146,8 @@ class Eagle3Head(DraftHead):
         joined: Tensor = self.joined(self.norm_before(states))
         return joined
 
-    def forward(
-        self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None
-    ) -> Tensor:
-        hidden, update = self.midlayer(self._embed(token_ids), states, self._rotation(positions), attend, wanted)
+    def forward(self, token_ids: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        hidden, update = self.midlayer(self._embed(token_ids), states, self._rotation(positions), attend)
         _, state = self.norm_state.after(hidden, update)
         return state
 
@@ -169,14 +165,12 @@ class Eagle3Layer(Module):
         self.self_attn = make_attention(0, model, layer, build.at("self_attn"))
         self.mlp = make_mlp(model.hidden_size, layer.mlp, build.at("mlp"))
 
-    def forward(
-        self, embedded: Tensor, states: Tensor, rotation: Rotation, attend: Attend, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, embedded: Tensor, states: Tensor, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
         """Both `[T, hidden]` -> the residual, and what is still to be added to it."""
         normal = self.state_in(states)
         both = self._beside((self.embedding_in(embedded), normal))
-        attended: Tensor = self.self_attn(both, rotation, attend, wanted)
-        hidden, fed = self.mlp_in.after(rows_of(normal if self.normal_residual else states, wanted), attended)
+        attended: Tensor = self.self_attn(both, rotation, attend)
+        hidden, fed = self.mlp_in.after(normal if self.normal_residual else states, attended)
         return hidden, self.mlp(fed)
 
 

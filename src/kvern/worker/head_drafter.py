@@ -98,7 +98,7 @@ class HeadDrafter(Generic[Batch]):
         rows = upload([item.slot for item in scheduled for _ in range(item.count)], torch.int64, device)
         following = tokens[rows, (batch.positions + 1).clamp(max=tokens.shape[1] - 1)].long()
         attend = self._attention.plan(batch)
-        return self._head.forward(following, self._head.enter(step.hidden), batch.positions, attend, wanted)
+        return self._head.forward(following, self._head.enter(step.hidden), batch.positions, attend)[wanted]
 
     def _draw(self, states: Tensor, asking: Sequence[ScheduledTokens], slots: Tensor, newest: Tensor) -> Tensor:
         """Draw what follows some states, behind the positions `newest` [N], and let the rows go on with it."""
