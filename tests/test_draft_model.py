@@ -1,5 +1,6 @@
 """A second model's drafts: answers stay as they are, and its keys are right whatever happens to rows and blocks."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_its_keys_are_right_whatever_happens(depth: int, tiny_model: Path) -> No
         assert answers(llm.generate(prompts[::-1], params[::-1])) == expected[::-1]
         statistics = llm.statistics()
     assert statistics.preemptions > 0 and statistics.cached_tokens > 0
-    assert statistics.draft_tokens > 300
+    assert statistics.draft_tokens > 200
     assert statistics.accepted_tokens == statistics.draft_tokens
 
 
@@ -101,8 +102,11 @@ def test_adapters_and_stop_strings(plain: LLM, tiny_model: Path, tmp_path: Path)
 def test_who_cannot_guess_is_named(tiny_model: Path, other_model: Path, tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(other_model, draft)
-    tokenizer = (draft / "tokenizer.json").read_text()
-    (draft / "tokenizer.json").write_text(tokenizer.replace('"a"', '"\u00e5"', 1))
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(
         ConfigError, match=r"draft_model .* cannot guess for .*: the model's tokenizer has other tokens"
     ):

@@ -15,7 +15,7 @@ from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter
 from tests.processors import install
-from tests.speculation import speculating
+from tests.speculation import AnyLength, speculating
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
@@ -188,6 +188,22 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
         assert answers(found) == answers(expected)
         assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
         llm._engine.core.scheduler.check_integrity()
+
+
+def test_a_draft_model_guesses_without_the_host(folder: Path, on_device: Callable[..., LLM]) -> None:
+    """The model guesses for itself: its drafts are right if the keys that they were guessed by are."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
+    ]
+    expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
+    llm = on_device(folder, draft_model=str(folder), **(OPTIONS | {"max_batch_tokens": 9}))
+    llm._engine.core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+    statistics = llm.statistics()
+    assert statistics.accepted_tokens == statistics.draft_tokens > 8
+    llm._engine.core.scheduler.check_integrity()
 
 
 def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., LLM]) -> None:

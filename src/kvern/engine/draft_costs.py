@@ -44,6 +44,8 @@ class DraftCosts:
         self._right, self._wrong = 2.0, 1.0
         self._length, self._seconds, self._probed = 64.0, 0.0, 0.0
         self._explored = 0
+        self._hidden = False
+        """What passes take is not told: it is in what rows are seen to take."""
 
     def learn(self, scheduled: Sequence[ScheduledTokens], seconds: float, drafting: float) -> None:
         """A step took so long, of which guessing behind it took `drafting`."""
@@ -51,6 +53,7 @@ class DraftCosts:
         self._seconds += seconds
         if len(guesses) == 1 and guesses[0] == 1 and scheduled[0].sampled == 1:
             self._probed += drafting
+        self._hidden = self._hidden or (bool(guesses) and not drafting)
         if guesses and drafting and all(item.sampled > 1 or not item.guesses for item in scheduled):
             self._passes.add(sum(guesses) / max(guesses), drafting / max(guesses))
 
@@ -68,7 +71,7 @@ class DraftCosts:
         share = self._times.share_of_row(running)
         step = self._times.seconds_of(running)
         one_pass = self._passes.seconds_of(running)
-        known = one_pass > 0 and self._times.row is not None
+        known = self._times.row is not None and (one_pass > 0 or self._hidden)
         cost = share + (one_pass / step if known else FIRST_PASS)
         explored = []
         if not known:  # one request finds them out, by steps of several sizes

@@ -25,6 +25,7 @@ from kvern.models.draft import draft_folder
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.tokenizer import Tokenizer
+from kvern.worker.device import resolve_device
 from kvern.worker.encoder_runner import start_encoder
 from kvern.worker.executor import Executor, start
 from kvern.worker.plan import Layout
@@ -59,7 +60,7 @@ def build_core(
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    draft = draft_folder(config, folder)
+    draft = draft_folder(config, folder, resolve_device(config).type)
     executor, layout = start(config, folder, spec, startup, draft)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None

@@ -17,14 +17,17 @@ OWN_LAYER = "mtp"
 """The layer for multi-token prediction in the model's own checkpoint, in the place of another's name."""
 
 
-def draft_folder(config: EngineConfig, folder: Path) -> Path | None:
-    """Where the draft model for the model in `folder` is; None: there is none. Raises as `model_folder`."""
+def draft_folder(config: EngineConfig, folder: Path, device: str) -> Path | None:
+    """Where the draft model for the model in `folder` is; None: there is none. Raises as `model_folder`.
+
+    An embedded model gets its own on a CPU: on a GPU graphs make it faster than drafts do.
+    """
     if config.speculation == "off":
         return None
     name = config.draft_model
     if name == OWN_LAYER:
         return folder
-    if name is None and config.proposer is None and folder.parent == EMBEDDED_FOLDER:
+    if name is None and config.proposer is None and device == "cpu" and folder.parent == EMBEDDED_FOLDER:
         name = EMBEDDED_DRAFTS.get(folder.name)
     if name is None:
         return None

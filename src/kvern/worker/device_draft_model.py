@@ -78,21 +78,20 @@ class DeviceDraftModel:
     def _catch_up(self, slot: int, first: int, end: int) -> None:
         """Compute a row's tokens from `first` to before `end`, of which nothing is wanted but their keys."""
         for start in range(first, end, self._max_tokens):
-            part = [ScheduledTokens(slot, start, min(self._max_tokens, end - start), 0)]
-            batch = build_device_batch(self._rows, part, self._block_size)
-            self._run(batch, torch.zeros(1, dtype=torch.int64, device=self._rows.device))
+            part = [ScheduledTokens(slot, start, min(self._max_tokens, end - start), 1)]
+            self._run(build_device_batch(self._rows, part, self._block_size))
 
     def _decode(self, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor) -> None:
         """Write what follows the last token of each entry, which begins at `starts` [R] int32 on the device."""
         batch = build_device_batch(self._rows, scheduled, self._block_size, starts)
-        hidden = self._run(batch, batch.logits_indices)
+        hidden = self._run(batch)
         logits = self._decoder.logits(hidden, upcast=False)
         slots, positions = batch.device_sample_slots, batch.sample_positions
         chosen = sample(logits, None, slots, positions, self._rows)
         write_sampled(self._rows.tokens, slots, positions, chosen)
 
-    def _run(self, batch: DeviceBatch, wanted: torch.Tensor) -> torch.Tensor:
-        """The states [S, hidden] of those tokens that are `wanted` [S] int64."""
-        attend = self._attention.plan(batch)
-        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
+    def _run(self, batch: DeviceBatch) -> torch.Tensor:
+        """The states [S, hidden] of the tokens that are sampled behind."""
+        attend, wanted = self._attention.plan(batch), batch.logits_indices
+        hidden: torch.Tensor = self._decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
         return hidden if len(hidden) == len(wanted) else hidden.index_select(0, wanted)

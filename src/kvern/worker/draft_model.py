@@ -54,13 +54,13 @@ class DraftModel:
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does."""
         computed = self._rows.num_computed_tokens.tolist()
-        kept = [1] * len(step.scheduled) if step.kept is None else step.kept.tolist()
+        kept = [0] * len(step.scheduled) if step.kept is None else step.kept.tolist()
         runs = []
-        for item, right in zip(step.scheduled, kept, strict=True):
+        for item, tokens in zip(step.scheduled, kept, strict=True):
             if not item.guesses:
                 continue
             slot, newest = item.slot, computed[item.slot]
-            first = min(newest, self._keys.accepted(slot, right - 1))
+            first = min(newest, self._keys.accepted(slot, max(tokens - 1, 0)))
             if not item.sampled or newest - first > 1:
                 self._catch_up(slot, first, newest)
                 first = newest
@@ -76,7 +76,7 @@ class DraftModel:
     def _catch_up(self, slot: int, first: int, end: int) -> None:
         """Compute a row's tokens from `first` to before `end`, of which nothing is wanted but their keys."""
         for start in range(first, end, self._max_tokens):
-            self._compute([ScheduledTokens(slot, start, min(self._max_tokens, end - start), 0)])
+            self._compute([ScheduledTokens(slot, start, min(self._max_tokens, end - start), 1)])
 
     def _decode(self, scheduled: Sequence[ScheduledTokens]) -> None:
         """Write what follows the last token of each entry, of one or two; the other one is known."""
@@ -101,10 +101,8 @@ class DraftModel:
         return ran
 
     def _compute(self, scheduled: Sequence[ScheduledTokens]) -> tuple[InputBatch, torch.Tensor]:
-        """The states [S, hidden] of the tokens that are sampled behind; of one token if there are none."""
+        """A step through PyTorch, and the states [S, hidden] of the tokens that are sampled behind."""
         batch = build_input_batch(self._rows, scheduled, self._block_size)
-        wanted = batch.logits_indices if batch.sample_slots else torch.zeros(1, dtype=torch.int64)
-        attend = self._attention.plan(batch)
-        wanted = wanted.to(self._rows.device)
-        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
+        attend, wanted = self._attention.plan(batch), batch.logits_indices
+        hidden: torch.Tensor = self._decoder(batch.token_ids, batch.positions, attend, wanted, NO_ADAPTERS, None)
         return batch, hidden if len(hidden) == len(wanted) else hidden[wanted]

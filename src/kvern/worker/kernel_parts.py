@@ -113,8 +113,8 @@ class KernelParts:
             dtype = getattr(torch, layout.dtype)
             groups = self.groups if layout.window_tables else None
             sizes = layout.blocks + 1, layout.block_size
-            stored = dtype, layout.attention, contents.decoder, contents.eight_bit
-            attention = self._attention(*sizes, *stored, groups)
+            chosen, decoder, eight_bit = layout.attention, contents.decoder, contents.eight_bit
+            attention = self._attention(*sizes, dtype, chosen, decoder, eight_bit, groups)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
             rows = DeviceRows(requests, longest, table, self._device, layout.blocks, layout.window_tables)
