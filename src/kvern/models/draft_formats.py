@@ -119,6 +119,8 @@ def read_eagle(config: Config, target: ModelSpec, names: Collection[str] | None)
     )
     drafted = config["draft_vocab_size"] or model.vocab_size
     wide = replace(layer, mixer=replace(layer.mixer, inputs=2 * model.hidden_size))
+    if drafted == model.vocab_size:
+        model = replace(model, ignored=(*model.ignored, r"^d2t$"))
     return DraftHeadSpec(
         replace(model, layers=(wide,)),
         replace(_EAGLE3, normal=bool(config.get("norm_output"))),
