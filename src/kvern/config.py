@@ -106,8 +106,9 @@ class EngineConfig:
     """Who guesses at tokens that one step then verifies: ngram looks for where the text reads the same; or an entry
     point of an installed package. None: nobody."""
     draft_model: str | None = None
-    """A smaller model with the same vocabulary that guesses at tokens: a folder, Hugging Face id, or embedded model.
-    None: the one that was made for an embedded model, or nobody."""
+    """A smaller model with the same vocabulary that guesses at tokens, or a draft head: a folder, Hugging Face id, or
+    embedded model; mtp: the layer of the model's own checkpoint. None: the one that was made for an embedded model, or
+    nobody."""
     speculation: Literal["auto", "off"] = "auto"
     """auto guesses as many tokens as are worth their time, where somebody guesses; off guesses none."""
     kv_tier: str | None = None
