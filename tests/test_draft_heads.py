@@ -163,11 +163,15 @@ def test_heads_that_do_not_fit(tmp_path: Path) -> None:
     folder = make_checkpoint("glm4_moe", tmp_path / "glm4_moe")
     with pytest.raises(UnsupportedModel, match=r"no layer for multi-token prediction \(model.layers.3\)"):
         load_draft_head(folder, load_model(folder))
+    assert load_draft_head(folder, load_model(folder), load_format="dummy").head.parts.layer == "model.layers.3"
     write_eagle(tmp_path / "head", target, drafted=40, vocab_size=77)
     with pytest.raises(UnsupportedModel, match="for a vocabulary of 77 tokens"):
         load_draft_head(tmp_path / "head", decoder)
     write_eagle(tmp_path / "head", target, drafted=40, eagle_aux_hidden_state_layer_ids=[1, 2, 9])
     with pytest.raises(UnsupportedModel, match=r"\[1, 2, 9\]: the model has 3 layers"):
+        load_draft_head(tmp_path / "head", decoder)
+    write_eagle(tmp_path / "head", target, drafted=40, draft_vocab_size=1000)
+    with pytest.raises(UnsupportedModel, match="draft_vocab_size is 1000: it must be from 1 to 131"):
         load_draft_head(tmp_path / "head", decoder)
     write_eagle(tmp_path / "head", target, drafted=40, num_hidden_layers=2)
     with pytest.raises(UnsupportedModel, match="with 2 layers"):

@@ -55,9 +55,7 @@ class TrainEagleCommand:
     def execute(self) -> int:
         """Train, print what the head is worth and return the exit code. Raises KvernError."""
         self._check()
-        import torch
-
-        from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens, trained
+        from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens
         from kvern.models.hub import resolve_model
         from kvern.models.loader import load_model
         from kvern.progress import work_progress
@@ -82,10 +80,9 @@ class TrainEagleCommand:
         drafted = drafted_tokens(learnt, decoder.spec.vocab_size, self.draft_vocab_size)
         training = Training(decoder, learnt, drafted, settings)
         with work_progress("training", "steps", "tokens", steps) as report:
-            result = trained(
-                training, rows[-held_out:], lambda done, tokens, loss: report(done, tokens, f", loss {loss:.3f}")
+            result = training.train(
+                rows[-held_out:], lambda done, tokens, loss: report(done, tokens, f", loss {loss:.3f}")
             )
-        torch.set_grad_enabled(True)
         with writing(self.output, len(training.head.state_dict()) + 2) as writer:
             training.write(writer, decoder.build.dtype, folder)
         print_result(result, self.output)

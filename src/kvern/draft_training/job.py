@@ -171,6 +171,13 @@ class Training:
             losses.append(STEP_WEIGHT**step * (divergence * known).sum() / known.sum().clamp(min=1))
         return torch.stack(losses).sum()
 
+    def train(self, held_out: Tensor, progress: Progress) -> Result:
+        """Learn, then measure the head on rows `held_out` that it has not seen."""
+        started = time.monotonic()
+        loss = self.run(progress)
+        acceptance = self.acceptance(held_out, self._settings.unrolled)
+        return Result(loss, acceptance, time.monotonic() - started)
+
     @torch.inference_mode()
     def acceptance(self, rows: Tensor, count: int) -> list[float]:
         """Of the first draft, of the second where the first is right, and so on: how many are what the text says."""
@@ -232,11 +239,3 @@ def share_of_rate(step: int, steps: int) -> float:
         return (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
-
-
-def trained(training: Training, held_out: Tensor, progress: Progress) -> Result:
-    """Run a training, and measure the head on text that it has not seen."""
-    started = time.monotonic()
-    loss = training.run(progress)
-    acceptance = training.acceptance(held_out, training._settings.unrolled)
-    return Result(loss, acceptance, time.monotonic() - started)

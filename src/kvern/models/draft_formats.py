@@ -28,13 +28,16 @@ _COPIES = r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\."
 _UNUSED = r"^(t2d$|verifier_)"
 
 
-def is_draft_head(folder: Path) -> bool:
-    """Whether a folder holds a draft head of its own, and no whole model. Raises ModelNotFound or CorruptCheckpoint."""
+def is_draft_head(folder: Path, *, dummy: bool = False) -> bool:
+    """Whether a folder holds a draft head of its own, and no whole model; `dummy`: by its configuration alone.
+
+    Raises ModelNotFound or CorruptCheckpoint.
+    """
     config = read_config(folder)
     named = (*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type"))
     if "draft_vocab_size" in config or any("eagle" in str(name).lower() for name in named):
         return True
-    return any(tensor.name == "fc.weight" for tensor in read_headers(folder))
+    return not dummy and any(tensor.name == "fc.weight" for tensor in read_headers(folder))
 
 
 def load_draft_head(
@@ -52,7 +55,7 @@ def load_draft_head(
     """
     config = read_config(folder)
     stored = None if load_format == "dummy" else read_headers(folder)
-    if "fc.weight" in {tensor.name for tensor in stored or ()} or is_draft_head(folder):
+    if is_draft_head(folder, dummy=stored is None):
         head = read_eagle(config, target.spec, None if stored is None else {tensor.name for tensor in stored})
     else:
         head = prediction_of(target.spec)
@@ -118,6 +121,8 @@ def read_eagle(config: Config, target: ModelSpec, names: Collection[str] | None)
         normal_residual=bool(config.get("norm_before_residual", "transformer_layer_config" in config)),
     )
     drafted = config["draft_vocab_size"] or model.vocab_size
+    if type(drafted) is not int or not 0 < drafted <= model.vocab_size:
+        raise UnsupportedModel(f"draft_vocab_size is {drafted!r:.60}: it must be from 1 to {model.vocab_size}")
     wide = replace(layer, mixer=replace(layer.mixer, inputs=2 * model.hidden_size))
     if drafted == model.vocab_size:
         model = replace(model, ignored=(*model.ignored, r"^d2t$"))

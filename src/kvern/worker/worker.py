@@ -157,7 +157,7 @@ class Worker:
         return room
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
-        if folder == self._folder or is_draft_head(folder):
+        if folder == self._folder or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
             return self._load_head(folder, plan, model)
         spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
         parts = self._make_parts(plan, spec)
