@@ -72,7 +72,7 @@ class AnyLength(Drafting):
 class KnowingDrafter:
     """Writes drafts on the device: answers that were given before, by request; each token is right with `accuracy`."""
 
-    reads_hidden = False
+    reads_hidden, inputs = False, None
     graphs = None
 
     def __init__(self, rows: BatchRows, answers: Mapping[str, Sequence[Sequence[int]]], accuracy: float) -> None:

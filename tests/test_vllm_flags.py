@@ -56,6 +56,9 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("serve m --tensor-parallel-size 1 --pipeline-parallel-size=1 -dp 1", {"model": "m"}),
     ("serve m -tp 1 -q none", {"model": "m"}),
     ("serve m -tp=1 -O3", {"model": "m"}),
+    ('serve m -sc \'{"method": "mtp", "num_speculative_tokens": 1}\'', {"model": "m", "draft_model": "mtp"}),
+    ('serve m -sc \'{"method": "eagle3", "model": "h"}\'', {"model": "m", "draft_model": "h"}),
+    ('serve m -sc \'{"method": "ngram", "prompt_lookup_max": 4}\'', {"model": "m", "proposer": "ngram"}),
     (
         "serve m --gpu-memory-utilization 0.95 --max-model-len 8192",
         {"model": "m", "gpu_memory_share": 0.95, "max_model_len": 8192},
@@ -167,7 +170,7 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "serve m --tool-call-parser xlam",
             "--tool-call-parser xlam is refused: there is no such parser; tool_parser is",
         ),
-        ("serve m --speculative-config {}", "speculative decoding is --proposer ngram"),
+        ("serve m --speculative-config {}", "speculative decoding is --draft-model MODEL, or --proposer ngram"),
         ("serve m --rope-scaling {}", "--rope-scaling is refused: give it by --hf-overrides"),
         ("serve m --speculative-config.method ngram", "--speculative-config.method is refused: speculative decoding"),
         ("serve m --lora-modules {}", "it must have a name and a path"),

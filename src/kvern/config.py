@@ -109,8 +109,9 @@ class EngineConfig:
     draft_url: str | None = None
     """Another server of OpenAI's API, whose smaller model has the same tokens: who proposer remote asks."""
     draft_model: str | None = None
-    """A smaller model with the same vocabulary that guesses at tokens: a folder, Hugging Face id, or embedded model.
-    None: the one that was made for an embedded model, or nobody."""
+    """A smaller model with the same vocabulary that guesses at tokens, or a draft head: a folder, Hugging Face id, or
+    embedded model; mtp: the layer of the model's own checkpoint. None: the one that was made for an embedded model, or
+    nobody."""
     speculation: Literal["auto", "off"] = "auto"
     """auto guesses as many tokens as are worth their time, where somebody guesses; off guesses none."""
     acceptance: Literal["coupled", "rejection"] = "coupled"

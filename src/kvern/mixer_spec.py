@@ -24,7 +24,8 @@ class AttentionSpec:
     Language Models with Attention Sinks", section 3.3). `keys_are_values`: values are what is projected for the keys,
     before its norm and rotation. `cache_of`: the place in the model of an earlier layer whose keys and values this one
     attends to (None: it has its own). `expanded`: of keys that are latents, the attention to what is made of them, for
-    so many heads at a time (None: nothing that kernels know).
+    so many heads at a time (None: nothing that kernels know). `inputs`: how many numbers of a token it projects (None:
+    the hidden size).
     """
 
     heads: int
@@ -40,6 +41,7 @@ class AttentionSpec:
     keys_are_values: bool = False
     cache_of: int | None = None
     expanded: "AttentionSpec | None" = None
+    inputs: int | None = None
 
     @property
     def own_kv_heads(self) -> int:

@@ -259,6 +259,24 @@ class Rename:
     by_rows: bool = False
 
 
+@dataclass(frozen=True)
+class PredictionSpec:
+    """A layer that joins a token's embedding to the state before it, and predicts the token behind, by its names.
+
+    A model may have one behind its own layers (multi-token prediction, DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+    section 2.2). `layer` is the path of the layer, `joined` that of the projection of embedding and state side by side;
+    the norms are those of the embedding, of the state, and of what the layer gives, "": there is none. `normal`: what
+    the layer gives is its next state with that norm, else without.
+    """
+
+    layer: str
+    joined: str
+    embedding_norm: str = ""
+    hidden_norm: str = ""
+    norm: str = ""
+    normal: bool = False
+
+
 PRE_NORMS: Mapping[Placement, str] = {"attention_in": "input_layernorm", "mlp_in": "post_attention_layernorm"}
 POST_NORMS: Mapping[Placement, str] = {
     "attention_out": "post_attention_layernorm",
@@ -283,7 +301,7 @@ class ModelSpec:
     alone. `ignored` are regular expressions of checkpoint tensors that are not needed. `is_classifier`: its hidden
     states are judged by a head of their own, and its logits mean nothing. `encoder`: it reads texts as a whole, and
     `generates` nothing; None: it is a decoder. `layer_scalars`: what a layer hands on is multiplied by a number that it
-    stores.
+    stores. `prediction`: a layer behind the last that the checkpoint may have, which drafts tokens.
     """
 
     model_type: str
@@ -314,6 +332,7 @@ class ModelSpec:
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
     layer_scalars: bool = False
+    prediction: PredictionSpec | None = None
 
     @property
     def augmented(self) -> bool:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Report = Callable[[int, float], None]
-"""Takes the items done, as requests, and what was made of them so far, as tokens."""
+Report = Callable[..., None]
+"""Takes the items done, as requests, what was made of them so far, as tokens, and a word to put beside, or none."""
 
 LINE_SECONDS = 5.0
 """Between two lines where stderr is not a terminal."""
@@ -32,11 +32,11 @@ def work_progress(doing: str, items: str, unit: str, total: int | None, done: in
     if not sys.stderr.isatty():
         last = started
 
-        def report_line(done: int, units: float) -> None:
+        def report_line(done: int, units: float, note: str = "") -> None:
             nonlocal last
             if time.monotonic() - last >= LINE_SECONDS:
                 last = time.monotonic()
-                sys.stderr.write(f"{done}/{total if total is not None else '?'} {items}, {rate(units)}\n")
+                sys.stderr.write(f"{done}/{total if total is not None else '?'} {items}, {rate(units)}{note}\n")
 
         yield report_line
         return
@@ -50,4 +50,4 @@ def work_progress(doing: str, items: str, unit: str, total: int | None, done: in
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(doing, total=total, completed=done, rate="")
-        yield lambda done, units: bar.update(task, completed=done, rate=rate(units))
+        yield lambda done, units, note="": bar.update(task, completed=done, rate=rate(units) + note)

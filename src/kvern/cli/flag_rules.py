@@ -130,7 +130,7 @@ class Refused:
             raise ConfigError(f"is refused: {self.why}")
         return []
 
-    def note(self, values: Sequence[str]) -> None:
+    def note(self, values: Sequence[str]) -> str | None:
         return None
 
     def help(self) -> str:
@@ -156,6 +156,29 @@ class Backend:
 
     def help(self) -> str:
         return f"{self.named.help()}, by its key backend"
+
+
+@dataclass(frozen=True)
+class Speculation(Refused):
+    """A JSON object that says who drafts; what kvern has no drafter for is refused."""
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        text = "".join(values)
+        given = json_object(text) if text.lstrip().startswith("{") else {}
+        method, model = str(given.get("method") or ""), str(given.get("model") or "")
+        if method == "ngram":
+            return [("proposer", method)]
+        if method.endswith("mtp"):
+            return [("draft_model", "mtp")]
+        if model and method in ("", "draft_model", "eagle", "eagle3"):
+            return [("draft_model", model)]
+        return super().options(values, on)
+
+    def note(self, values: Sequence[str]) -> str | None:
+        return "as many drafts are verified as pay, whatever it says of their number"
+
+    def help(self) -> str:
+        return f"is kvern's {flag('draft_model')} or {flag('proposer')}, by its keys method and model"
 
 
 def flag(option: str) -> str:

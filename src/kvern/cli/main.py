@@ -23,6 +23,7 @@ from kvern.cli.options import Defaults, adapters_of, read_defaults
 from kvern.cli.quantize import QuantizeCommand
 from kvern.cli.run import INTERRUPTED, RunCommand
 from kvern.cli.serve import ServeCommand
+from kvern.cli.train_eagle import TrainEagleCommand
 from kvern.errors import KvernError
 
 BAD_INPUT = 2
@@ -33,6 +34,7 @@ KINDS: dict[tuple[str, ...], type] = {
     ("serve",): ServeCommand,
     ("models",): ModelsCommand,
     ("quantize",): QuantizeCommand,
+    ("train-eagle",): TrainEagleCommand,
     ("bench", "offline"): Offline,
     ("bench", "serve"): ServeBench,
     ("bench", "kernels"): Kernels,
@@ -137,7 +139,7 @@ def commands(defaults: Defaults) -> Any:
         | Annotated[Kernels, tyro.conf.subcommand("kernels", default=Kernels(engine=defaults.engine))]
     )
     profile = ProfileCommand(engine=defaults.engine)
-    quantize = QuantizeCommand(missing)
+    quantize, train = QuantizeCommand(missing), TrainEagleCommand(missing, missing, missing)
     return (
         Annotated[RunCommand, tyro.conf.subcommand("run", default=run)]
         | Annotated[ChatCommand, tyro.conf.subcommand("chat", default=chat)]
@@ -147,6 +149,7 @@ def commands(defaults: Defaults) -> Any:
         ]
         | Annotated[ModelsCommand, tyro.conf.subcommand("models", default=ModelsCommand())]
         | Annotated[QuantizeCommand, tyro.conf.subcommand("quantize", default=quantize)]
+        | Annotated[TrainEagleCommand, tyro.conf.subcommand("train-eagle", default=train)]
         | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]
         | Annotated[ProfileCommand, tyro.conf.subcommand("profile", default=profile)]
     )

@@ -13,6 +13,7 @@ from kvern.cli.flag_rules import (
     Partly,
     Refused,
     Rule,
+    Speculation,
     Switch,
     adapter,
     human_number,
@@ -28,7 +29,7 @@ NO_COMPILER = "nothing is compiled by torch.compile, and CUDA graphs are capture
 TEXT_ALONE = "models read text alone"
 ALWAYS = "it is always so"
 LOGS = "kvern's log holds warnings and errors; --log-requests adds a line for each request"
-NO_DRAFT = "speculative decoding is --proposer ngram, or a package's; as many drafts are verified as pay"
+NO_DRAFT = "speculative decoding is --draft-model MODEL, or --proposer ngram; as many drafts are verified as pay"
 NO_TRANSFER = "blocks go to other places through a tier of an installed package: --kv-tier NAME"
 NO_PLUGIN = "kvern takes plugins from installed packages, by their entry points"
 SPLIT = "prompts are split over steps within --max-batch-tokens, beside decodes within --target-itl"
@@ -237,7 +238,9 @@ ALIKE: dict[Rule, tuple[str, ...]] = {
     Refused(NO_TRANSFER): ("kv_offloading_size", "kv_offloading_backend", "kv_transfer_config", "kv_events_config",
                            "ec_transfer_config"),
     Refused(NO_PLUGIN): ("worker_cls", "worker_extension_cls", "io_processor_plugin", "additional_config"),
-    Refused(NO_DRAFT): ("speculative_config", "speculative_model", "num_speculative_tokens", "num_lookahead_slots"),
+    Refused(NO_DRAFT): ("num_speculative_tokens", "num_lookahead_slots"),
+    Speculation(NO_DRAFT): ("speculative_config",),
+    Named("draft_model"): ("speculative_model",),
     Refused("grammars allow what the schema allows: change the schema"): (
         "guided_decoding_disable_additional_properties", "guided_decoding_disable_any_whitespace",
     ),

@@ -1,6 +1,6 @@
 """The one decoder: modules chosen from a `ModelSpec`, run over a flat line of tokens from many requests."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kvern.errors import UnsupportedModel
 from kvern.layers.altup import Streams
-from kvern.layers.attention import NO_ADAPTERS, Attend, Sinks, StepAdapters, WantedAttend, rows_of
+from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters, WantedAttend, rows_of
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
@@ -25,6 +25,26 @@ if TYPE_CHECKING:
     from kvern.layers.attention import PagedAttend
 
 
+class LayerInputs:
+    """What goes into some layers of a decoder, whose places are `entries`: for draft heads that begin with it.
+
+    As many as there are layers: what comes out of the last one. A forward pass fills it.
+    """
+
+    def __init__(self, entries: Sequence[int], build: Build) -> None:
+        self.entries, self._on_rows = entries, build.on_rows
+        self._inputs: dict[int, Tensor] = {}
+
+    def note(self, place: int, hidden: Tensor, update: Tensor | None) -> None:
+        """A layer is given the sum of both, which the pass may overwrite afterwards."""
+        copied = self._on_rows.beside((hidden,))
+        self._inputs[place] = copied if update is None else self._on_rows.add(copied, update)
+
+    def rows(self) -> Tensor:
+        """Those of the last pass side by side, `[T, len(entries) * hidden]`."""
+        return self._on_rows.beside([self._inputs[entry] for entry in self.entries])
+
+
 class LanguageModel(Protocol):
     """What steps need of a model, whoever computes it."""
 
@@ -36,6 +56,7 @@ class LanguageModel(Protocol):
         wanted: Tensor | None = None,
         adapters: StepAdapters = NO_ADAPTERS,
         states: StepStates | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
         """`Decoder.forward`."""
 
@@ -44,7 +65,7 @@ class LanguageModel(Protocol):
 
     @property
     def sinks(self) -> Mapping[int, Tensor]:
-        """`Decoder.sinks`."""
+        """`WeightedModel.sinks`."""
 
 
 class Decoder(WeightedModel):
@@ -91,16 +112,18 @@ class Decoder(WeightedModel):
         wanted: Tensor | None = None,
         adapters: StepAdapters = NO_ADAPTERS,
         states: StepStates | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
         """Run the tokens of one step: `token_ids` and `positions`, both int64 `[T]` -> hidden states `[T, hidden]`.
 
         The tokens may belong to any number of requests: all that ties a token to its request is what `attend` does.
         With `wanted` [S], indices of tokens, only their states [S, hidden] are returned: for the others the last layer
         that stores something computes no more than that, and layers behind it nothing. `adapters`: those of the tokens,
-        and of the wanted ones. `states`: of their requests, where its layers have any.
+        and of the wanted ones. `states`: of their requests, where its layers have any. `inputs` takes what layers are
+        given, without `wanted`.
         """
         looked_up = None if self.per_layer is None else self.per_layer.table(token_ids)
-        return self.run(self.embed_tokens(token_ids), positions, attend, wanted, adapters, states, looked_up)
+        return self.run(self.embed_tokens(token_ids), positions, attend, wanted, adapters, states, looked_up, inputs)
 
     def run(
         self,
@@ -111,6 +134,7 @@ class Decoder(WeightedModel):
         adapters: StepAdapters = NO_ADAPTERS,
         states: StepStates | None = None,
         looked_up: Tensor | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
         """As `forward`, from the tokens' embeddings `hidden` [T, hidden], which may be gone afterwards.
 
@@ -126,6 +150,8 @@ class Decoder(WeightedModel):
         if self.streams is not None:
             hidden = self.streams.enter(hidden)
         for index, layer in enumerate(self.layers):
+            if inputs is not None and index in inputs.entries:
+                inputs.note(index, hidden, update)
             rotation, memory = rotations[self._rope_index[index]], memories[self._memory_index[index]]
             if index != self._last_storing:
                 hidden, update = layer(hidden, update, rotation, memory, None, inner, *own[index])
@@ -138,6 +164,8 @@ class Decoder(WeightedModel):
                 own = [tuple(rows_of(part, wanted) for part in parts) for parts in own]
         if self.streams is not None:
             hidden = self.streams.leave(hidden)
+        if inputs is not None and len(self.layers) in inputs.entries:
+            inputs.note(len(self.layers), hidden, update)
         _, normal = self.norm.after(hidden, update)
         return normal
 
@@ -161,8 +189,3 @@ class Decoder(WeightedModel):
         if (cap := self.spec.logit_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
-
-    @property
-    def sinks(self) -> dict[int, Tensor]:
-        """`[heads]` float32 of each layer with attention sinks, by its place among the layers that attend."""
-        return {module.index: module.logits for module in self.modules() if isinstance(module, Sinks)}

@@ -13,6 +13,8 @@ from kvern.tokenizer import load_backend
 
 EMBEDDED_DRAFTS = {"kvern-12m": "kvern-1m"}
 """Of embedded models."""
+OWN_LAYER = "mtp"
+"""The layer for multi-token prediction in the model's own checkpoint, in the place of another's name."""
 
 
 def draft_folder(config: EngineConfig, folder: Path, device: str) -> Path | None:
@@ -23,6 +25,8 @@ def draft_folder(config: EngineConfig, folder: Path, device: str) -> Path | None
     if config.speculation == "off":
         return None
     name = config.draft_model
+    if name == OWN_LAYER:
+        return folder
     if name is None and config.proposer is None and device == "cpu" and folder.parent == EMBEDDED_FOLDER:
         name = EMBEDDED_DRAFTS.get(folder.name)
     if name is None:

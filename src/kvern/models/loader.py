@@ -106,7 +106,7 @@ def load_model(
         linear,
         deterministic,
     )
-    return _filled(Decoder, spec, build, folder, None if load_format == "dummy" else stored)
+    return filled_model(Decoder, spec, build, folder, None if load_format == "dummy" else stored)
 
 
 def load_encoder(
@@ -125,10 +125,10 @@ def load_encoder(
     stored = None if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(read_config(folder), spec, stored or [], quantization=quantization)
     build = Build(dtype, device, max_model_len, kernels, linear, deterministic)
-    return _filled(Encoder, spec, build, folder, stored)
+    return filled_model(Encoder, spec, build, folder, stored)
 
 
-def _filled(
+def filled_model(
     make: Callable[[ModelSpec, Build], Model],
     spec: ModelSpec,
     build: Build,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvern.errors import CorruptCheckpoint
+from kvern.layers.attention import Sinks
 from kvern.layers.build import Build
 from kvern.layers.loadable import Loadable
 from kvern.model_spec import ModelSpec
@@ -70,6 +71,11 @@ class WeightedModel(nn.Module):
             except ValueError as error:
                 parts = ", ".join(dict.fromkeys(name.split(".")[0] for name in module.parts()))
                 raise CorruptCheckpoint(f"{module.path or 'the model'} ({parts}): {error}") from None
+
+    @property
+    def sinks(self) -> dict[int, Tensor]:
+        """`[heads]` float32 of each layer with attention sinks, by its place among the layers that attend."""
+        return {module.index: module.logits for module in self.modules() if isinstance(module, Sinks)}
 
     @property
     def weight_bytes(self) -> int:

@@ -18,7 +18,7 @@ from kvern.layers.block import Memory, Places, SequentialLayer, block_class
 from kvern.layers.rope import RopeTable, Rotation
 from kvern.layers.states import new_states
 from kvern.mixer_spec import AttentionSpec, RecurrentSpec
-from kvern.model_spec import LayerSpec
+from kvern.model_spec import LayerSpec, ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.quantize.checkpoint import WEIGHT, Checkpoint, Piece, load_into
 from kvern.quantize.inputs import Inputs
@@ -56,6 +56,16 @@ class CausalAttend:
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         return scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(value.dtype) @ value
+
+
+class LayersAttend:
+    """Attention of whole rows, each layer with its own window and scale."""
+
+    def __init__(self, spec: ModelSpec, length: int) -> None:
+        self._layers = [CausalAttend(attention, length) for attention in spec.attentions]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._layers[layer](layer, query, key, value)
 
 
 class Block:

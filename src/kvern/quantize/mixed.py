@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.layers.attention import Attend
 from kvern.layers.states import new_states
-from kvern.model_spec import ModelSpec
 from kvern.models.loader import load_model
-from kvern.quantize.blocks import CausalAttend, Walk
+from kvern.quantize.blocks import LayersAttend, Walk
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.job import Progress, Result, Settings, quantize
@@ -175,22 +173,12 @@ def loss_of(report: MixedReport) -> float:
     return max(report.measured["loss"], grown)
 
 
-class _LayersAttend:
-    """Attention of whole rows, each layer with its own window and scale."""
-
-    def __init__(self, spec: ModelSpec, length: int) -> None:
-        self._layers: list[Attend] = [CausalAttend(attention, length) for attention in spec.attentions]
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self._layers[layer](layer, query, key, value)
-
-
 @torch.no_grad()
 def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
     """The loss of a folder's model against the plain one, whose `walk` is behind its last layer, over the same rows."""
     device, length = walk.checkpoint.device, rows.shape[1]
     decoder, ends = load_model(folder, device=device, max_model_len=length), walk.ends()
-    attend, positions = _LayersAttend(decoder.spec, length), torch.arange(length, device=device)
+    attend, positions = LayersAttend(decoder.spec, length), torch.arange(length, device=device)
     sums = torch.zeros(3, dtype=torch.float64)
     for ids, hidden in zip(rows.to(device), walk.hidden, strict=True):
         plain = log_probabilities(ends, hidden)

@@ -16,7 +16,7 @@ from kvern.cpu.sampling import RowSampler, read_decodes
 from kvern.device.rows import BatchRows
 from kvern.layers.compiled_linear import CompiledMethod
 from kvern.layers.embedding import LookupTable
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import Decoder, LayerInputs
 from kvern.step import ScheduledTokens
 
 logger = logging.getLogger("kvern")
@@ -33,6 +33,7 @@ class Scored:
     positions  [S] int64 their positions
     hidden     [S, hidden] the states that they follow
     logits     [S, vocabulary] float32
+    told       [T, ...] what a `ComputedStep` says of the states of all tokens
     """
 
     slots: list[int]
@@ -40,16 +41,25 @@ class Scored:
     positions: Tensor
     hidden: Tensor
     logits: Tensor
+    told: Tensor
 
 
 class CapturedDecodes:
     """Of a model whose layers, cache and sampling are kernels; where PyTorch computes between them, none is captured.
 
-    What is `Scored` is overwritten by the next step.
+    What is `Scored` is overwritten by the next step. `inputs`: those of a `Drafter`.
     """
 
-    def __init__(self, decoder: Decoder, attention: CompiledAttention, rows: BatchRows, block_size: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: CompiledAttention,
+        rows: BatchRows,
+        block_size: int,
+        inputs: LayerInputs | None = None,
+    ) -> None:
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+        self._layer_inputs = inputs
         self._sampler = RowSampler(rows)
         self._memory = Memory()
         self._sizes: dict[int, _Decodes] = {}
@@ -80,9 +90,9 @@ class CapturedDecodes:
                 inputs.hidden.copy_(self._decoder.embed_tokens(inputs.token_ids))
             if self._table is not None and decodes.looked_up is not None:
                 decodes.looked_up.copy_(self._table(inputs.token_ids))
-        hidden, logits, following = decodes.run(_SCORE if self._looks_up else _READ, _SCORE)
+        hidden, logits, following, *told = decodes.run(_SCORE if self._looks_up else _READ, _SCORE)
         slots: list[int] = decodes.slots.tolist()
-        return Scored(slots, decodes.index, following, hidden, self._decoder.scaled(logits))
+        return Scored(slots, decodes.index, following, hidden, self._decoder.scaled(logits), *(told or [hidden]))
 
     def choose(self, count: int) -> list[int]:
         """Sample for the step that was scored, of so many tokens, and let the rows go on: what follows each."""
@@ -123,7 +133,7 @@ class CapturedDecodes:
 
     def _capture(self, requests: Tensor, looked_up: Tensor | None) -> Program:
         """The stages of a step, which they compute at once, but for what no kernel looks up."""
-        decoder, rows, sampler = self._decoder, self._rows, self._sampler
+        decoder, rows, sampler, told = self._decoder, self._rows, self._sampler, self._layer_inputs
         tables = rows.block_table, *rows.window_tables
         steps, shape = [Step(table, requests) for table in tables], (requests.shape[1], decoder.spec.hidden_size)
 
@@ -136,10 +146,11 @@ class CapturedDecodes:
         def score(*inputs: Tensor) -> tuple[Tensor, ...]:
             hidden, _, positions, slot_mapping, following, *windows = inputs
             attend = self._attention.attend(*zip(steps, [slot_mapping, *windows], strict=True))
-            states = decoder.run(hidden, positions, attend, looked_up=looked_up)
-            return states, decoder.lm_head.scores(states), following
+            states = decoder.run(hidden, positions, attend, looked_up=looked_up, inputs=told)
+            scores = decoder.lm_head.scores(states)
+            return states, scores, following, *(() if told is None else (told.rows(),))
 
-        def choose(hidden: Tensor, logits: Tensor, following: Tensor) -> tuple[Tensor, ...]:
+        def choose(hidden: Tensor, logits: Tensor, following: Tensor, *told: Tensor) -> tuple[Tensor, ...]:
             chosen = sampler.sample(logits, requests[0], following)
             sampler.write(requests[0], following, chosen)
             return (chosen,)

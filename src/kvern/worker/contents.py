@@ -11,6 +11,8 @@ from kvern.attention.groups import LayerGroups
 from kvern.device.rows import BatchRows
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder, LanguageModel
+from kvern.models.draft_head import DraftHead
+from kvern.models.weighted import WeightedModel
 from kvern.step import SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows
 from kvern.worker.adapters import Adapters
@@ -21,9 +23,9 @@ from kvern.worker.processor_rows import ProcessorRows
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model, and how its steps run."""
+    """A draft model or head, and how its steps run."""
 
-    decoder: Decoder
+    decoder: Decoder | DraftHead
     parts: "Parts"
 
 
@@ -77,7 +79,7 @@ class Parts(Protocol):
         """Of logits by masks: `structured.masks.restrict`, or a kernel like it."""
         ...
 
-    def prepare(self, decoder: Decoder) -> None:
+    def prepare(self, decoder: WeightedModel) -> None:
         """Choose what fits these weights and this device best."""
         ...
 
@@ -89,6 +91,6 @@ class Parts(Protocol):
         """The runner over a KV cache of this layout."""
         ...
 
-    def drafter(self, decoder: Decoder, layout: Layout, rows: BatchRows) -> Drafter:
-        """A drafter of these parts' model, with a cache over the blocks of the layout, which is another model's."""
+    def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:
+        """A drafter of these parts' model or head, with a cache over the blocks of the layout, which is another's."""
         ...

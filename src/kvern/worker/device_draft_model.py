@@ -25,7 +25,7 @@ from kvern.worker.drafter import ComputedStep
 class DeviceDraftModel:
     """A `Drafter` whose batch lives on the device; `max_tokens`: of a step that catches up with a prompt."""
 
-    reads_hidden = False
+    reads_hidden, inputs = False, None
 
     def __init__(
         self,

@@ -207,7 +207,8 @@ class DeviceRunner:
             adapters = self._adapters.select(self._rows, batch, positions is not None)
         states = None if self._states is None else self._states.plan(batch)
         attend = self._attention.plan(batch)
-        hidden = self._decoder(batch.token_ids, batch.positions, attend, positions, adapters, states)
+        inputs = self._drafter.inputs
+        hidden = self._decoder(batch.token_ids, batch.positions, attend, positions, adapters, states, inputs)
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, reported)
         if not batch.sample_slots:
             on_gpu = self._rows.device.type == "cuda"  # or a long prompt's steps would all be launched at once
@@ -223,7 +224,8 @@ class DeviceRunner:
             step = self._sample(scheduled, batch.sample_slots, decoded, wanted, prompts, exact, drafts)
         if not drafting:
             return step, None
-        return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else hidden)
+        told = hidden if inputs is None else inputs.rows()
+        return step, ComputedStep(scheduled, batch.device_starts, step.kept, None if positions is not None else told)
 
     def _replay_decodes(
         self,
@@ -254,7 +256,7 @@ class DeviceRunner:
     ) -> tuple[PendingStep, ComputedStep] | None:
         """A step that verifies drafts, if there is a graph for it."""
         graphs = self._verify_graphs
-        if graphs is None or needs & ~IN_KERNELS:
+        if graphs is None or needs & ~IN_KERNELS or self._drafter.inputs is not None:
             return None
         verified = graphs.run(scheduled, bool(needs), adapted)
         if verified is None:

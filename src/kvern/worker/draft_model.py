@@ -31,7 +31,7 @@ class DraftModel:
     captured then.
     """
 
-    reads_hidden = False
+    reads_hidden, inputs = False, None
     graphs = None
 
     def __init__(

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from kvern.models.decoder import LayerInputs
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
 
@@ -33,7 +34,8 @@ class ComputedStep:
     scheduled  [R]
     starts     [R] int32: where each began
     kept       [R] int64: how many of the tokens sampled for each are kept; None: all
-    hidden     [T, hidden] the model's last states, for a drafter that `reads_hidden`; for others what is at hand
+    hidden     [T, hidden] the model's last states, for a drafter that `reads_hidden`, or what its `inputs` took; for
+               others what is at hand
     """
 
     scheduled: Sequence[ScheduledTokens]
@@ -65,6 +67,10 @@ class Drafter(Protocol):
         """Its steps as CUDA graphs, which are captured while nothing runs; None: there are none."""
         ...
 
+    @property
+    def inputs(self) -> LayerInputs | None:
+        """Those of layers that it reads instead of the last states."""
+
     def prepare(self, output: SchedulerOutput) -> None:
         """The rows have changed as a step says: let what is kept for rows and blocks change with them."""
         ...
@@ -93,6 +99,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
+        self.inputs = None if drafter is None else drafter.inputs
         self.seconds = 0.0
         """What it took to guess behind the last step, on a device that the host waits for."""
 
@@ -127,5 +134,5 @@ class GuardedDrafter:
             with torch.inference_mode():
                 call(asked)
         except Exception:
-            self._drafter, self.reads_hidden = None, False
+            self._drafter, self.reads_hidden, self.inputs = None, False, None
             logger.exception("the drafter fails and is not asked again; answers go on without drafts")

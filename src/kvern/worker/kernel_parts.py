@@ -1,6 +1,7 @@
 """A worker whose batch lives on a GPU: linear layers and attention are timed, the largest steps are measured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -11,16 +12,20 @@ from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
-from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.measurements import Measurements
 from kvern.device.rows import BatchRows
 from kvern.device.timing import time_calls
 from kvern.kernel_list import Inputs
 from kvern.kernels import masks
+from kvern.kernels.batch import write_sampled
+from kvern.kernels.sampling import sample
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
+from kvern.models.draft_head import DraftHead
+from kvern.models.weighted import WeightedModel
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample.rejection import Drawn
 from kvern.sampling_params import ResolvedParams
@@ -31,7 +36,9 @@ from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
 from kvern.worker.draft_graphs import DraftGraphs
+from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
+from kvern.worker.head_drafter import HeadDrafter
 from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
@@ -66,7 +73,7 @@ class KernelParts:
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         return masks.restrict if "masks" in self._plan.kernels else restrict
 
-    def prepare(self, decoder: Decoder) -> None:
+    def prepare(self, decoder: WeightedModel) -> None:
         """Time how to multiply and who attends, or look it up."""
         config, plan, device = self._config, self._plan, self._device
         measurements = Measurements(config.cache_folder, device)
@@ -133,12 +140,16 @@ class KernelParts:
             self._verifies(contents),
         )
 
-    def drafter(self, decoder: Decoder, layout: Layout, rows: BatchRows) -> DeviceDraftModel:
-        """The model of these parts as a drafter over another's blocks and rows."""
+    def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:
+        """The model or head of these parts as a drafter over another's blocks and rows."""
         assert isinstance(rows, DeviceRows), "the other's steps run elsewhere"
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
+        if isinstance(decoder, DraftHead):
+            return HeadDrafter(
+                decoder, attention, rows, partial(_build_batch, rows, layout.block_size), partial(_draw, rows)
+            )
         drawn = Drawn() if self._config.acceptance == "rejection" else None
         graphs = None
         if drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda":
@@ -155,7 +166,7 @@ class KernelParts:
         block_size: int,
         dtype: torch.dtype,
         chosen: Mapping[str, str],
-        decoder: LanguageModel,
+        decoder: LanguageModel | DraftHead,
         eight_bit: EightBit | None,
         groups: LayerGroups | None = None,
     ) -> AttentionBackend[DeviceBatch]:
@@ -223,3 +234,17 @@ class KernelParts:
 def _decoder(contents: Contents) -> Decoder:
     assert isinstance(contents.decoder, Decoder), "models of transformers run on no GPU"
     return contents.decoder
+
+
+def _build_batch(
+    rows: DeviceRows, block_size: int, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor
+) -> DeviceBatch:
+    return build_device_batch(rows, scheduled, block_size, starts)
+
+
+def _draw(
+    rows: DeviceRows, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    chosen = sample(logits, None, index, positions, rows)
+    write_sampled(rows.tokens, index, positions, chosen)
+    return chosen

@@ -147,10 +147,10 @@ class ModelRunner:
             if scored is not None:
                 needs = self._needed(scored.slots)
                 if not needs & BESIDE_KERNELS and self._drafter.drawn is None:
-                    return self._keep(scheduled, drafts, self._captured.choose(len(scored.slots)), scored.hidden)
+                    return self._keep(scheduled, drafts, self._captured.choose(len(scored.slots)), scored.told)
                 if needs & Needs.BEAMS:  # they keep the logits until somebody asks for the result
                     scored = replace(scored, logits=scored.logits.clone())
-                return self._sample(scheduled, scored, needs, None, drafted, scored.hidden)
+                return self._sample(scheduled, scored, needs, None, drafted)
         batch = build_input_batch(self._rows, scheduled, self._block_size)
         runs = prompt_runs(self._rows, batch)
         wanted = None if self._drafter.reads_hidden else tokens_wanted(batch, runs)
@@ -159,19 +159,21 @@ class ModelRunner:
             adapters = self._adapters.select(self._rows, batch, wanted is not None)
         states = None if self._states is None else self._states.plan(scheduled)
         attend = self._attention.plan(batch)
-        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states)
+        inputs = self._drafter.inputs
+        hidden = self._decoder(batch.token_ids, batch.positions, attend, wanted, adapters, states, inputs)
+        told = hidden if inputs is None else inputs.rows()
         prompts = prompt_logprobs(self._decoder, batch, runs, hidden, self._sampling.logprobs)
         if not batch.sample_slots:
             if drafted:
                 starts = torch.tensor(batch.starts, dtype=torch.int32, device=hidden.device)
                 self._rows.advance(scheduled, starts)
-                self._drafter.draft(ComputedStep(scheduled, starts, None, hidden))
+                self._drafter.draft(ComputedStep(scheduled, starts, None, told))
             return PendingStep(scheduled, None, prompt_logprobs=prompts)
         last = hidden if len(batch.sample_slots) == hidden.shape[0] else hidden[batch.logits_indices]
         index = torch.tensor(batch.sample_slots, device=hidden.device)
         logits = self._decoder.logits(last).contiguous()
-        scored = Scored(batch.sample_slots, index, batch.sample_positions, last, logits)
-        return self._sample(scheduled, scored, self._needed(scored.slots), prompts, drafted, hidden)
+        scored = Scored(batch.sample_slots, index, batch.sample_positions, last, logits, told)
+        return self._sample(scheduled, scored, self._needed(scored.slots), prompts, drafted)
 
     def _adapts(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether a request of the step uses an adapter."""
@@ -193,12 +195,8 @@ class ModelRunner:
         needs: Needs,
         prompts: PromptLogprobs | None,
         drafted: bool,
-        hidden: torch.Tensor,
     ) -> PendingStep:
-        """Sample and write what follows. `drafted`: some tokens may be drafts, or are to be guessed.
-
-        hidden  [T, hidden] as for `ComputedStep`
-        """
+        """Sample and write what follows. `drafted`: some tokens may be drafts, or are to be guessed."""
         rows = self._rows
         slots, index, positions, logits = scored.slots, scored.index, scored.positions, scored.logits
         original = logits.clone() if needs & Needs.LOGPROBS and needs & CHANGES else logits
@@ -214,7 +212,7 @@ class ModelRunner:
                 self._states.accept(scheduled, kept)
         self._sampling.write(index, positions, chosen)
         if drafted:
-            self._drafter.draft(ComputedStep(scheduled, starts, kept, hidden))
+            self._drafter.draft(ComputedStep(scheduled, starts, kept, scored.told))
         if not needs:
             return PendingStep(scheduled, chosen, prompt_logprobs=prompts, kept=kept)
         counts: list[int | None] = []

@@ -1,5 +1,8 @@
 """A worker whose steps run through PyTorch: on CPUs, beside their kernels, and on GPUs where Triton does not work."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import msgspec
 import torch
 
@@ -10,21 +13,27 @@ from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.cpu import sampling as cpu
 from kvern.cpu.library import DTYPES
-from kvern.device.input_batch import InputBatch
+from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.row_lists import ListedRows
 from kvern.device.rows import BatchRows
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
+from kvern.models.draft_head import DraftHead
+from kvern.models.weighted import WeightedModel
 from kvern.sample.rejection import Drawn
+from kvern.step import ScheduledTokens
 from kvern.structured import masks
 from kvern.worker.captured_decodes import CapturedDecodes
 from kvern.worker.contents import Contents
 from kvern.worker.draft_model import DraftModel
+from kvern.worker.drafter import Drafter
+from kvern.worker.head_drafter import HeadDrafter
 from kvern.worker.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
+from kvern.worker.needs import Needs
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.runner import ModelRunner
-from kvern.worker.sampling import CompiledSampling, TorchSampling
+from kvern.worker.sampling import CompiledSampling, Sampling, TorchSampling
 from kvern.worker.state_memory import StateMemory
 from kvern.worker.windows import choose_groups
 
@@ -40,7 +49,7 @@ class TorchParts:
         self._rejection = config.acceptance == "rejection"
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 
-    def prepare(self, decoder: Decoder) -> None:
+    def prepare(self, decoder: WeightedModel) -> None:
         """Nothing is chosen."""
 
     def room(self, contents: Contents) -> Room:
@@ -65,10 +74,11 @@ class TorchParts:
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
         rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, layout.window_tables)
-        decoder, captured = contents.decoder, None
+        decoder, captured, draft = contents.decoder, None, contents.draft
+        drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
         if self._compiled and states is None and isinstance(attention, CompiledAttention):
-            captured = CapturedDecodes(decoder, attention, rows, size) if isinstance(decoder, Decoder) else None
-        draft = contents.draft
+            inputs = None if drafter is None else drafter.inputs
+            captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
         return ModelRunner(
             decoder,
             attention,
@@ -80,21 +90,23 @@ class TorchParts:
             contents.adapters,
             captured,
             states,
-            None if draft is None else draft.parts.drafter(draft.decoder, layout, rows),
+            drafter,
         )
 
-    def drafter(self, decoder: Decoder, layout: Layout, rows: BatchRows) -> DraftModel:
-        """The model of these parts as a drafter over another's blocks and rows."""
+    def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:
+        """The model or head of these parts as a drafter over another's blocks and rows."""
         layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
         attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
+        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
+        if isinstance(decoder, DraftHead):
+            return HeadDrafter(decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, sampling))
         if self._compiled and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size)
-        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
         drawn = Drawn() if self._rejection else None
         return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
 
     def _attention(
-        self, decoder: LanguageModel, eight_bit: EightBit | None, layout: Layout
+        self, decoder: LanguageModel | DraftHead, eight_bit: EightBit | None, layout: Layout
     ) -> AttentionBackend[InputBatch]:
         layers = self._spec.attentions
         sizes, dtype = (layout.blocks, layout.block_size), getattr(torch, layout.dtype)
@@ -104,3 +116,22 @@ class TorchParts:
             compute = getattr(torch, self._plan.dtype)
             return CompiledAttention(layers, *sizes, dtype, compute, eight_bit, sinks, groups=groups)
         return TorchAttention(layers, *sizes, dtype, self._memory.device, eight_bit, sinks, groups)
+
+
+def _build_batch(
+    rows: BatchRows, block_size: int, scheduled: Sequence[ScheduledTokens], starts: torch.Tensor
+) -> InputBatch:
+    """As `build_input_batch`, where requests begin at `starts` [R]."""
+    exact = [
+        ScheduledTokens(item.slot, start, item.count, item.sampled)
+        for item, start in zip(scheduled, starts.tolist(), strict=True)
+    ]
+    return build_input_batch(rows, exact, block_size)
+
+
+def _draw(
+    sampling: Sampling, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
+    sampling.write(index, positions, chosen)
+    return chosen

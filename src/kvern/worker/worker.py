@@ -26,6 +26,7 @@ from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.draft import read_draft
+from kvern.models.draft_formats import is_draft_head, load_draft_head
 from kvern.models.implementation import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, read_config, stored_methods
 from kvern.models.weighted import WeightedModel
@@ -142,7 +143,7 @@ class Worker:
         processors = ProcessorRows(
             load_processors(config.logits_processors), ProcessorModel(self._folder, *sizes, device)
         )
-        draft = None if self._draft is None else self._load_draft(self._draft, plan)
+        draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._contents = Contents(model, self._grammars, processors, adapters, draft=draft)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
@@ -156,12 +157,30 @@ class Worker:
         self._startup.report(report(self._parts.groups))
         return room
 
-    def _load_draft(self, folder: Path, plan: Plan) -> Draft:
+    def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
+        if folder == self._folder or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
+            return self._load_head(folder, plan, model)
         spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
         parts = self._make_parts(plan, spec)
         decoder = self._load_decoder(folder, plan, parts, None)
         parts.prepare(decoder)
         return Draft(decoder, parts)
+
+    def _load_head(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
+        if not isinstance(model, Decoder):
+            raise ConfigError(f"draft_model {str(folder)!r} is a head: it reads states of models that kvern computes")
+        config = self._config
+        with self._startup.stage("weights"):
+            head = load_draft_head(
+                folder,
+                model,
+                load_format=config.load_format,
+                unquantized=self._parts.unquantized,
+                quantization=config.quantization if folder == self._folder else None,
+            )
+        parts = self._make_parts(plan, head.spec)
+        parts.prepare(head)
+        return Draft(head, parts)
 
     def _load_decoder(self, folder: Path, plan: Plan, parts: Parts, quantization: str | None) -> Decoder:
         with self._startup.stage("weights"):

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from kvern.errors import CorruptCheckpoint, in_a_line
 from kvern.layers.attention import NO_ADAPTERS, Attend, StepAdapters
 from kvern.layers.states import StepStates
+from kvern.models.decoder import LayerInputs
 from kvern.models.fallback.attention import IMPLEMENTATION, Call, PagedAnswer, answered
 from kvern.models.fallback.description import read_config
 from kvern.models.implementation import TransformersSpec
@@ -40,8 +41,9 @@ class TransformersDecoder:
         wanted: Tensor | None = None,
         adapters: StepAdapters = NO_ADAPTERS,
         states: StepStates | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`; there are no adapters and no states."""
+        """As `Decoder.forward`; there are no adapters and no states, and nobody is told of the layers' inputs."""
         with answered(PagedAnswer(self.spec.calls, attend)):
             out = self._body(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]

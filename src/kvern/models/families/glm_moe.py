@@ -1,8 +1,9 @@
 """GLM-4.5 and 4.6, and dots.llm1: dense layers first, then experts with sigmoid scores beside a shared one."""
 
 from dataclasses import replace
+from typing import Any
 
-from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, QueryKeyNormSpec, Rename
+from kvern.model_spec import LayerSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     describe,
     layers_by_type,
@@ -38,13 +39,21 @@ def _sparse(config: Config, layers: tuple[LayerSpec, ...], *, renormalize: bool)
     return layers[:dense] + tuple(replace(layer, mlp=moe) for layer in layers[dense:])
 
 
-def tensor_names(config: Config) -> dict[str, tuple[object, ...]]:
-    """Renames and what is ignored: layers after the last draft several tokens at once, and are not the model proper."""
+def tensor_names(config: Config) -> dict[str, Any]:
+    """Renames and what is ignored: layers after the last predict further tokens, and are not the model proper."""
     first = config["num_hidden_layers"]
+    path = f"model.layers.{first}"
     drafting = range(first, first + (config.get("num_nextn_predict_layers") or 1))
     return {
         "renames": (Rename(r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),),
         "ignored": (rf"^model\.layers\.({'|'.join(map(str, drafting))})\.",),
+        "prediction": PredictionSpec(
+            layer=path,
+            joined=f"{path}.eh_proj",
+            embedding_norm=f"{path}.enorm",
+            hidden_norm=f"{path}.hnorm",
+            norm=f"{path}.shared_head.norm",
+        ),
     }
 
 

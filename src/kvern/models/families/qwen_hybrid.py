@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
 from kvern.mixer_spec import AttentionSpec, DeltaNetSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, PredictionSpec, QueryKeyNormSpec
 from kvern.models.describe import (
     describe,
     kinds_of,
@@ -18,7 +18,14 @@ from kvern.models.families.qwen import read_moe
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
 
-_DRAFT_HEADS = r"^mtp\."
+_PREDICTION = PredictionSpec(
+    layer="mtp.layers.0",
+    joined="mtp.fc",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    norm="mtp.norm",
+    normal=True,
+)
 
 
 def _delta_net(config: Config, *, grouped: bool) -> DeltaNetSpec:
@@ -57,7 +64,14 @@ def _hybrid(config: Config, mlps: list[MlpSpec | MoeSpec], *, grouped: bool) -> 
         for kind, mlp in zip(_kinds(config), mlps, strict=True)
     )
     norm = read_rms_norm(config, offset=1.0)
-    return describe(config, layers, norm=norm, query_key_norm=QueryKeyNormSpec(norm), ignored=(_DRAFT_HEADS,))
+    return describe(
+        config,
+        layers,
+        norm=norm,
+        query_key_norm=QueryKeyNormSpec(norm),
+        ignored=(r"^mtp\.",),
+        prediction=_PREDICTION,
+    )
 
 
 def _shared_moe(config: Config, *, renormalize: bool) -> MoeSpec:

@@ -1,0 +1,113 @@
+"""``kvern train-eagle MODEL``: a draft head that guesses what the model says next."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvern.draft_training.job import Result
+
+HELD_OUT = 0.05
+"""Of the text: what the head is measured with, and does not learn from."""
+
+
+@dataclass(frozen=True)
+class TrainEagleCommand:
+    """Train a draft head of one layer for a model, and write it as others write EAGLE-3's.
+
+    It learns to guess what the model says, best from text that the model itself wrote in answer to prompts like those
+    that it will get (kvern run). Then: kvern serve MODEL --draft-model OUTPUT.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Folder, hub id or embedded model."""
+    data: Path
+    """Text, or JSONL of messages, prompts or texts."""
+    output: Path
+    """Folder for the head."""
+    overwrite: bool = False
+    """Replace OUTPUT, a model's folder, if it exists."""
+    epochs: float = 3.0
+    """How often the head reads the text."""
+    length: int = 512
+    """Tokens of a row of text; the model reads no further back."""
+    batch_rows: int = 8
+    """Rows that the head learns from at a time."""
+    drafts: int = 4
+    """So many guesses in a row the head learns to make."""
+    draft_vocab_size: int = 32000
+    """Tokens that it may guess: those that the text has most."""
+    learning_rate: float | None = None
+    """At its highest. None: less for wider models, 0.001 at most."""
+    seed: int = 0
+    """Of the first weights and the order of the rows."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where it is trained; auto takes a GPU if there is one."""
+
+    def execute(self) -> int:
+        """Train, print what the head is worth and return the exit code. Raises KvernError."""
+        self._check()
+        from kvern.draft_training.job import Settings, Training, check_model, drafted_tokens
+        from kvern.models.hub import resolve_model
+        from kvern.models.loader import load_model
+        from kvern.progress import work_progress
+        from kvern.quantize.calibration import calibration
+        from kvern.quantize.writer import check_target, writing
+        from kvern.tokenizer import Tokenizer
+        from kvern.worker.device import check_dtype, resolve_device
+
+        folder = resolve_model(self.model).absolute()
+        check_target(self.output, folder, self.overwrite, 0)
+        device = resolve_device(EngineConfig(device=self.device))
+        decoder = load_model(folder, device=device, max_model_len=self.length)
+        check_dtype(decoder.build.dtype, device)
+        check_model(decoder.spec)
+        rows = calibration(Tokenizer(folder), self.data, sys.maxsize, self.length).rows
+        held_out = max(1, round(HELD_OUT * len(rows)))
+        if len(rows) < (least := held_out + self.batch_rows):
+            raise ConfigError(f"{self.data} has {len(rows)} rows of {self.length} tokens: it takes {least} at least")
+        learnt = rows[:-held_out]
+        steps = max(1, round(self.epochs * len(learnt) / self.batch_rows))
+        settings = Settings(steps, self.batch_rows, self.drafts, self.seed, self.learning_rate)
+        drafted = drafted_tokens(learnt, decoder.spec.vocab_size, self.draft_vocab_size)
+        training = Training(decoder, learnt, drafted, settings)
+        with work_progress("training", "steps", "tokens", steps) as report:
+            result = training.train(
+                rows[-held_out:], lambda done, tokens, loss: report(done, tokens, f", loss {loss:.3f}")
+            )
+        with writing(self.output, len(training.head.state_dict()) + 2) as writer:
+            training.write(writer, decoder.build.dtype, folder)
+        print_result(result, self.output)
+        return 0
+
+    def _check(self) -> None:
+        for name in ("length", "batch_rows", "drafts", "draft_vocab_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("epochs", "learning_rate"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} is {value}: it must be above 0")
+
+
+def print_result(result: Result, output: Path) -> None:
+    """Print on stdout what has been learnt."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "", title="kvern train-eagle", title_justify="left", show_header=False)
+    table.columns[1].justify = "right"
+    table.add_row("loss", f"{result.loss:.3f}")
+    for place, share in enumerate(result.acceptance, 1):
+        table.add_row(f"draft {place} right" + (", if all before are" if place > 1 else ""), f"{share:.1%}")
+    table.add_row(f"tokens a step, {len(result.acceptance)} drafts", f"{result.tokens_of_step:.2f}")
+    table.add_row("seconds", f"{result.seconds:.1f}")
+    Console().print(table)
+    sys.stdout.write(f"kvern serve MODEL --draft-model {output}\n")

@@ -1,0 +1,241 @@
+"""A training run: the model's states of some rows of text, steps of the head over them, and what it is worth."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from kvern.draft_training.head import HeadSize, TrainedHead, moved
+from kvern.errors import ConfigError
+from kvern.layers.states import new_states
+from kvern.model_spec import MlpSpec, ModelSpec
+from kvern.models.decoder import Decoder, LayerInputs
+from kvern.quantize.blocks import LayersAttend
+from kvern.quantize.writer import Writer
+
+STEP_WEIGHT = 0.8
+"""Of a step's loss, as a share of the loss of the step before."""
+WARM_UP, LAST_RATE = 0.05, 0.1
+"""Shares: of the steps in which the learning rate grows, and of it that is left at the end."""
+LARGEST_RATE, RATE_OF_SIZE = 1e-3, 0.4
+"""Wider heads learn more slowly: the rate is at most the first, and the second over the size of states."""
+FIRST_SHARE = 0.1
+"""Of random weights, in the matrices whose results are added to states."""
+GRADIENT = 0.5
+"""The norm that gradients are cut to."""
+
+Progress = Callable[[int, int, float], None]
+"""Takes the steps done, the tokens in them, and the loss of the last."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`steps` of `batch_rows` rows each; `unrolled`: how many of its own steps the head learns from at a time."""
+
+    steps: int
+    batch_rows: int
+    unrolled: int
+    seed: int
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was learnt: `acceptance` of the first draft, of the second if the first is right, and so on."""
+
+    loss: float
+    acceptance: list[float]
+    seconds: float
+
+    @property
+    def tokens_of_step(self) -> float:
+        """Tokens that the model gets of a step that verifies as many drafts as were measured."""
+        chances = [math.prod(self.acceptance[: count + 1]) for count in range(len(self.acceptance))]
+        return 1.0 + sum(chances)
+
+
+def check_model(spec: ModelSpec) -> None:
+    """Raises ConfigError for a model whose states cannot be had over whole rows."""
+    if spec.augmented or spec.attends_to_latents or any(layer.sinks for layer in spec.attentions):
+        raise ConfigError(
+            f"{spec.model_type} has latents, sinks or parts beside its blocks: heads are trained for models without"
+        )
+
+
+def entries_of(layers: int) -> tuple[int, ...]:
+    """The layers whose inputs a head begins with: one near the first, the middle, and one near the last."""
+    return min(2, layers), max(1, layers // 2), max(1, layers - 3)
+
+
+def head_size(spec: ModelSpec, drafted: int) -> HeadSize:
+    """A head as wide as the model, with heads as wide as the model's."""
+    attending = spec.attending[-1]
+    attention, mlp = attending.attention, attending.mlp
+    heads = max(1, spec.hidden_size // attention.head_dim)
+    kv_heads = attention.kv_heads if heads % attention.kv_heads == 0 else 1
+    width = mlp.width if isinstance(mlp, MlpSpec) else 3 * spec.hidden_size
+    theta = 10000.0 if attending.rope is None else attending.rope.theta
+    entries = len(entries_of(len(spec.layers)))
+    return HeadSize(
+        spec.hidden_size, width, heads, kv_heads, attention.head_dim, entries, drafted, spec.norm.epsilon, theta
+    )
+
+
+def drafted_tokens(rows: Tensor, vocabulary: int, most: int) -> Tensor:
+    """The tokens that the text has most, in their order; all if there are no more than `most`."""
+    counts = torch.bincount(rows.flatten(), minlength=vocabulary)
+    return counts.topk(min(most, vocabulary)).indices.sort().values
+
+
+class Training:
+    """A head for `decoder`, and what it learns from `rows [N, L]` of token ids."""
+
+    def __init__(self, decoder: Decoder, rows: Tensor, drafted: Tensor, settings: Settings) -> None:
+        self._decoder, self._rows, self._settings = decoder, rows, settings
+        self._device = decoder.build.device
+        self.drafted = drafted.to(self._device)
+        self._entries = entries_of(len(decoder.spec.layers))
+        self._attend = LayersAttend(decoder.spec, rows.shape[1])
+        torch.manual_seed(settings.seed)
+        self.head = TrainedHead(head_size(decoder.spec, len(drafted))).to(self._device)
+        self._begin_as_the_model()
+
+    @torch.no_grad()
+    def _begin_as_the_model(self) -> None:
+        """With its output layer and its norm, over the state nearest to them."""
+        size, dtype, head = self._decoder.spec.hidden_size, self._decoder.build.dtype, self.head
+        unit = torch.eye(size, dtype=dtype, device=self._device)
+        head.lm_head.weight.copy_(self._decoder.logits(unit)[:, self.drafted].t())
+        if self._decoder.spec.norm.kind == "rms":
+            head.norm.weight.copy_(self._decoder.norm(torch.ones(1, size, dtype=dtype, device=self._device))[0])
+        head.fc.weight.zero_()
+        head.fc.weight[:, -size:].fill_diagonal_(1.0)
+        for last in (head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj):
+            last.weight.mul_(FIRST_SHARE)
+
+    @torch.inference_mode()
+    def _states(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows [n, L]: the inputs of the layers, the embeddings of the tokens behind, and the model's scores.
+
+        Scores `[n, L, vocab]` are those of the token behind the one that each place reads.
+        """
+        count, length = rows.shape
+        decoder, ids = self._decoder, rows.to(self._device)
+        inputs = LayerInputs(self._entries, decoder.build)
+        positions = torch.arange(length, device=self._device).repeat(count)
+        memory = new_states(decoder.spec.recurrent, [length] * count, decoder.build.dtype, self._device)
+        hidden = decoder(ids.flatten(), positions, self._attend, states=memory, inputs=inputs)
+        following = ids.roll(-1, 1)
+        embedded = decoder.embed_tokens(following.flatten()).view(count, length, -1).float()
+        scores = decoder.logits(hidden).view(count, length, -1).roll(-1, 1)
+        return inputs.rows().view(count, length, -1).float(), embedded, scores
+
+    def run(self, progress: Progress) -> float:
+        """Learn; the loss at the end."""
+        settings, parameters = self._settings, list(self.head.parameters())
+        rate = settings.learning_rate or min(LARGEST_RATE, RATE_OF_SIZE / self._decoder.spec.hidden_size)
+        optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, settings.steps))
+        order, loss = torch.Generator().manual_seed(settings.seed), float("nan")
+        shuffled = torch.empty(0, dtype=torch.int64)
+        for step in range(settings.steps):
+            if len(shuffled) < settings.batch_rows:
+                shuffled = torch.cat((shuffled, torch.randperm(len(self._rows), generator=order)))
+            chosen, shuffled = shuffled[: settings.batch_rows], shuffled[settings.batch_rows :]
+            found = self._loss(self._rows[chosen])
+            optimizer.zero_grad(set_to_none=True)
+            found.backward()  # type: ignore[no-untyped-call]
+            clip_grad_norm_(parameters, GRADIENT)
+            optimizer.step()
+            schedule.step()
+            loss = found.item()
+            progress(step + 1, (step + 1) * settings.batch_rows * self._rows.shape[1], loss)
+        return loss
+
+    def _loss(self, rows: Tensor) -> Tensor:
+        """How far the head's steps are from the model's distribution over the tokens that may be drafted."""
+        inputs, embedded, scores = (part.clone() for part in self._states(rows))
+        likely = torch.isin(scores.argmax(-1), self.drafted)
+        wanted = scores[..., self.drafted].softmax(-1)
+        losses = []
+        for step, found in enumerate(self.head(inputs, embedded, self._settings.unrolled)):
+            known = likely.clone()
+            known[:, :step] = known[:, -2:] = False  # behind the last tokens the text is not known
+            divergence = -(wanted * found.float().log_softmax(-1)).sum(-1)
+            losses.append(STEP_WEIGHT**step * (divergence * known).sum() / known.sum().clamp(min=1))
+        return torch.stack(losses).sum()
+
+    def train(self, held_out: Tensor, progress: Progress) -> Result:
+        """Learn, then measure the head on rows `held_out` that it has not seen."""
+        started = time.monotonic()
+        loss = self.run(progress)
+        acceptance = self.acceptance(held_out, self._settings.unrolled)
+        return Result(loss, acceptance, time.monotonic() - started)
+
+    @torch.inference_mode()
+    def acceptance(self, rows: Tensor, count: int) -> list[float]:
+        """Of the first draft, of the second where the first is right, and so on: how many are what the text says."""
+        right, tried = torch.zeros(count), torch.zeros(count)
+        for batch in torch.split(rows, self._settings.batch_rows):
+            inputs, embedded, _ = self._states(batch)
+            said = batch.to(self._device).roll(-2, 1)
+            known = torch.ones_like(said, dtype=torch.bool)
+            known[:, -2:] = False
+            for step, found in enumerate(self.head(inputs, embedded, count)):
+                tried[step] += known.sum().cpu()
+                known = known & (self.drafted[found.argmax(-1)] == said)
+                right[step] += known.sum().cpu()
+                known = moved(known, 1)
+                known[:, -2:] = False
+        return (right / tried.clamp(min=1)).tolist()
+
+    def write(self, writer: Writer, dtype: torch.dtype, source: Path) -> None:
+        """A folder in the format of EAGLE-3's checkpoints."""
+        vocabulary = self._decoder.spec.vocab_size
+        for name, tensor in self.head.state_dict().items():
+            writer.add(name, tensor.to(dtype))
+        drafted = self.drafted.cpu()
+        writer.add("d2t", drafted - torch.arange(len(drafted)))
+        writer.add("t2d", torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, drafted, True))
+        writer.finish(self._config(dtype), None, source, "")
+
+    def _config(self, dtype: torch.dtype) -> dict[str, Any]:
+        size, spec = self.head.size, self._decoder.spec
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "vocab_size": spec.vocab_size,
+            "draft_vocab_size": size.drafted,
+            "hidden_size": size.hidden,
+            "intermediate_size": size.width,
+            "num_hidden_layers": 1,
+            "num_attention_heads": size.heads,
+            "num_key_value_heads": size.kv_heads,
+            "head_dim": size.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": size.epsilon,
+            "rope_theta": size.theta,
+            "max_position_embeddings": spec.max_position_embeddings,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [entry - 1 for entry in self._entries],
+                "use_aux_hidden_state": True,
+            },
+        }
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Of the learning rate: it grows, then falls along half a cosine."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
