@@ -323,8 +323,8 @@ NO_CARD_YET = (*GEMMA4, *LATENT, *STATE_FAMILIES)
 """Those whose kernels were interpreted, and compiled for cards, and which no card has run."""
 
 
-def make_model(family: str, **changes: Any) -> Any:
-    """The transformers model of a family with `changes` to its (text) configuration, float32, seeded."""
+def make_config(family: str, **changes: Any) -> Any:
+    """The transformers configuration of a family, with `changes` to its (text) part."""
     from transformers import AutoConfig
 
     model_type, fields = (FAMILIES | FALLBACKS)[family]
@@ -333,7 +333,12 @@ def make_model(family: str, **changes: Any) -> Any:
         fields = fields | tie | {"text_config": _COMMON | fields["text_config"] | tie | changes}
     else:
         fields = _COMMON | fields | changes
-    config = AutoConfig.for_model(model_type, **fields)
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """The transformers model of a family with `changes` to its (text) configuration, float32, seeded."""
+    config = make_config(family, **changes)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).from_config(config, dtype=torch.float32).eval()
