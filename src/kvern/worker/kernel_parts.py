@@ -13,6 +13,7 @@ from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.measurements import Measurements
 from kvern.device.timing import time_calls
+from kvern.errors import ConfigError
 from kvern.kernel_list import Inputs
 from kvern.kernels import masks
 from kvern.layers.tuned_linear import TunedLinear
@@ -31,6 +32,7 @@ from kvern.worker.memory import GRAPH_BYTES, DeviceMemory, bytes_of_state, bytes
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.prompt_graphs import prompt_steps
 from kvern.worker.startup import Startup
+from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.windows import choose_groups
 
 
@@ -79,7 +81,14 @@ class KernelParts:
             self.groups = choose_groups(self._config, self._spec, self._plan, phases.values())
             token_bytes = bytes_of_token(self._spec, getattr(torch, self._plan.cache_dtype), self.groups)
             state_bytes = bytes_of_state(self._spec, self._dtype)
-            graphs = self._run_largest_steps(contents)
+            try:
+                graphs = self._run_largest_steps(contents)
+            except StepTooLarge as error:
+                raise ConfigError(
+                    f"a step of max_batch_tokens {self._plan.max_batch_tokens} tokens does not fit into the GPU memory "
+                    f"that is left beside the weights {error}: lower max_batch_tokens or max_batch_requests, raise "
+                    "gpu_memory_share, or free memory"
+                ) from error
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
