@@ -12,7 +12,7 @@ from typing import Any
 
 from kvern.errors import CorruptCheckpoint, UnsupportedModel, shown
 from kvern.models.gguf.header import Header, TensorInfo
-from kvern.models.gguf.names import POST_NORMS, SANDWICH_NORMS, Layout, StoredPart, stored_parts
+from kvern.models.gguf.names import LFM2_NAMES, POST_NORMS, SANDWICH_NORMS, Layout, StoredPart, stored_parts
 
 MOST_LAYERS = 4096
 MOST_FACTORS = 4096
@@ -37,6 +37,11 @@ class GgufModel:
         if value is None:
             raise CorruptCheckpoint(f"{self.header.file}: {self.architecture}.{name} is missing; download it again")
         return value
+
+    @property
+    def layers(self) -> int:
+        """Without those at the end that draft several tokens at once."""
+        return int(self.needed("block_count", int) - self.value("nextn_predict_layers", int, 0))
 
     def tensor(self, name: str) -> TensorInfo | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
@@ -101,6 +106,7 @@ def layout_of(model: GgufModel) -> Layout:
         architecture.paired,
         architecture.norm_plus_one,
         architecture.fused_gate_up and not model.has("ffn_gate.weight"),
+        common["num_hidden_layers"],
     )
 
 
@@ -145,7 +151,7 @@ def _dtype(parts: list[StoredPart]) -> str:
 
 def _common(model: GgufModel, model_type: str) -> dict[str, Any]:
     heads, hidden = model.needed("attention.head_count", int), model.needed("embedding_length", int)
-    layers = model.needed("block_count", int)
+    layers = model.layers
     embedding = model.tensor("token_embd.weight")
     if not (1 <= layers <= MOST_LAYERS and heads >= 1) or embedding is None or len(embedding.shape) != 2:
         raise CorruptCheckpoint(f"{model.header.file}: it has {layers} layers and {heads} heads, or no token_embd")
@@ -166,7 +172,7 @@ def _common(model: GgufModel, model_type: str) -> dict[str, Any]:
         "intermediate_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": model.value("attention.head_count_kv", int, heads),
+        "num_key_value_heads": max(_kv_heads(model)) or heads,
         "head_dim": head_dim,
         "max_position_embeddings": model.needed("context_length", int),
         "rms_norm_eps": model.value("attention.layer_norm_rms_epsilon", float, 1e-6),
@@ -184,6 +190,15 @@ def _common(model: GgufModel, model_type: str) -> dict[str, Any]:
         "bos_token_id": model.header.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": model.header.get("tokenizer.ggml.eos_token_id", int),
     }
+
+
+def _kv_heads(model: GgufModel) -> list[int]:
+    """Of each layer, 0 where it has none; [0]: nothing is said."""
+    given = model.value("attention.head_count_kv", (int, list), 0)
+    heads = given if isinstance(given, list) else [given]
+    if not heads or len({count for count in heads if count}) > 1:
+        raise UnsupportedModel(f"{model.header.file}: attention.head_count_kv differs among layers that attend")
+    return heads
 
 
 def _rope_scaling(model: GgufModel) -> dict[str, Any] | None:
@@ -219,7 +234,7 @@ def _rope_scaling(model: GgufModel) -> dict[str, Any] | None:
 def _layer_types(model: GgufModel, pattern: int) -> dict[str, Any]:
     """Which layers slide: said for each, or all but each `pattern`-th."""
     given = model.value("attention.sliding_window_pattern", (int, list), pattern)
-    count = model.needed("block_count", int)
+    count = model.layers
     slides = given if isinstance(given, list) else [(index + 1) % max(given, 1) != 0 for index in range(count)]
     if len(slides) != count:
         raise CorruptCheckpoint(f"{model.header.file}: sliding_window_pattern has {len(slides)} entries, not {count}")
@@ -238,7 +253,7 @@ def _experts(model: GgufModel) -> dict[str, Any]:
         "num_local_experts": experts,
         "num_experts_per_tok": model.needed("expert_used_count", int),
         "moe_intermediate_size": width,
-        "mlp_only_layers": [index for index in range(model.needed("block_count", int)) if str(index) not in sparse],
+        "mlp_only_layers": [index for index in range(model.layers) if str(index) not in sparse],
     }
 
 
@@ -253,6 +268,48 @@ def _qwen_moe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     shared = model.rows("ffn_up_shexp.weight") if model.has("ffn_up_shexp.weight") else None
     normalize = model.value("expert_weights_norm", bool, config["model_type"] == "qwen3_moe")
     return _experts(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": normalize}
+
+
+def _expert_width(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+    """For models whose experts are as wide as their files say of MLPs."""
+    experts = _experts(model)
+    return experts | {"intermediate_size": experts.get("moe_intermediate_size")}
+
+
+def _gpt_oss(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+    """Files do not say that bounds of the stretched planes are not rounded."""
+    scaling = {**(config["rope_scaling"] or {}), "truncate": False}
+    return _expert_width(model, config) | _layer_types(model, 2) | {"rope_scaling": scaling}
+
+
+def _sigmoid_experts(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+    if (gating := model.value("expert_gating_func", int, SIGMOID)) != SIGMOID:
+        raise UnsupportedModel(
+            f"{model.header.file}: expert_gating_func is {gating}; kvern runs {model.architecture} with {SIGMOID}, "
+            "sigmoids"
+        )
+    return _experts(model) | {
+        "first_k_dense_replace": model.value("leading_dense_block_count", int, 0),
+        "n_shared_experts": model.value("expert_shared_count", int, 0),
+        "routed_scaling_factor": model.value("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": model.value("expert_weights_norm", bool),
+        "n_group": model.value("expert_group_count", int),
+        "topk_group": model.value("expert_group_used_count", int),
+        "use_qk_norm": model.has("attn_q_norm.weight"),
+    }
+
+
+def _lfm2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without KV heads are convolutions."""
+    kinds = ["full_attention" if heads else "conv" for heads in _kv_heads(model)]
+    return _experts(model) | {
+        "layer_types": kinds,
+        "conv_L_cache": model.needed("shortconv.l_cache", int),
+        "conv_bias": model.has("shortconv.conv.bias"),
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": config["rms_norm_eps"],
+        "num_dense_layers": model.value("leading_dense_block_count", int, 0),
+    }
 
 
 def _gemma(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
@@ -294,8 +351,7 @@ def _olmo(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmoe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    experts = _experts(model)
-    return experts | {"intermediate_size": experts.get("moe_intermediate_size"), "norm_topk_prob": False}
+    return _expert_width(model, config) | {"norm_topk_prob": False}
 
 
 def _cohere(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
@@ -351,6 +407,8 @@ def _seed_oss(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     return {"attention_out_bias": model.has("attn_output.bias")}
 
 
+SIGMOID = 2
+"""What `expert_gating_func` says of experts that are scored each alone."""
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _llama, paired=True),
     "qwen2": Architecture("qwen2"),
@@ -386,5 +444,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture("arcee", lambda model, config: {"hidden_act": "relu2"}, paired=True),
     "seed_oss": Architecture("seed_oss", _seed_oss, {"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": Architecture("smollm3", paired=True),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, {"post_attention_norm": "post_attention_layernorm"}),
+    "glm4moe": Architecture("glm4_moe", _sigmoid_experts, {"post_attention_norm": "post_attention_layernorm"}),
+    "dots1": Architecture("dots1", _sigmoid_experts),
+    "minimax-m2": Architecture("minimax_m2", _expert_width),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "lfm2": Architecture("lfm2", _lfm2, LFM2_NAMES),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2, LFM2_NAMES),
 }
 """By the name in `general.architecture`."""
