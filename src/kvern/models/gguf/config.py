@@ -270,25 +270,33 @@ def _qwen_moe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     return _experts(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": normalize}
 
 
-def _expert_width(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    """For models whose experts are as wide as their files say of MLPs."""
-    experts = _experts(model)
+def _expert_width(experts: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of a mixture for families that read the width of experts where others have that of an MLP."""
     return experts | {"intermediate_size": experts.get("moe_intermediate_size")}
 
 
 def _gpt_oss(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     """Files do not say that bounds of the stretched planes are not rounded."""
     scaling = {**(config["rope_scaling"] or {}), "truncate": False}
-    return _expert_width(model, config) | _layer_types(model, 2) | {"rope_scaling": scaling}
+    return _expert_width(_experts(model)) | _layer_types(model, 2) | {"rope_scaling": scaling}
 
 
-def _sigmoid_experts(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+def _scored_alone(model: GgufModel) -> dict[str, Any]:
+    """The sizes of a mixture whose experts are scored each alone. Raises UnsupportedModel if a file says otherwise."""
     if (gating := model.value("expert_gating_func", int, SIGMOID)) != SIGMOID:
         raise UnsupportedModel(
             f"{model.header.file}: expert_gating_func is {gating}; kvern runs {model.architecture} with {SIGMOID}, "
             "sigmoids"
         )
-    return _experts(model) | {
+    return _experts(model)
+
+
+def _minimax(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+    return _expert_width(_scored_alone(model))
+
+
+def _sigmoid_experts(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+    return _scored_alone(model) | {
         "first_k_dense_replace": model.value("leading_dense_block_count", int, 0),
         "n_shared_experts": model.value("expert_shared_count", int, 0),
         "routed_scaling_factor": model.value("expert_weights_scale", float, 1.0),
@@ -302,7 +310,7 @@ def _sigmoid_experts(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]
 def _lfm2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     """Layers without KV heads are convolutions."""
     kinds = ["full_attention" if heads else "conv" for heads in _kv_heads(model)]
-    return _experts(model) | {
+    return _scored_alone(model) | {
         "layer_types": kinds,
         "conv_L_cache": model.needed("shortconv.l_cache", int),
         "conv_bias": model.has("shortconv.conv.bias"),
@@ -351,7 +359,7 @@ def _olmo(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmoe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return _expert_width(model, config) | {"norm_topk_prob": False}
+    return _expert_width(_experts(model)) | {"norm_topk_prob": False}
 
 
 def _cohere(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
@@ -447,7 +455,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, {"post_attention_norm": "post_attention_layernorm"}),
     "glm4moe": Architecture("glm4_moe", _sigmoid_experts, {"post_attention_norm": "post_attention_layernorm"}),
     "dots1": Architecture("dots1", _sigmoid_experts),
-    "minimax-m2": Architecture("minimax_m2", _expert_width),
+    "minimax-m2": Architecture("minimax_m2", _minimax),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "lfm2": Architecture("lfm2", _lfm2, LFM2_NAMES),
     "lfm2moe": Architecture("lfm2_moe", _lfm2, LFM2_NAMES),
