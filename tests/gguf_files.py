@@ -42,10 +42,12 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "hunyuan_v1_dense": "hunyuan-dense",
     "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
     "mistral": "llama",
     "mixtral": "llama",
 }
-PAIRED = ("llama", "olmo", "granite", "granitemoe", "arcee", "smollm3")
+PAIRED = ("llama", "olmo", "granite", "granitemoe", "granitehybrid", "arcee", "smollm3")
+WITHOUT_HEADS = ("conv", "linear_attention", "mamba")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
@@ -148,6 +150,9 @@ def write_tensor(
     stem, _, ending = name.rpartition(".")
     if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # stored without an ending
         stem, ending = name, "weight"
+    if ".shared_mlp." in name or ".mamba." in name:
+        put_granite_hybrid(writer, config, name, tensor, kind, changed)
+        return
     if architecture == "gpt-oss" and name.endswith(("_proj", "_proj_bias", "sinks")) and "mlp.router" not in name:
         put_gpt_oss(writer, name, tensor, kind, changed)
         return
@@ -183,6 +188,40 @@ def write_tensor(
         changed[name] = put(writer, f"{target}.{ending}", tensor[0], kind)[None]
     else:
         changed[name] = put(writer, f"{target}.{ending}", tensor, kind)
+
+
+def put_granite_hybrid(
+    writer: gguf.GGUFWriter,
+    config: Mapping[str, Any],
+    name: str,
+    tensor: Tensor,
+    kind: str | Callable[[str], str],
+    changed: dict[str, Tensor],
+) -> None:
+    """The MLP that every token takes, and Mamba-2."""
+    layer, (stem, _, ending) = f"blk.{name.split('.')[2]}", name.rpartition(".")
+    beside = "_shexp" if config["num_local_experts"] else ""
+    if stem.endswith("shared_mlp.input_linear"):
+        halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
+        changed[name] = torch.cat(
+            [put(writer, f"{layer}.ffn_{half}{beside}.weight", part, kind) for half, part in halves]
+        )
+    elif stem.endswith("shared_mlp.output_linear"):
+        changed[name] = put(writer, f"{layer}.ffn_down{beside}.weight", tensor, kind)
+    elif ending == "A_log":
+        changed[name] = put(writer, f"{layer}.ssm_a", -tensor.exp()[:, None], "F32").neg().log()[:, 0]
+    elif ending == "D":
+        changed[name] = put(writer, f"{layer}.ssm_d", tensor[:, None], "F32")[:, 0]
+    elif ending == "dt_bias":
+        changed[name] = put(writer, f"{layer}.ssm_dt.bias", tensor, "F32")
+    elif name.endswith("conv1d.weight"):
+        changed[name] = put(writer, f"{layer}.ssm_conv1d.weight", tensor[:, 0], "F32")[:, None]
+    elif name.endswith("norm.weight"):
+        grouped = tensor.view(config["mamba_n_groups"], -1)
+        changed[name] = put(writer, f"{layer}.ssm_norm.weight", grouped, "F32").flatten()
+    else:
+        part = {"in_proj": "ssm_in", "out_proj": "ssm_out", "conv1d": "ssm_conv1d"}[stem.rpartition(".")[2]]
+        changed[name] = put(writer, f"{layer}.{part}.{ending}", tensor, kind)
 
 
 def put_gpt_oss(
@@ -239,7 +278,15 @@ def add_values(
     writer.add_head_count(heads)
     kv_heads = config.get("num_key_value_heads") or heads
     kinds = config.get("layer_types") or []
-    writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in kinds] if "conv" in kinds else kv_heads)
+    each = [0 if kind in WITHOUT_HEADS else kv_heads for kind in kinds]
+    writer.add_head_count_kv(each if 0 in each else kv_heads)
+    if architecture == "granitehybrid":
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     writer.add_rope_freq_base(config.get("rope_theta") or rope.get("rope_theta", 10000.0))
     partial = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or config.get("rotary_pct") or 1
     writer.add_rope_dimension_count(config.get("rotary_dim") or int(head_dim * partial))

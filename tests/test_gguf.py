@@ -56,7 +56,7 @@ def test_blocks_stand_for_the_numbers_that_the_package_finds(block: Any) -> None
 LIKE_THEIR_CHECKPOINTS = (
     "llama llama3 llama_bias mistral mixtral qwen3 qwen2_moe gemma gemma2 gemma3 phi3 olmo olmo2 olmoe cohere cohere2 "
     "granite granitemoe stablelm stablelm_parallel gpt_neox gpt_neox_sequential nemotron exaone4 exaone4_full glm4 "
-    "ernie4_5 arcee seed_oss gpt_oss glm4_moe glm4_moe_groups minimax_m2 hunyuan_v1_dense"
+    "ernie4_5 arcee seed_oss gpt_oss glm4_moe glm4_moe_groups minimax_m2 hunyuan_v1_dense granitemoehybrid"
 )
 FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in LIKE_THEIR_CHECKPOINTS.split()},
@@ -79,6 +79,14 @@ def test_logits_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None
     decoder = load_model(folder_of(made.file, tmp_path))
     assert decoder.build.dtype == torch.float32
     assert (logits(decoder, PROMPT) - logits(load_model(model), PROMPT)).abs().max() < 1e-4
+
+
+def test_mamba_beside_an_mlp_without_experts(tmp_path: Path) -> None:
+    model = make_checkpoint("granitemoehybrid", tmp_path / "model", num_local_experts=0, position_embedding_type="rope")
+    decoder = load_model(folder_of(write_gguf(model, tmp_path, "F16").file, tmp_path))
+    assert decoder.build.dtype == torch.float16
+    rough = logits(load_model(model, dtype="float16"), PROMPT)
+    assert (logits(decoder, PROMPT) - rough).abs().max() < 0.05 * rough.abs().max()
 
 
 def test_layers_that_draft_several_tokens_are_passed_over(tmp_path: Path) -> None:

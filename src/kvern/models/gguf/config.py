@@ -12,7 +12,15 @@ from typing import Any
 
 from kvern.errors import CorruptCheckpoint, UnsupportedModel, shown
 from kvern.models.gguf.header import Header, TensorInfo
-from kvern.models.gguf.names import LFM2_NAMES, POST_NORMS, SANDWICH_NORMS, Layout, StoredPart, stored_parts
+from kvern.models.gguf.names import (
+    LFM2_NAMES,
+    MAMBA_NAMES,
+    POST_NORMS,
+    SANDWICH_NORMS,
+    Layout,
+    StoredPart,
+    stored_parts,
+)
 
 MOST_LAYERS = 4096
 MOST_FACTORS = 4096
@@ -144,7 +152,7 @@ def _types(parts: list[StoredPart]) -> dict[str, str]:
 def _dtype(parts: list[StoredPart]) -> str:
     """Of what is computed: the type of the matrices if all have one, as quantized ones do not say theirs."""
     names = {
-        part.tensor.type.name for part in parts if len(part.shape) > 1 and not part.name.endswith("mlp.gate.weight")
+        part.tensor.type.name for part in parts if len(part.shape) == 2 and not part.name.endswith("mlp.gate.weight")
     }
     return {"f32": "float32", "f16": "float16"}.get(next(iter(names)), "bfloat16") if len(names) == 1 else "bfloat16"
 
@@ -383,6 +391,23 @@ def _granite(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value} | experts | width
 
 
+def _granite_hybrid(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without KV heads are Mamba-2; the MLP that every token takes stands beside experts, if there are any."""
+    heads, shared = model.needed("ssm.time_step_rank", int), "ffn_up_shexp.weight"
+    return _granite(model, config) | {
+        "layer_types": ["attention" if count else "mamba" for count in _kv_heads(model)],
+        "position_embedding_type": "rope" if model.value("rope.scaling.finetuned", bool, False) else None,
+        "shared_intermediate_size": model.rows(shared if model.has(shared) else "ffn_up.weight"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": model.needed("ssm.inner_size", int) // max(heads, 1),
+        "mamba_n_groups": model.needed("ssm.group_count", int),
+        "mamba_d_state": model.needed("ssm.state_size", int),
+        "mamba_d_conv": model.needed("ssm.conv_kernel", int),
+        "mamba_proj_bias": model.has("ssm_in.bias"),
+        "mamba_conv_bias": model.has("ssm_conv1d.bias"),
+    }
+
+
 def _parallel(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "use_parallel_residual": model.value("use_parallel_residual", bool, not model.has("ffn_norm.weight")),
@@ -457,6 +482,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dots1": Architecture("dots1", _sigmoid_experts),
     "minimax-m2": Architecture("minimax_m2", _minimax),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "granitehybrid": Architecture("granitemoehybrid", _granite_hybrid, MAMBA_NAMES, paired=True),
     "lfm2": Architecture("lfm2", _lfm2, LFM2_NAMES),
     "lfm2moe": Architecture("lfm2_moe", _lfm2, LFM2_NAMES),
 }

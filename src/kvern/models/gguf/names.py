@@ -6,6 +6,7 @@ blk.3.ffn_gate_exps.weight   [experts, width, hidden]: model.layers.3.mlp.expert
 blk.3.ffn_gate_exps.bias     [experts, width]: model.layers.3.mlp.experts.gate_proj_bias
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,11 +49,24 @@ LFM2_NAMES = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
-ALONE = {"exp_probs_b": "mlp.gate.e_score_correction_bias", "attn_sinks": "self_attn.sinks"}
-"""What checkpoints name without an ending."""
+MAMBA_NAMES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+ALONE = {
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "attn_sinks": "self_attn.sinks",
+}
+"""What checkpoints name without an ending: vectors."""
+CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """They go into config.json."""
-_LAYER_NAME = re.compile(r"blk\.(\d{1,4})\.((?:shortconv\.|nextn\.)?\w+?)(?:\.(\d{1,4}))?\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d{1,4})\.((?:shortconv\.|nextn\.)?\w+?)(?:\.(\d{1,4}))?(?:\.(weight|bias))?")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:_exps)?")
 
 
@@ -60,6 +74,7 @@ class StoredPart(NamedTuple):
     """Rows of a tensor under Llama's name: `begin` is the first byte, `shape` counts numbers.
 
     `head_rows`: of so many rows, a head, each pair of neighbours is a plane of the rotation. `plus_one`: one was added.
+    `rates`: of the logarithms of rates the rates are stored, below 0.
     """
 
     name: str
@@ -68,6 +83,7 @@ class StoredPart(NamedTuple):
     begin: int
     head_rows: int = 0
     plus_one: bool = False
+    rates: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,7 @@ def _parts(tensor: TensorInfo, layout: Layout) -> Iterator[StoredPart]:
     if stem in WHOLE and kind in ("weight", "bias"):
         yield _part(tensor, f"{WHOLE[stem]}.{kind}", layout)
         return
-    if match is None:
+    if match is None or (match[4] is None and match[2] not in ALONE):
         raise _unknown(tensor)
     prefix, base, expert, kind = f"model.layers.{int(match[1])}.", match[2], match[3], match[4]
     if base == "attn_rot_embd" or int(match[1]) >= layout.layers:
@@ -115,7 +131,8 @@ def _parts(tensor: TensorInfo, layout: Layout) -> Iterator[StoredPart]:
     if expert is not None or base.endswith("_exps"):
         yield from _experts(tensor, prefix, base, expert)
     elif base in ALONE:
-        yield _part(tensor, f"{prefix}{ALONE[base]}", layout)
+        part = _part(tensor, f"{prefix}{ALONE[base]}", layout)
+        yield part._replace(shape=(math.prod(tensor.shape),), rates=base == "ssm_a")
     elif base == "attn_qkv":
         rows = [layout.heads * layout.head_dim, *[layout.kv_heads * layout.head_dim] * 2]
         yield from _split(tensor, [f"{prefix}self_attn.{name}_proj.{kind}" for name in "qkv"], rows, layout)
@@ -129,8 +146,10 @@ def _parts(tensor: TensorInfo, layout: Layout) -> Iterator[StoredPart]:
         shape = tensor.shape
         if base == "ffn_gate_inp_shexp":
             shape = (1, *shape)
-        elif base == "shortconv.conv" and kind == "weight":
+        elif base in CONVOLUTIONS and kind == "weight":
             shape = (shape[0], 1, *shape[1:])
+        elif base == "ssm_norm":
+            shape = (math.prod(shape),)
         yield _part(tensor, f"{prefix}{name}.{kind}", layout)._replace(shape=shape)
 
 
