@@ -1,20 +1,24 @@
 """Which setting of a `config.json` cannot be read: found by trying others in its place, so that no family need tell."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, product
+from itertools import groupby, islice, product
 from typing import Any
+
+from kvern.errors import shown
 
 _IN_ITS_PLACE: tuple[Any, ...] = (None, 1, 2, 64, {})
 """With one of these a setting may be readable whose own value was the only fault; None: left out."""
+MOST_SETTINGS = 300
+"""That are tried; no model has as many."""
 
 
 def bad_setting(
     config: Mapping[str, Any], is_readable: Callable[[Mapping[str, Any]], bool], values: Sequence[Any] = ()
-) -> str | None:
-    """The setting with another value of which, or without which, a configuration is readable, and its value.
+) -> tuple[str, str] | None:
+    """The setting with another value of which, or without which, a configuration is readable, and its value, as shown.
 
     Those that have one of `values` are tried first, then those that say nothing, then texts and lists. None: it is
-    readable whatever a single setting were.
+    unreadable whatever a single setting were.
     """
 
     def rank(path: tuple[str, ...]) -> int:
@@ -24,10 +28,10 @@ def bad_setting(
         signs = (any(value == bad for bad in values), says_nothing, isinstance(value, str | list))
         return next((place for place, sign in enumerate(signs) if sign), len(signs))
 
-    for _, paths in groupby(sorted(_paths(config), key=rank), key=rank):
+    for _, paths in groupby(sorted(islice(_paths(config), MOST_SETTINGS), key=rank), key=rank):
         for value, path in product(_IN_ITS_PLACE, list(paths)):
             if is_readable(_changed(config, path, value)):
-                return f"{'.'.join(path)} is {_value(config, path)!r:.60}"
+                return ".".join(path), shown(_value(config, path))
     return None
 
 

@@ -78,18 +78,13 @@ SIZES: Mapping[str, int] = {
 """The largest that each may be; several times those of any model that there is."""
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 """Those that no model may have as null or 0."""
-OBJECTS = ("text_config", "rope_parameters", "rope_scaling")
-"""What is an object, if it is given."""
-LAYER_LISTS = (
-    "layers_block_type",
-    "layer_types",
-    "mlp_layer_types",
-    "no_rope_layers",
-    "activation_sparsity_pattern",
-    "attn_type_list",
-    "intermediate_size",
-)
-"""What may be given for each layer; the first stands for the number of layers, too."""
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "activation_sparsity_pattern", "attn_type_list")
+"""Lists with an entry for each of `num_hidden_layers`."""
+KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling"), dict),
+    **dict.fromkeys((*PER_LAYER, "layers_block_type"), list),
+}
+"""What is an object or a list, if it is given."""
 POSITIVE = frozenset(
     {"vocab_size", "hidden_size", "max_position_embeddings", "heads", "kv_heads", "head_dim", "width", "experts"}
     | {"top_k", "groups", "top_groups", "theta", "dim", "window", "trained_len"}
@@ -123,27 +118,20 @@ def check_config(config: Mapping[str, Any], within: str = "") -> None:
     for name in NEEDED:
         if name in config and not config[name]:
             raise Unfit(f"{within}{name} is {config[name]!r}: it must be a whole number above 0")
-    for name in OBJECTS:
-        if config.get(name) is not None and not isinstance(config[name], dict):
-            raise Unfit(f"{within}{name} is {config[name]!r:.60}: it must be an object")
-    _check_layer_lists(config, within)
-    if isinstance(text := config.get("text_config"), dict):
-        check_config(text, "text_config.")
-
-
-def _check_layer_lists(config: Mapping[str, Any], within: str) -> None:
+    for name, kind in KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise Unfit(
+                f"{within}{name} is {config[name]!r:.60}: it must be {'a list' if kind is list else 'an object'}"
+            )
     count = config.get("num_hidden_layers")
-    for name in LAYER_LISTS:
-        value = config.get(name)
-        if value is None or (name == "intermediate_size" and not isinstance(value, list)):
-            continue
-        if not isinstance(value, list):
-            raise Unfit(f"{within}{name} is {value!r:.60}: it must be a list")
-        if value and count is not None and name != LAYER_LISTS[0] and len(value) != count:
+    for name in (*PER_LAYER, "intermediate_size"):
+        if isinstance(value := config.get(name), list) and value and count is not None and len(value) != count:
             raise Unfit(
                 f"{within}{name} has {len(value)} entries, and num_hidden_layers is {count}: it must have one for each "
                 "layer"
             )
+    if isinstance(text := config.get("text_config"), dict):
+        check_config(text, "text_config.")
 
 
 def check_spec(spec: ModelSpec) -> None:

@@ -65,10 +65,10 @@ def spec_from_config(config: Config) -> ModelSpec:
 def _fault(family: Family, config: Config, error: Exception) -> str:
     """What is wrong with a configuration, where reading it raised `error`."""
     values = error.values if isinstance(error, Unfit) else None
-    setting, text = bad_setting(config, partial(_is_readable, family), values or ()), reason(error)
-    if values is None:
-        return setting or text
-    return text if setting is None or text.startswith(setting) else f"{setting}: {text}"
+    found, text = bad_setting(config, partial(_is_readable, family), values or ()), reason(error)
+    if found is None or text.startswith(f"{found[0]} "):
+        return text
+    return f"{found[0]} is {found[1]}" if values is None else f"{found[0]} is {found[1]}: {text}"
 
 
 def _checked(family: Family, config: Config) -> ModelSpec:
