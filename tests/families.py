@@ -235,13 +235,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **INDEXED,
     "minimax_m2": (
         "minimax_m2",
-        {
-            "head_dim": 16,
-            "rotary_dim": 8,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "intermediate_size": 24,
-        },
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
     ),
     "ministral3": ("ministral3", {"head_dim": 20, "rope_parameters": _MINISTRAL3_ROPE}),
     "qwen2_vl": (

@@ -280,13 +280,6 @@ def add_values(
     kinds = config.get("layer_types") or []
     each = [0 if kind in WITHOUT_HEADS else kv_heads for kind in kinds]
     writer.add_head_count_kv(each if 0 in each else kv_heads)
-    if architecture == "granitehybrid":
-        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-        writer.add_ssm_state_size(config["mamba_d_state"])
-        writer.add_ssm_group_count(config["mamba_n_groups"])
-        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
-        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     writer.add_rope_freq_base(config.get("rope_theta") or rope.get("rope_theta", 10000.0))
     partial = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or config.get("rotary_pct") or 1
     writer.add_rope_dimension_count(config.get("rotary_dim") or int(head_dim * partial))
@@ -320,6 +313,26 @@ def add_values(
     }.items():
         if config.get(name) is not None:
             add(config[name])
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        writer.add_sliding_window(config["sliding_window"])
+    add_own_values(writer, architecture, config, rope)
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
+    for name in ("bos", "eos"):
+        getattr(writer, f"add_{name}_token_id")(config[f"{name}_token_id"])
+
+
+def add_own_values(
+    writer: gguf.GGUFWriter, architecture: str, config: Mapping[str, Any], rope: Mapping[str, Any]
+) -> None:
+    """What the converter writes for one architecture or two."""
+    if architecture == "granitehybrid":
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     if architecture in ("glm4moe", "dots1"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(config["norm_topk_prob"])
@@ -327,18 +340,12 @@ def add_values(
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        writer.add_sliding_window(config["sliding_window"])
     if architecture in ("gemma3", "cohere2", "exaone4"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if "query_pre_attn_scalar" in config:
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
     if "use_parallel_residual" in config:
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if rope.get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
-    for name in ("bos", "eos"):
-        getattr(writer, f"add_{name}_token_id")(config[f"{name}_token_id"])
 
 
 def llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray[Any, Any]:
