@@ -235,13 +235,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **INDEXED,
     "minimax_m2": (
         "minimax_m2",
-        {
-            "head_dim": 16,
-            "rotary_dim": 8,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "intermediate_size": 24,
-        },
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24},
     ),
     "ministral3": ("ministral3", {"head_dim": 20, "rope_parameters": _MINISTRAL3_ROPE}),
     "qwen2_vl": (
@@ -321,8 +315,8 @@ CPU_ALONE = (*GEMMA3N, *INDEXED)
 """Those that are refused on a GPU."""
 
 
-def make_model(family: str, **changes: Any) -> Any:
-    """The transformers model of a family with `changes` to its (text) configuration, float32, seeded."""
+def make_config(family: str, **changes: Any) -> Any:
+    """The transformers configuration of a family, with `changes` to its (text) part."""
     from transformers import AutoConfig
 
     model_type, fields = (FAMILIES | FALLBACKS)[family]
@@ -331,7 +325,12 @@ def make_model(family: str, **changes: Any) -> Any:
         fields = fields | tie | {"text_config": _COMMON | fields["text_config"] | tie | changes}
     else:
         fields = _COMMON | fields | changes
-    config = AutoConfig.for_model(model_type, **fields)
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """The transformers model of a family with `changes` to its (text) configuration, float32, seeded."""
+    config = make_config(family, **changes)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).from_config(config, dtype=torch.float32).eval()

@@ -6,6 +6,7 @@ made.plain              # a checkpoint with the numbers that its blocks stand fo
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,10 +37,17 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "gpt_neox": "gptneox",
     "phi": "phi2",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
     "mistral": "llama",
     "mixtral": "llama",
 }
-PAIRED = ("llama", "olmo", "granite", "granitemoe", "arcee", "smollm3")
+PAIRED = ("llama", "olmo", "granite", "granitemoe", "granitehybrid", "arcee", "smollm3")
+WITHOUT_HEADS = ("conv", "linear_attention", "mamba")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
@@ -119,12 +127,13 @@ def write_gguf(
 
 def stacks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The experts of each layer, that checkpoints keep apart, in one tensor."""
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         head, within, rest = name.partition(".experts.")
         if within and rest[0].isdigit():
-            found.setdefault(f"{head}.experts.{rest.partition('.')[2]}", []).append(tensor)
-    return {name: torch.stack(parts) for name, parts in found.items()}
+            expert, _, rest = rest.partition(".")
+            found.setdefault(f"{head}.experts.{rest}", {})[int(expert)] = tensor
+    return {name: torch.stack([parts[expert] for expert in range(len(parts))]) for name, parts in found.items()}
 
 
 def write_tensor(
@@ -141,6 +150,12 @@ def write_tensor(
     stem, _, ending = name.rpartition(".")
     if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # stored without an ending
         stem, ending = name, "weight"
+    if ".shared_mlp." in name or ".mamba." in name:
+        put_granite_hybrid(writer, config, name, tensor, kind, changed)
+        return
+    if architecture == "gpt-oss" and name.endswith(("_proj", "_proj_bias", "sinks")) and "mlp.router" not in name:
+        put_gpt_oss(writer, name, tensor, kind, changed)
+        return
     if ("gate_up_proj" in name and "experts" in name) or name.endswith("input_linear.weight"):
         halves = tensor.chunk(2, 1)
         found = [
@@ -150,8 +165,10 @@ def write_tensor(
         changed[name] = torch.cat(found, 1)
         return
     target = names.get_name(stem)
-    if target is None and name.endswith("e_score_correction_bias"):
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
         target, ending = f"blk.{name.split('.')[2]}.exp_probs_b", "bias"
+    if architecture == "lfm2moe" and (match := re.search(r"experts\.w([123])$", stem)):
+        target = f"blk.{name.split('.')[2]}.ffn_{('gate', 'down', 'up')[int(match[1]) - 1]}_exps"
     assert target is not None, name
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}.get(
         stem.rpartition(".")[2]
@@ -165,17 +182,78 @@ def write_tensor(
         turned = tensor.view(count, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
         back = put(writer, f"{target}.{ending}", turned, kind)
         changed[name] = back.view(3, count, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+    elif name.endswith("conv.conv.weight"):
+        changed[name] = put(writer, f"{target}.{ending}", tensor[:, 0], kind)[:, None]
     elif name.endswith("shared_expert_gate.weight"):
         changed[name] = put(writer, f"{target}.{ending}", tensor[0], kind)[None]
     else:
         changed[name] = put(writer, f"{target}.{ending}", tensor, kind)
 
 
+def put_granite_hybrid(
+    writer: gguf.GGUFWriter,
+    config: Mapping[str, Any],
+    name: str,
+    tensor: Tensor,
+    kind: str | Callable[[str], str],
+    changed: dict[str, Tensor],
+) -> None:
+    """The MLP that every token takes, and Mamba-2."""
+    layer, (stem, _, ending) = f"blk.{name.split('.')[2]}", name.rpartition(".")
+    beside = "_shexp" if config["num_local_experts"] else ""
+    if stem.endswith("shared_mlp.input_linear"):
+        halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
+        changed[name] = torch.cat(
+            [put(writer, f"{layer}.ffn_{half}{beside}.weight", part, kind) for half, part in halves]
+        )
+    elif stem.endswith("shared_mlp.output_linear"):
+        changed[name] = put(writer, f"{layer}.ffn_down{beside}.weight", tensor, kind)
+    elif ending == "A_log":
+        changed[name] = put(writer, f"{layer}.ssm_a", -tensor.exp()[:, None], "F32").neg().log()[:, 0]
+    elif ending == "D":
+        changed[name] = put(writer, f"{layer}.ssm_d", tensor[:, None], "F32")[:, 0]
+    elif ending == "dt_bias":
+        changed[name] = put(writer, f"{layer}.ssm_dt.bias", tensor, "F32")
+    elif name.endswith("conv1d.weight"):
+        changed[name] = put(writer, f"{layer}.ssm_conv1d.weight", tensor[:, 0], "F32")[:, None]
+    elif name.endswith("norm.weight"):
+        grouped = tensor.view(config["mamba_n_groups"], -1)
+        changed[name] = put(writer, f"{layer}.ssm_norm.weight", grouped, "F32").flatten()
+    else:
+        part = {"in_proj": "ssm_in", "out_proj": "ssm_out", "conv1d": "ssm_conv1d"}[stem.rpartition(".")[2]]
+        changed[name] = put(writer, f"{layer}.{part}.{ending}", tensor, kind)
+
+
+def put_gpt_oss(
+    writer: gguf.GGUFWriter,
+    name: str,
+    tensor: Tensor,
+    kind: str | Callable[[str], str],
+    changed: dict[str, Tensor],
+) -> None:
+    """Experts' matrices, stored inputs first with gate and up in turns, their biases, and sinks."""
+    layer, is_bias = f"blk.{name.split('.')[2]}", name.endswith("bias")
+    if name.endswith("sinks"):
+        changed[name] = put(writer, f"{layer}.attn_sinks.weight", tensor, kind)
+        return
+    rows = tensor if is_bias else tensor.transpose(1, 2)
+    halves = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+    ending = "bias" if is_bias else "weight"
+    found = [put(writer, f"{layer}.ffn_{half}_exps.{ending}", part, kind) for half, part in halves.items()]
+    rows = torch.stack(found, 2).flatten(1, 2) if len(found) == 2 else found[0]
+    changed[name] = (rows if is_bias else rows.transpose(1, 2)).contiguous()
+
+
 def put(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str | Callable[[str], str]) -> Tensor:
     """Write it, and return what it stands for."""
     data = tensor.contiguous().numpy()
     wanted = kind if isinstance(kind, str) else kind(name)
-    if tensor.dim() < 2 or wanted == "F32" or "ffn_gate_inp" in name or "_norm" in name:
+    if (
+        tensor.dim() < 2
+        or wanted == "F32"
+        or name.endswith("bias")
+        or re.search("ffn_gate_inp|_norm|shortconv.conv", name)
+    ):
         writer.add_tensor(name, data)
         return tensor.contiguous()
     blocks = quantized(data, wanted)
@@ -195,19 +273,23 @@ def add_values(
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    adjusted = tensors.get("model.layers.0.feed_forward.w1.weight")
+    writer.add_feed_forward_length(config["intermediate_size"] if adjusted is None else len(adjusted))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    kv_heads = config.get("num_key_value_heads") or heads
+    kinds = config.get("layer_types") or []
+    each = [0 if kind in WITHOUT_HEADS else kv_heads for kind in kinds]
+    writer.add_head_count_kv(each if 0 in each else kv_heads)
     writer.add_rope_freq_base(config.get("rope_theta") or rope.get("rope_theta", 10000.0))
     partial = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or config.get("rotary_pct") or 1
-    writer.add_rope_dimension_count(int(head_dim * partial))
+    writer.add_rope_dimension_count(config.get("rotary_dim") or int(head_dim * partial))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     for name, add in {
         "rms_norm_eps": writer.add_layer_norm_rms_eps,
         "layer_norm_eps": writer.add_layer_norm_eps,
         "norm_epsilon": writer.add_layer_norm_eps,
-        "norm_eps": writer.add_layer_norm_eps,
+        "norm_eps": writer.add_layer_norm_rms_eps if "lfm2" in architecture else writer.add_layer_norm_eps,
         "logit_scale": writer.add_logit_scale,
         "logits_scaling": writer.add_logit_scale,
         "embedding_multiplier": writer.add_embedding_scale,
@@ -220,21 +302,50 @@ def add_values(
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "n_routed_experts": writer.add_expert_count,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "first_k_dense_replace": writer.add_leading_dense_block_count,
+        "num_dense_layers": writer.add_leading_dense_block_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "conv_L_cache": writer.add_shortconv_l_cache,
     }.items():
         if config.get(name) is not None:
             add(config[name])
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         writer.add_sliding_window(config["sliding_window"])
+    add_own_values(writer, architecture, config, rope)
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
+    for name in ("bos", "eos"):
+        getattr(writer, f"add_{name}_token_id")(config[f"{name}_token_id"])
+
+
+def add_own_values(
+    writer: gguf.GGUFWriter, architecture: str, config: Mapping[str, Any], rope: Mapping[str, Any]
+) -> None:
+    """What the converter writes for one architecture or two."""
+    if architecture == "granitehybrid":
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if architecture in ("glm4moe", "dots1"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if architecture == "gpt-oss":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if architecture in ("gemma3", "cohere2", "exaone4"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if "query_pre_attn_scalar" in config:
         writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
     if "use_parallel_residual" in config:
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if rope.get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
-    for name in ("bos", "eos"):
-        getattr(writer, f"add_{name}_token_id")(config[f"{name}_token_id"])
 
 
 def llama3_factors(rope: Mapping[str, Any], dim: int) -> np.ndarray[Any, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from kvern import EngineConfig
 from kvern.engine.encoder_core import EncoderCore
@@ -11,6 +12,7 @@ from kvern.errors import InvalidAdapter
 from kvern.events import TokenEvent
 from kvern.request import PromptInput, RequestSpec
 from kvern.sampling_params import SamplingParams
+from kvern.worker.encoder_runner import largest_step
 
 BUDGET, MOST_TEXTS = 10, 4
 FAULTY, LATE_FAULTY = 666, 667
@@ -173,3 +175,35 @@ def test_a_broken_device_ends_the_engine() -> None:
     loop.add(0, 2, last=FAULTY)
     with pytest.raises(RuntimeError, match="the device is broken"):
         loop.core.step()
+
+
+class SmallCard:
+    """Runs steps of so many tokens at most."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.steps = room, list[int]()
+
+    def start(self, texts: Sequence[PromptInput]) -> Read:
+        self.steps.append(sum(map(len, texts)))
+        if self.steps[-1] > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return Read(texts)
+
+
+@pytest.mark.parametrize(
+    ("room", "estimate", "most", "steps", "found"),
+    [
+        (100, 80, 1000, [80], 80),
+        (50, 80, 1000, [80, 40], 40),
+        (19, 80, 1000, [80, 40, 20], 10),
+        (100, 5, 1000, [], 10),
+        (100, 80, 8, [], 8),
+    ],
+)
+def test_steps_are_as_large_as_those_that_ran(
+    room: int, estimate: int, most: int, steps: list[int], found: int
+) -> None:
+    """Where an estimate was too high, the start goes on with smaller steps; one text of 10 tokens has run."""
+    card = SmallCard(room)
+    assert largest_step(card, 10, estimate, most) == found
+    assert card.steps == steps

@@ -241,7 +241,7 @@ def test_what_encoders_do_on_cpus_alone(options: dict[str, Any], reason: str, fo
         (
             "modernbert",
             {"layer_types": ["full_attention"] * 3},
-            "layer_types names 3 layers, and num_hidden_layers is 4",
+            "layer_types has 3 entries, and num_hidden_layers is 4",
         ),
         ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling is 'max'"),
     ],

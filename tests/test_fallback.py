@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unused window": ("apertus", {"sliding_window": 9}, "called with a window of None, and config.json says 9"),
     "choices by numbers": ("jetmoe", {}, "it does not run without its weights"),
     "no causal model": ("vit", {}, "transformers has no causal language model of this type"),
-    "settings": ("apertus", {"num_attention_heads": 0}, "it cannot be built: ZeroDivisionError"),
+    "settings": ("apertus", {"num_attention_heads": 0}, "num_attention_heads is 0: it must be a whole number above 0"),
     "sizes": ("gpt2", {"n_layer": 10**9}, "in config.json num_hidden_layers is 1000000000: it must be"),
     "unknown": ("nobodys", {}, "transformers cannot read config.json: ValueError"),
 }

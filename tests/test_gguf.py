@@ -31,6 +31,7 @@ from tests.gguf_files import add_tokenizer, write_gguf
 from tests.served import QUESTION, serving
 from tests.test_model_parity import PROMPT, logits
 
+SOFTMAX = gguf.ExpertGatingFuncType.SOFTMAX
 WITHOUT_TOKENIZER = "kvern-1m"
 
 
@@ -55,7 +56,7 @@ def test_blocks_stand_for_the_numbers_that_the_package_finds(block: Any) -> None
 LIKE_THEIR_CHECKPOINTS = (
     "llama llama3 llama_bias mistral mixtral qwen3 qwen2_moe gemma gemma2 gemma3 phi3 olmo olmo2 olmoe cohere cohere2 "
     "granite granitemoe stablelm stablelm_parallel gpt_neox gpt_neox_sequential nemotron exaone4 exaone4_full glm4 "
-    "ernie4_5 arcee seed_oss"
+    "ernie4_5 arcee seed_oss gpt_oss glm4_moe glm4_moe_groups minimax_m2 hunyuan_v1_dense granitemoehybrid"
 )
 FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in LIKE_THEIR_CHECKPOINTS.split()},
@@ -65,6 +66,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {"qk_layernorm": False},
     "starcoder2": {"sliding_window": None},
     "smollm3": {"no_rope_layer_interval": 4},
+    "dots1": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "lfm2": {"conv_bias": False},
+    "lfm2_moe": {"tie_word_embeddings": True},
 }
 
 
@@ -77,11 +81,42 @@ def test_logits_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None
     assert (logits(decoder, PROMPT) - logits(load_model(model), PROMPT)).abs().max() < 1e-4
 
 
+def test_mamba_beside_an_mlp_without_experts(tmp_path: Path) -> None:
+    model = make_checkpoint("granitemoehybrid", tmp_path / "model", num_local_experts=0, position_embedding_type="rope")
+    decoder = load_model(folder_of(write_gguf(model, tmp_path, "F16").file, tmp_path))
+    assert decoder.build.dtype == torch.float16
+    rough = logits(load_model(model, dtype="float16"), PROMPT)
+    assert (logits(decoder, PROMPT) - rough).abs().max() < 0.05 * rough.abs().max()
+
+
+def test_layers_that_draft_several_tokens_are_passed_over(tmp_path: Path) -> None:
+    model = make_checkpoint("glm4_moe", tmp_path / "model")
+    plain = write_gguf(model, tmp_path)
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(4)
+        writer.add_nextn_predict_layers(1)
+        for name in ("nextn.eh_proj", "attn_norm", "ffn_gate_inp"):
+            writer.add_tensor(f"blk.3.{name}.weight", np.zeros((6, 48), dtype=np.float32))
+
+    made = write_gguf(model, tmp_path / "drafting", describe=describe)
+    found, expected = (logits(load_model(folder_of(item.file, tmp_path)), PROMPT) for item in (made, plain))
+    assert torch.equal(found, expected)
+
+
+def test_experts_that_are_scored_in_another_way_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint("glm4_moe", tmp_path / "model")
+    made = write_gguf(model, tmp_path, describe=lambda writer: writer.add_expert_gating_func(SOFTMAX))
+    with pytest.raises(UnsupportedModel, match="expert_gating_func is 1; kvern runs glm4moe with 2, sigmoids"):
+        folder_of(made.file, tmp_path)
+
+
 MIXES: dict[str, dict[str, str]] = {
     "q4_k_m": {"attn_v|ffn_down|output": "Q6_K", "": "Q4_K"},
     "q3_k_m": {"attn_v|ffn_down": "Q5_K", "token_embd": "Q2_K", "": "Q3_K"},
     "iq4_xs": {"attn_v": "IQ4_NL", "": "IQ4_XS"},
     "older": {"exps": "Q5_1", "attn_q": "Q5_0", "attn_v": "Q5_1", "ffn_gate": "Q4_1", "ffn_up": "Q8_0", "": "Q4_0"},
+    "gpt_oss": {"_exps": "MXFP4", "": "Q8_0"},
     "plain": {"_exps": "F16", "attn_q|ffn_down": "F16", "attn_v": "BF16", "ffn_gate": "MXFP4", "": "F32"},
 }
 
@@ -89,7 +124,8 @@ MIXES: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize(
     ("family", "mix"),
     [
-        *[("llama", mix) for mix in MIXES],
+        *[("llama", mix) for mix in MIXES if mix != "gpt_oss"],
+        ("gpt_oss", "gpt_oss"),
         *[(family, "q4_k_m") for family in ("qwen3_moe", "phi3", "gemma3", "gpt_neox")],
     ],
 )
@@ -97,7 +133,7 @@ def test_packed_blocks_compute_what_their_numbers_do(family: str, mix: str, tmp_
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
     if family == "qwen3_moe":
         sizes |= {"moe_intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2, "mlp_only_layers": []}
-    if family == "gemma3":
+    if family in ("gemma3", "gpt_oss"):
         sizes |= {"layer_types": ["sliding_attention"]}
     model = make_checkpoint(family, tmp_path / "model", **sizes)
     kinds = MIXES[mix]

@@ -46,13 +46,28 @@ def test_a_byte_level_tokenizer_and_its_template_come_back(tmp_path: Path) -> No
     assert [found.bos_token, found.pad_token] == [own.bos_token, own.pad_token]
 
 
+def cut(name: str, text: str) -> list[str]:
+    steps = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in PATTERNS[name]]
+    return [piece for piece, _ in tokenizers.pre_tokenizers.Sequence(steps).pre_tokenize_str(text)]
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_texts_are_cut_by_every_known_pattern(name: str) -> None:
-    steps = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in PATTERNS[name]]
-    cut = tokenizers.pre_tokenizers.Sequence(steps)
     for text in TEXTS:
-        pieces = [piece for piece, _ in cut.pre_tokenize_str(text)]
+        pieces = cut(name, text)
         assert "".join(pieces) == text and (len(pieces) > 3 or not text)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("hunyuan-dense", ["123", "45", " a", "/bAb"]),
+        ("hunyuan", ["1", "2", "3", "4", "5", " a", "/bAb"]),
+        ("minimax-m2", ["123", "45", " a", "/b", "Ab"]),
+    ],
+)
+def test_texts_are_cut_as_llama_cpp_does(name: str, pieces: list[str]) -> None:
+    assert cut(name, "12345 a/bAb") == pieces
 
 
 def pieces_of_words(count: int) -> dict[str, float]:

@@ -1,13 +1,12 @@
 """Latent attention to what an indexer selects: the same keys, however a prompt came into the cache."""
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvern import LLM, SamplingParams
+from kvern import LLM
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, UnsupportedModel
 from kvern.layers.indexed_attention import Asked, places_of, selection
@@ -15,21 +14,12 @@ from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.worker.device import check_indexers, check_kernels
 from kvern.worker.memory import bytes_of_token
-from tests.cache_folder import load_kernels
-from tests.families import make_checkpoint, reference_greedy, reference_logits, similar_prompts
+from tests.families import make_checkpoint, reference_logits
+from tests.latent_engine import GREEDY, OPTIONS, PROMPTS, answers, check_steps, expected_answers
 from tests.speculation import speculating
 from tests.test_model_parity import PROMPT, TOLERANCE, DenseAttend, error, logits
 
 TOP_K = 7
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "threads": 1,
-    "max_model_len": 64,
-    "block_size": 4,
-    "max_batch_requests": 4,
-    "max_batch_tokens": 11,
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return similar_prompts(131)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return [reference_greedy(folder, prompt, 8) for prompt in prompts]
+def expected(folder: Path) -> list[list[int]]:
+    return expected_answers(folder)
 
 
 def random_asked(count: int) -> tuple[Asked, torch.Tensor]:
@@ -110,29 +95,15 @@ def test_index_keys_have_room_beside_latents(folder: Path) -> None:
 @pytest.mark.parametrize("cpu_kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kv_cache_tokens", [4 * 64, 64])
 def test_chunks_preemptions_and_hits_change_no_answer(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], cpu_kernels: bool, kv_cache_tokens: int
+    folder: Path, expected: list[list[int]], cpu_kernels: bool, kv_cache_tokens: int
 ) -> None:
-    if cpu_kernels:
-        load_kernels("cpu_attention", 1)
-    with LLM(str(folder), **OPTIONS, kv_cache_tokens=kv_cache_tokens, cpu_kernels=cpu_kernels) as llm:
-        scheduler: Any = llm._engine.core.scheduler
-        dice = random.Random(5)
-        for budget in (4, 11):
-            scheduler.limits = scheduler.limits.__class__(budget, 4, 100)
-            order = dice.sample(range(len(prompts)), len(prompts))
-            outputs = llm.generate([prompts[place] for place in order], GREEDY)
-            assert [output.outputs[0].token_ids for output in outputs] == [expected[place] for place in order]
-        statistics = llm.statistics()
-    assert (statistics.preemptions > 0) == (kv_cache_tokens == 64)
-    assert statistics.cached_tokens > 0
+    check_steps(folder, expected, kv_cache_tokens, kernels=cpu_kernels)
 
 
-def test_drafts_change_no_answer(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_drafts_change_no_answer(folder: Path, expected: list[list[int]]) -> None:
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=512) as llm:
-        outputs = llm.generate(prompts, GREEDY)
-        with speculating(llm, outputs) as oracle:
-            outputs = llm.generate(prompts, GREEDY)
-        assert [output.outputs[0].token_ids for output in outputs] == expected
+        with speculating(llm, llm.generate(PROMPTS, GREEDY)) as oracle:
+            assert answers(llm) == expected
         assert oracle.guessed
 
 
@@ -149,6 +120,7 @@ def test_weights_of_heads_stay_plain_beside_quantized_ones(quantization: str, fo
     ("changes", "reason"),
     [
         ({"layer_types": ["full_attention"] * 3}, "layer type 'full_attention' is unknown; known: indexed_attention"),
+        ({"layer_types": ["indexed_attention"] * 2}, "layer_types has 2 entries, and num_hidden_layers is 3"),
         ({"index_topk": 0}, "top_k is 0: it must be above 0"),
         ({"index_n_heads": 0}, "heads is 0: it must be above 0"),
         ({"index_head_dim": 6}, r"index_head_dim is 6: 8 entries \(qk_rope_head_dim\) are rotated"),

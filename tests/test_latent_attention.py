@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,15 @@ from kvern.worker.device import check_latents
 from kvern.worker.memory import bytes_of_token
 from kvern.worker.tiered import TIERS
 from tests.cache_folder import load_kernels
-from tests.families import make_checkpoint, reference_greedy, similar_prompts
+from tests.families import make_checkpoint, reference_greedy
 from tests.host_tier import HostTier
 from tests.idle import is_idle
+from tests.latent_engine import GREEDY, OPTIONS, OUTPUT, PROMPTS, answers, check_steps, expected_answers
 from tests.latent_families import STRETCHED
 from tests.peft_adapters import make_adapter, merge
 from tests.speculation import speculating
 from tests.test_hybrids import score
 from tests.test_model_parity import TOLERANCE, error
-
-OUTPUT = 8
-GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "threads": 1,
-    "max_model_len": 64,
-    "block_size": 4,
-    "max_batch_requests": 4,
-    "max_batch_tokens": 11,
-}
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return similar_prompts(131)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return [reference_greedy(folder, prompt, OUTPUT) for prompt in prompts]
+def expected(folder: Path) -> list[list[int]]:
+    return expected_answers(folder)
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "torch"])
@@ -68,10 +52,6 @@ def cpu_kernels(request: pytest.FixtureRequest) -> bool:
     if request.param:
         load_kernels("cpu_attention", 1)
     return bool(request.param)
-
-
-def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
 @pytest.mark.parametrize(
@@ -92,24 +72,13 @@ def test_other_settings_agree_with_transformers(family: str, changes: dict[str, 
 
 @pytest.mark.parametrize("kv_cache_tokens", [4 * 64, 64])
 def test_chunks_preemptions_and_hits_change_no_answer(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], cpu_kernels: bool, kv_cache_tokens: int
+    folder: Path, expected: list[list[int]], cpu_kernels: bool, kv_cache_tokens: int
 ) -> None:
-    with LLM(str(folder), **OPTIONS, kv_cache_tokens=kv_cache_tokens, cpu_kernels=cpu_kernels) as llm:
-        executor: Any = llm._engine.core.executor
-        attends = executor._worker.runner._attention
-        assert isinstance(attends, CompiledAttention if cpu_kernels else TorchAttention)
-        dice = random.Random(5)
-        for budget in (4, 7, 11):
-            llm._engine.core.scheduler.limits = llm._engine.core.scheduler.limits.__class__(budget, 4, 100)
-            order = dice.sample(range(len(prompts)), len(prompts))
-            assert answers(llm, [prompts[place] for place in order]) == [expected[place] for place in order]
-        statistics = llm.statistics()
-        assert is_idle(llm)
-    assert (statistics.preemptions > 0) == (kv_cache_tokens == 64)
-    assert statistics.cached_tokens > 0
+    backend = CompiledAttention if cpu_kernels else TorchAttention
+    check_steps(folder, expected, kv_cache_tokens, kernels=cpu_kernels, backend=backend)
 
 
-def test_samples_and_beams_go_on_with_copies(folder: Path, prompts: list[list[int]], cpu_kernels: bool) -> None:
+def test_samples_and_beams_go_on_with_copies(folder: Path, cpu_kernels: bool) -> None:
     params = [
         SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=6, ignore_eos=True),
         SamplingParams(beam_width=3, n=2, max_tokens=5, ignore_eos=True),
@@ -117,59 +86,55 @@ def test_samples_and_beams_go_on_with_copies(folder: Path, prompts: list[list[in
     found = []
     for options in ({"kv_cache_tokens": 512}, {"kv_cache_tokens": 72, "max_batch_tokens": 5}):
         with LLM(str(folder), **(OPTIONS | options), cpu_kernels=cpu_kernels) as llm:
-            outputs = llm.generate([prompts[1], prompts[1]], params)
+            outputs = llm.generate([PROMPTS[1], PROMPTS[1]], params)
             found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
             assert is_idle(llm)
     assert found[0] == found[1]
-    worse = score(folder, prompts[1], reference_greedy(folder, prompts[1], 5))
-    assert score(folder, prompts[1], found[0][1][0]) >= worse - 1e-4, "three beams find nothing worse than one"
+    worse = score(folder, PROMPTS[1], reference_greedy(folder, PROMPTS[1], 5))
+    assert score(folder, PROMPTS[1], found[0][1][0]) >= worse - 1e-4, "three beams find nothing worse than one"
 
 
-def test_steps_and_company_change_no_bit(folder: Path, prompts: list[list[int]]) -> None:
+def test_steps_and_company_change_no_bit(folder: Path) -> None:
     load_kernels("cpu_attention", 1)
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=OUTPUT, ignore_eos=True, logprobs=3)
     options = OPTIONS | {"dtype": "bfloat16", "deterministic": True}
     found = []
     for changes, order in (({"max_batch_requests": 1}, 1), ({"kv_cache_tokens": 64}, 1), ({"max_batch_tokens": 5}, -1)):
         with LLM(str(folder), **(options | {"kv_cache_tokens": 512} | changes)) as llm:
-            outputs = llm.generate(prompts[::order], params)[::order]
+            outputs = llm.generate(PROMPTS[::order], params)[::order]
         found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
     assert found[0] == found[1] == found[2]
 
 
-def test_drafts_change_no_answer(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], cpu_kernels: bool
-) -> None:
+def test_drafts_change_no_answer(folder: Path, expected: list[list[int]], cpu_kernels: bool) -> None:
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=512, cpu_kernels=cpu_kernels) as llm:
-        outputs = llm.generate(prompts, GREEDY)
+        outputs = llm.generate(PROMPTS, GREEDY)
         with speculating(llm, outputs) as oracle:
-            assert answers(llm, prompts) == expected
+            assert answers(llm) == expected
         assert oracle.guessed
 
 
-def test_latents_leave_for_a_tier_and_come_back(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_latents_leave_for_a_tier_and_come_back(folder: Path, expected: list[list[int]]) -> None:
     TIERS.register("latents")(lambda config, layout: HostTier(200))
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=64, kv_tier="latents") as llm:
         for _ in range(2):
-            assert answers(llm, prompts) == expected
+            assert answers(llm) == expected
         executor: Any = llm._engine.core.executor
         assert executor.tier.saved and executor.tier.loaded and is_idle(llm)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-def test_adapters_reach_all_but_the_expansion(folder: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_adapters_reach_all_but_the_expansion(folder: Path, tmp_path: Path) -> None:
     modules = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
     adapter = make_adapter(folder, tmp_path / "one", 1, target_modules=modules)
     merged = merge(folder, adapter, tmp_path / "merged")
     with LLM(str(folder), **OPTIONS, kv_cache_tokens=512, adapters={"one": str(adapter)}) as llm:
-        outputs = llm.generate([prompts[1], prompts[1]], GREEDY, adapter=["one", None])
+        outputs = llm.generate([PROMPTS[1], PROMPTS[1]], GREEDY, adapter=["one", None])
         expanding = make_adapter(folder, tmp_path / "two", 2, target_modules=["kv_b_proj"])
         with pytest.raises(InvalidAdapter, match="kv_b_proj"):
             llm.load_adapter("two", str(expanding))
     found = [output.outputs[0].token_ids for output in outputs]
-    assert found == [reference_greedy(path, prompts[1], OUTPUT) for path in (merged, folder)]
+    assert found == [reference_greedy(path, PROMPTS[1], OUTPUT) for path in (merged, folder)]
     assert found[0] != found[1]
 
 
@@ -190,12 +155,12 @@ def test_what_does_not_go_with_latents_is_not_offered(folder: Path) -> None:
     assert "attention keys, values" in text and "8 bits" not in text and "kvern quantize" not in text
 
 
-def test_bfloat16_stays_near_float32(folder: Path, prompts: list[list[int]], cpu_kernels: bool) -> None:
+def test_bfloat16_stays_near_float32(folder: Path, cpu_kernels: bool) -> None:
     params = GREEDY.replace(max_tokens=1, prompt_logprobs=0)
     found = []
     for dtype in ("float32", "bfloat16"):
         with LLM(str(folder), **(OPTIONS | {"dtype": dtype}), kv_cache_tokens=512, cpu_kernels=cpu_kernels) as llm:
-            tables = (llm.generate([prompts[2]], params)[0].prompt_logprobs or [])[1:]
+            tables = (llm.generate([PROMPTS[2]], params)[0].prompt_logprobs or [])[1:]
         found.append([next(iter(table.values())).logprob for table in tables if table])
     rough = torch.tensor(found[1]) - torch.tensor(found[0])
     assert 1e-4 < rough.abs().median() < 0.2
@@ -328,7 +293,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "norm_topk_prob": V2 | {"norm_topk_prob": True},
     "use_mla": V2 | {"use_mla": False},
     "moe_layer_freq 2": V3 | {"moe_layer_freq": 2},
-    "mlp_layer_types must say dense or sparse for each of 61": V3 | {"mlp_layer_types": ["dense"]},
+    "mlp_layer_types has 1 entries, and num_hidden_layers is 61": V3 | {"mlp_layer_types": ["dense"]},
+    "layer type 'thin' is unknown; known: dense, sparse": V3 | {"mlp_layer_types": ["thin"] * 61},
     "attention_bias without q_lora_rank": V3 | {"q_lora_rank": None, "attention_bias": True},
     "kv_lora_rank is -1": V3 | {"kv_lora_rank": -1},
     "kv_lora_rank is 0: it must be above 0": V3 | {"kv_lora_rank": 0},

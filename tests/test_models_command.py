@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from kvern.cli.main import main
 from kvern.cli.model_report import Device, report_of
+from kvern.config import EngineConfig
 from kvern.layers.quantized.rounding import Rounding
 from kvern.layers.quantized.scaled import ROWS, TENSOR, Block, Scaled
 from kvern.models.loader import load_model, read_config
@@ -20,6 +21,7 @@ from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.scheme import FP8, INT8, int4
 from kvern.worker.memory import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE, MARGIN_BYTES
+from kvern.worker.plan import lay_out, tokens_taken
 from tests.families import make_checkpoint
 from tests.gguf_files import add_tokenizer, write_gguf
 from tests.scaled_rows import quantize
@@ -98,12 +100,12 @@ def test_json_says_what_the_tables_say(capsys: pytest.CaptureFixture[str], monke
 
 def test_the_verdict_is_that_of_the_memory_there_is(tmp_path: Path) -> None:
     report = report_of("a model", make_checkpoint("llama", tmp_path))
-    weights, token = report.weight_bytes, report.token_bytes
-    assert Device("GPU", weights - 1).cache_tokens(weights, token) < 0
-    assert Device("GPU", weights + MARGIN_BYTES + 1000 * token).cache_tokens(weights, token) == int(
-        1000 * GPU_MEMORY_SHARE
-    )
-    assert Device("CPU", weights + 1000 * token, host=True).cache_tokens(weights, token) == 1000 * CPU_MEMORY_SHARE
+    weights, token = report.weight_bytes, report.token_bytes("float32")
+    assert report.cache_tokens(Device("GPU", weights - 1), weights) == 0
+    gpu = Device("GPU", weights + MARGIN_BYTES + 1000 * token)
+    assert report.cache_tokens(gpu, weights) == int(1000 * GPU_MEMORY_SHARE)
+    cpu = Device("CPU", weights + 1000 * token, host=True)
+    assert report.cache_tokens(cpu, weights) == 1000 * CPU_MEMORY_SHARE
     assert "fits: " in report.verdict(Device("CPU", weights + 1 << 30, host=True))
     short = report.verdict(Device("CPU", weights + 400 * token, host=True))
     assert "sequences of up to 100 tokens" in short and "256" in short
@@ -111,6 +113,20 @@ def test_the_verdict_is_that_of_the_memory_there_is(tmp_path: Path) -> None:
     assert report.verdict(Device("CPU", weights // 99, host=True)).startswith("does not fit: its weights take")
     large = replace(report, shares=[replace(share, nbytes=10**12) for share in report.shares])
     assert "does not fit" in large.verdict(Device("CPU", 10**10, host=True))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next", "llama"])
+def test_what_fits_is_what_the_engine_lays_out(family: str, tmp_path: Path) -> None:
+    """Layers with a window keep no more than that, and states of requests take their part."""
+    folder = make_checkpoint(family, tmp_path, max_position_embeddings=1 << 20)
+    report = report_of("a model", folder)
+    device = Device("CPU", 200 << 20, host=True)
+    room, plan = device.room(report.spec, report.dtype, report.weight_bytes)
+    layout = lay_out([room], plan, EngineConfig())
+    assert report.cache_tokens(device, report.weight_bytes) == layout.max_model_len < 1 << 20
+    assert bool(layout.window_tables) == (family in ("gemma3", "gpt_oss"))
+    taken = tokens_taken(layout.max_model_len, room, plan, EngineConfig())
+    assert 0 <= layout.blocks * layout.block_size // (1 + layout.window_tables) - taken < layout.block_size
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:

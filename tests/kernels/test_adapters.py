@@ -85,7 +85,7 @@ def reference(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("sizes", [(40,), (150, 130), (136, 24, 8), (1,)])
+@pytest.mark.parametrize("sizes", [(40,), (150, 130), (136, 24, 8), (70, 130, 24, 8), (1,)])
 @pytest.mark.parametrize("adapters", [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 70 + [-1] * 20 + [0] * 9])
 def test_rows_get_what_their_adapter_adds(
     device: torch.device, adapters: list[int], sizes: tuple[int, ...], deterministic: bool
@@ -107,7 +107,7 @@ def test_rows_get_what_their_adapter_adds(
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("sizes", [(40,), (160, 130), (128, 32, 32)])
+@pytest.mark.parametrize("sizes", [(40,), (160, 130), (128, 32, 32), (64, 32, 32, 32)])
 @pytest.mark.parametrize("adapters", [[2], [0, -1, 3, 3, 1, -1, 2], [1] * 17 + [-1] * 6 + [0] * 9])
 def test_a_product_with_what_adapters_add(
     device: torch.device, adapters: list[int], sizes: tuple[int, ...], splits: int

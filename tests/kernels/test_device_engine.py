@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.errors import ConfigError
 from kvern.structured_output import StructuredOutput
+from kvern.worker.kernel_parts import KernelParts
+from kvern.worker.step_parts import StepTooLarge
 from tests.failing_runner import FailingRunner
 from tests.families import FAMILIES, make_checkpoint
 from tests.peft_adapters import make_adapter
@@ -283,6 +286,17 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     assert answers(found) == answers(expected)
     assert list(logprobs(found)) == pytest.approx(list(logprobs(expected)), abs=2e-4)
     assert "out of GPU memory in a step of" in caplog.text
+
+
+def test_a_start_whose_largest_step_does_not_fit_says_what_to_lower(
+    tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> int:
+        raise StepTooLarge("(3 MiB free)") from torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(KernelParts, "_run_largest_steps", fails)
+    with pytest.raises(ConfigError, match=r"max_batch_tokens \d+ tokens does not fit .* \(3 MiB free\): lower"):
+        on_device(make_tiny_model(tmp_path / "model"), **OPTIONS)
 
 
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.nightly), "result"])

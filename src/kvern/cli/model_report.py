@@ -12,6 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvern.config import EngineConfig
+from kvern.model_spec import ModelSpec
 from kvern.models.loader import outline_model
 from kvern.models.precision import Share, shares
 from kvern.models.weight_statistics import WeightStatistics
@@ -20,11 +22,25 @@ from kvern.worker.memory import (
     GPU_MEMORY_SHARE,
     MARGIN_BYTES,
     available_memory,
+    bytes_of_state,
     bytes_of_token,
     host_cache_bytes,
 )
+from kvern.worker.plan import (
+    REQUIRED_KERNELS,
+    Findings,
+    Plan,
+    Room,
+    agree,
+    longest_fitting,
+    running_requests,
+    states_of_a_request,
+    tokens_taken,
+)
+from kvern.worker.windows import choose_groups
 
-EIGHT_BIT = torch.int8
+EIGHT_BIT = "int8"
+DEFAULTS = EngineConfig()
 SMALLER = {"fp8": 8.0, "int4": 4.125}
 """Bits per weight of methods of `kvern quantize`, scales included."""
 KEPT = ("embeddings", "output layer", "routers", "norms, biases")
@@ -39,32 +55,43 @@ class Device:
     free: int
     host: bool = False
 
-    def cache_tokens(self, weights: int, token_bytes: int) -> int:
-        """How many tokens kvern would have room for in its KV cache beside the weights; negative: not even those."""
-        left = self.free - weights
-        if left < 0:
-            return -1
-        cache = host_cache_bytes(left, token_bytes) if self.host else int((left - MARGIN_BYTES) * GPU_MEMORY_SHARE)
-        return max(cache, 0) // token_bytes
+    def room(self, spec: ModelSpec, dtype: str, weights: int) -> tuple[Room, Plan]:
+        """What kvern would have for keys, values and states beside the weights, if all its kernels work.
+
+        No bytes: not even the weights fit. `dtype` is the model's.
+        """
+        kernels = frozenset() if self.host else REQUIRED_KERNELS | {"windows"}
+        plan = agree([Findings("cpu" if self.host else "cuda", dtype, kernels)], DEFAULTS, spec)
+        groups = choose_groups(DEFAULTS, spec, plan)
+        token_bytes = bytes_of_token(spec, getattr(torch, plan.cache_dtype), groups)
+        state_bytes, left = bytes_of_state(spec, getattr(torch, dtype)), max(self.free - weights, 0)
+        gpu_bytes = max(int((left - MARGIN_BYTES) * GPU_MEMORY_SHARE), 0)
+        cache = host_cache_bytes(left, token_bytes, state_bytes) if self.host else gpu_bytes
+        window, tables = groups.window or 0, groups.window_tables
+        return Room(cache, token_bytes, state_bytes=state_bytes, window=window, window_tables=tables), plan
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """Everything that is said; `token_bytes` and `token_bytes_8bit` are those of a token's keys and values.
-
-    `attends_to_latents`: the cache cannot have 8 bits. `takes_quantize`: `kvern quantize` knows the model's layers.
-    """
+    """Everything that is said of the model that `spec` describes, whose `dtype` has this name."""
 
     model: str
     folder: Path
-    shares: list[Share]
-    context: int
+    spec: ModelSpec
     dtype: str
-    token_bytes: int
-    token_bytes_8bit: int
-    attends_to_latents: bool
+    shares: list[Share]
     devices: list[Device]
-    takes_quantize: bool
+
+    @property
+    def context(self) -> int:
+        """The most tokens that it has positions for."""
+        return self.spec.max_position_embeddings
+
+    @property
+    def takes_quantize(self) -> bool:
+        """Whether `kvern quantize` knows the model's layers."""
+        spec = self.spec
+        return not (spec.augmented or spec.attends_to_latents or any(item.sinks for item in spec.attentions))
 
     @property
     def parameters(self) -> int:
@@ -84,12 +111,30 @@ class ModelReport:
             method: rest + int(bits / 8 * sum(share.parameters for share in layers)) for method, bits in SMALLER.items()
         }
 
+    def token_bytes(self, dtype: str) -> int:
+        """Of keys and values of this dtype that all layers keep of a token."""
+        return bytes_of_token(self.spec, getattr(torch, dtype))
+
+    def context_bytes(self, dtype: str) -> int:
+        """Of those of a sequence as long as the context, where layers with a window may keep no more than that."""
+        room, plan = Device("CPU", 0, host=True).room(self.spec, self.dtype, 0)
+        tokens = tokens_taken(self.context, room, plan, DEFAULTS)
+        given, wanted = (int(getattr(torch, name).itemsize) for name in (plan.cache_dtype, dtype))
+        return tokens * room.token_bytes * wanted // given
+
+    def cache_tokens(self, device: Device, weights: int) -> int:
+        """The longest sequence for which kvern would have room beside so many bytes of weights; 0: not even those."""
+        room, plan = device.room(self.spec, self.dtype, weights)
+        states = running_requests([room], plan, DEFAULTS) * states_of_a_request(DEFAULTS)
+        left = max(room.cache_bytes - states * room.state_bytes, 0)
+        return longest_fitting(left // room.token_bytes, room, plan, DEFAULTS)
+
     def verdict(self, device: Device) -> str:
         """Whether it fits, in a line."""
-        tokens, weights = device.cache_tokens(self.weight_bytes, self.token_bytes), self.weight_bytes
+        tokens, weights = self.cache_tokens(device, self.weight_bytes), self.weight_bytes
         free = f"{device.free / GIGABYTE:.1f} GB free"
         if tokens <= 0:
-            fitting = [name for name, size in self.smaller().items() if device.cache_tokens(size, self.token_bytes) > 0]
+            fitting = [name for name, size in self.smaller().items() if self.cache_tokens(device, size) > 0]
             hint = f"; it would by kvern quantize --method {fitting[0]}" if fitting else ""
             return f"does not fit: its weights take {weights / GIGABYTE:.1f} GB of {free}{hint}"
         if tokens < self.context:
@@ -97,7 +142,10 @@ class ModelReport:
                 f"fits with sequences of up to {tokens:,} tokens: {free} hold weights of {weights / GIGABYTE:.1f} GB "
                 f"and so many keys and values, not the whole context of {self.context:,}"
             )
-        return f"fits: {free} hold the weights and a KV cache of {tokens:,} tokens, the context is {self.context:,}"
+        return (
+            f"fits: {free} hold the weights and keys and values of a sequence of {tokens:,} tokens, the context is "
+            f"{self.context:,}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -110,18 +158,18 @@ class ModelReport:
             "context": self.context,
             "kv_cache": {
                 "dtype": self.dtype,
-                "token_bytes": self.token_bytes,
-                "context_bytes": self.context * self.token_bytes,
-                "token_bytes_8bit": None if self.attends_to_latents else self.token_bytes_8bit,
-                "context_bytes_8bit": None if self.attends_to_latents else self.context * self.token_bytes_8bit,
+                "token_bytes": self.token_bytes(self.dtype),
+                "context_bytes": self.context_bytes(self.dtype),
+                "token_bytes_8bit": None if self.spec.attends_to_latents else self.token_bytes(EIGHT_BIT),
+                "context_bytes_8bit": None if self.spec.attends_to_latents else self.context_bytes(EIGHT_BIT),
             },
             "smaller": self.smaller(),
             "devices": [
                 {
                     "device": device.name,
                     "free_bytes": device.free,
-                    "fits": device.cache_tokens(self.weight_bytes, self.token_bytes) > 0,
-                    "cache_tokens": max(0, device.cache_tokens(self.weight_bytes, self.token_bytes)),
+                    "fits": self.cache_tokens(device, self.weight_bytes) > 0,
+                    "cache_tokens": self.cache_tokens(device, self.weight_bytes),
                     "verdict": self.verdict(device),
                 }
                 for device in self.devices
@@ -132,10 +180,9 @@ class ModelReport:
         """Two tables and a verdict for each device."""
         console.print(_precision_table(self))
         memory = _table("keys and values", "per token", f"context of {self.context:,}", "with the weights")
-        caches = ((self.dtype, self.token_bytes), ("8 bits", self.token_bytes_8bit))
-        for name, size in caches[:1] if self.attends_to_latents else caches:
-            cache = self.context * size
-            memory.add_row(name, _size(size), _size(cache), _size(cache + self.weight_bytes))
+        for dtype in [self.dtype] if self.spec.attends_to_latents else [self.dtype, EIGHT_BIT]:
+            cache, name = self.context_bytes(dtype), "8 bits" if dtype == EIGHT_BIT else dtype
+            memory.add_row(name, _size(self.token_bytes(dtype)), _size(cache), _size(cache + self.weight_bytes))
         console.print(memory)
         for method, size in self.smaller().items():
             console.print(f"kvern quantize --method {method} would make about {_size(size)} of the weights")
@@ -216,16 +263,11 @@ def devices() -> Iterator[Device]:
 def report_of(model: str, folder: Path) -> ModelReport:
     """Read the headers of a model's files. Raises KvernError."""
     decoder = outline_model(folder)
-    spec, dtype = decoder.spec, decoder.build.dtype
     return ModelReport(
         model=model,
         folder=folder,
+        spec=decoder.spec,
+        dtype=str(decoder.build.dtype).removeprefix("torch."),
         shares=shares(decoder),
-        context=spec.max_position_embeddings,
-        dtype=str(dtype).removeprefix("torch."),
-        token_bytes=bytes_of_token(spec, dtype),
-        token_bytes_8bit=bytes_of_token(spec, EIGHT_BIT),
-        attends_to_latents=spec.attends_to_latents,
         devices=list(devices()),
-        takes_quantize=not (spec.augmented or spec.attends_to_latents or any(item.sinks for item in spec.attentions)),
     )

@@ -15,10 +15,10 @@ from kvern.kernels.adapters import (
     EXPAND_ADAPTERS,
     LARGEST_TILE,
     SMALLEST_TILE,
+    four_ends,
     matrices_of_group,
     shrink,
     splits_of,
-    three_ends,
 )
 from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps
 from kvern.kernels.linear import MatmulShape, join_splits, sum_of_tile
@@ -39,6 +39,7 @@ def _adapted_product_kernel(
     rows,
     first_end,
     second_end,
+    third_end,
     outputs,
     inputs,
     x_stride,
@@ -76,7 +77,9 @@ def _adapted_product_kernel(
         size = rows.to(tl.int64) * outputs
         last, total = join_splits(total, partial, arrived, place, known, split, size, SPLITS, ROWS, OUTPUTS)
     if last:
-        part = (start >= first_end).to(tl.int32) + (start >= second_end).to(tl.int32)
+        part = (
+            (start >= first_end).to(tl.int32) + (start >= second_end).to(tl.int32) + (start >= third_end).to(tl.int32)
+        )
         its_low = low + row.to(tl.int64)[None, :] * (PARTS * MOST) + part * MOST + tl.arange(0, CHUNK)[:, None]
         between = rows.to(tl.int64) * (PARTS * MOST)
         for first in tl.range(0, tl.max(its, axis=0), CHUNK, num_stages=1):
@@ -116,7 +119,7 @@ def adapted_product(
     """
     rows, inputs = x.shape
     places, parts, most, _ = down.shape
-    first_end, second_end, outputs = three_ends(ends)
+    first_end, second_end, third_end, outputs = four_ends(ends)
     splits, overlap = splits_of(inputs), overlaps(x.device)
     tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
     low = shrink(x, adapters, down, ranks, splits, tile)
@@ -138,6 +141,7 @@ def adapted_product(
         rows,
         first_end,
         second_end,
+        third_end,
         outputs,
         inputs,
         x.stride(0),

@@ -30,7 +30,7 @@ MOST_SPLITS = 16
 INPUTS_OF_SPLIT = 1024
 SPLIT_ROWS = 512
 """With more rows the tiles of rows alone fill the card."""
-MOST_PARTS = 3
+MOST_PARTS = 4
 """Of a layer."""
 WARPS = 4
 WIDE = 128
@@ -146,6 +146,7 @@ def _expand_kernel(
     rows,
     first_end,
     second_end,
+    third_end,
     outputs,
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
@@ -158,14 +159,15 @@ def _expand_kernel(
     EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # The parts end at first_end, second_end and outputs; no tile has outputs of two parts.
+    # The parts end at first_end, second_end, third_end and outputs; no tile has outputs of two parts.
     tile = tl.program_id(0)
     first_tiles = tl.cdiv(first_end, OUTPUTS)
     two_tiles = first_tiles + tl.cdiv(second_end - first_end, OUTPUTS)
-    part = (tile >= first_tiles).to(tl.int32) + (tile >= two_tiles).to(tl.int32)
-    begin = tl.where(part == 0, 0, tl.where(part == 1, first_end, second_end))
-    end = tl.where(part == 0, first_end, tl.where(part == 1, second_end, outputs))
-    tile -= tl.where(part == 0, 0, tl.where(part == 1, first_tiles, two_tiles))
+    three_tiles = two_tiles + tl.cdiv(third_end - second_end, OUTPUTS)
+    part = (tile >= first_tiles).to(tl.int32) + (tile >= two_tiles).to(tl.int32) + (tile >= three_tiles).to(tl.int32)
+    begin = tl.where(part == 0, 0, tl.where(part == 1, first_end, tl.where(part == 2, second_end, third_end)))
+    end = tl.where(part == 0, first_end, tl.where(part == 1, second_end, tl.where(part == 2, third_end, outputs)))
+    tile -= tl.where(part == 0, 0, tl.where(part == 1, first_tiles, tl.where(part == 2, two_tiles, three_tiles)))
     column = tl.arange(0, OUTPUTS)
     start = begin + tile * OUTPUTS
     if EVEN:
@@ -248,13 +250,13 @@ def add_adapters(
     adapters  [rows] int32 or int64   the index of each row's adapter; -1: none, and the row is not touched
     down      [places, parts, most, inputs]   up [places, most, outputs]   `most` a multiple of 16
     ranks     [places] int32          how many of the `most` ranks an adapter has; 0: it changes nothing here
-    ends      where each of the parts, three at most, ends among the outputs
+    ends      where each of the parts, four at most, ends among the outputs
 
     With `deterministic` a row's result does not depend on how many rows there are.
     """
     rows, inputs = x.shape
     places, parts, most, _ = down.shape
-    first_end, second_end, outputs = three_ends(ends)
+    first_end, second_end, third_end, outputs = four_ends(ends)
     tile, splits = LARGEST_TILE, splits_of(inputs)
     if not deterministic:
         tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
@@ -273,6 +275,7 @@ def add_adapters(
         rows,
         first_end,
         second_end,
+        third_end,
         outputs,
         parts,
         most,
@@ -290,5 +293,5 @@ def add_adapters(
     )
 
 
-def three_ends(ends: tuple[int, ...]) -> tuple[int, ...]:
-    return (*ends, ends[-1], ends[-1])[:3]
+def four_ends(ends: tuple[int, ...]) -> tuple[int, ...]:
+    return (*ends, *[ends[-1]] * 3)[:4]

@@ -125,8 +125,16 @@ class ExpertBiases(Loadable):
     def parts(self) -> dict[str, tuple[int, ...]]:
         return {_stack(name, "bias"): tuple(bias.shape) for name, bias in self.named_parameters()}
 
+    def stacked_parts(self) -> dict[str, tuple[int, ...]]:
+        halves = dict.fromkeys(("gate", "up"), (self.gate_up.shape[0], self.gate_up.shape[1] // 2))
+        return {_stack(name, "bias"): shape for name, shape in halves.items()} | {
+            _stack("down", "bias"): tuple(self.down.shape)
+        }
+
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
-        copy_rows(self.gate_up if part == _stack("gate_up", "bias") else self.down, tensor, first_row)
+        target = self.down if part == _stack("down", "bias") else self.gate_up
+        first = self.gate_up.shape[1] // 2 if part == _stack("up", "bias") else 0
+        copy_rows(target.narrow(1, first, tensor.shape[1]), tensor, first_row)
 
 
 class StackedExperts(Experts):

@@ -162,7 +162,10 @@ def read_mlp(config: Config, **fields: Any) -> MlpSpec:
 def read_experts(config: Config) -> int:
     """The number of experts, by any of its three names."""
     names = ("num_local_experts", "n_routed_experts", "num_experts")
-    return int(config[next((name for name in names if name in config), "num_experts")])
+    found = next((name for name in names if name in config), None)
+    if found is None:
+        raise KeyError(" or ".join(names))
+    return int(config[found])
 
 
 def read_groups(config: Config) -> tuple[int, int]:

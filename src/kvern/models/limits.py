@@ -16,7 +16,6 @@ SIZES: Mapping[str, int] = {
     "max_window_layers": MOST_LAYERS,
     "first_k_dense_replace": MOST_LAYERS,
     "decoder_sparse_step": MOST_LAYERS,
-    "sliding_window_pattern": MOST_LAYERS,
     "no_rope_layer_interval": MOST_LAYERS,
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 20,
@@ -77,6 +76,15 @@ SIZES: Mapping[str, int] = {
     "original_max_position_embeddings": 1 << 24,
 }
 """The largest that each may be; several times those of any model that there is."""
+NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+"""Those that no model may have as null or 0."""
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "activation_sparsity_pattern", "attn_type_list")
+"""Lists with an entry for each of `num_hidden_layers`."""
+KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling"), dict),
+    **dict.fromkeys((*PER_LAYER, "layers_block_type"), list),
+}
+"""What is an object or a list, if it is given."""
 POSITIVE = frozenset(
     {"vocab_size", "hidden_size", "max_position_embeddings", "heads", "kv_heads", "head_dim", "width", "experts"}
     | {"top_k", "groups", "top_groups", "theta", "dim", "window", "trained_len"}
@@ -86,28 +94,57 @@ POSITIVE = frozenset(
 )
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a size that no model has."""
+class Unfit(ValueError):
+    """What a configuration says, and no model can be built of; the `values` that are wrong, where these are known."""
+
+    def __init__(self, message: str, *values: Any) -> None:
+        super().__init__(message)
+        self.values = values
+
+
+def check_config(config: Mapping[str, Any], within: str = "") -> None:
+    """Raise Unfit for a size that no model has, for lists of layers of another length, and for values of other kinds.
+
+    `within`: what stands before names in messages.
+    """
     for name, most in SIZES.items():
         value = config.get(name)
         sizes = value if name == "intermediate_size" and isinstance(value, list) else [value]  # one for each layer
         if value is not None and not all(type(size) is int and 0 <= size <= most for size in sizes):
-            raise ValueError(f"{name} is {value!r:.60}: it must be a whole number of at most {most}")
+            raise Unfit(f"{within}{name} is {value!r:.60}: it must be a whole number of at most {most}")
+    for name, value in config.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            raise Unfit(f"{within}{name} is {value!r}: it must be true or false, not a text")
+    for name in NEEDED:
+        if name in config and not config[name]:
+            raise Unfit(f"{within}{name} is {config[name]!r}: it must be a whole number above 0")
+    for name, kind in KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise Unfit(
+                f"{within}{name} is {config[name]!r:.60}: it must be {'a list' if kind is list else 'an object'}"
+            )
+    count = config.get("num_hidden_layers")
+    for name in (*PER_LAYER, "intermediate_size"):
+        if isinstance(value := config.get(name), list) and value and count is not None and len(value) != count:
+            raise Unfit(
+                f"{within}{name} has {len(value)} entries, and num_hidden_layers is {count}: it must have one for each "
+                "layer"
+            )
     if isinstance(text := config.get("text_config"), dict):
-        check_config(text)
+        check_config(text, "text_config.")
 
 
 def check_spec(spec: ModelSpec) -> None:
-    """Raise ValueError for what a family read and no model can be built of."""
+    """Raise Unfit for what a family read and no model can be built of."""
     if not 1 <= len(spec.layers) <= MOST_LAYERS:
-        raise ValueError(f"there are {len(spec.layers)} layers: there must be from 1 to {MOST_LAYERS}")
+        raise Unfit(f"there are {len(spec.layers)} layers: there must be from 1 to {MOST_LAYERS}")
     for name, hint in _hints(ModelSpec).items():
         if name != "layers":
             _check(name, getattr(spec, name), hint)
     if spec.norm.epsilon < 0:
-        raise ValueError(f"the norms' epsilon is {spec.norm.epsilon}: it must not be below 0")
+        raise Unfit(f"the norms' epsilon is {spec.norm.epsilon}: it must not be below 0")
     if not spec.attentions:
-        raise ValueError(f"none of {len(spec.layers)} layers attends: kvern's schedule is that of a KV cache")
+        raise Unfit(f"none of {len(spec.layers)} layers attends: kvern's schedule is that of a KV cache")
     for layer in {id(layer): layer for layer in spec.layers}.values():
         _check("layer", layer, LayerSpec)
         _check_layer(layer, spec.max_position_embeddings)
@@ -121,7 +158,7 @@ def _check_streams(spec: ModelSpec) -> None:
         return
     parts = spec.per_layer is not None and not spec.layer_scalars
     if not parts or any(layer.mixer is None or layer.mlp is None or layer.experts for layer in spec.layers):
-        raise ValueError(
+        raise Unfit(
             "several residual streams go with layers that have a mixer, an MLP and inputs of their own, and no more"
         )
 
@@ -132,14 +169,14 @@ def _check_borrowing(spec: ModelSpec) -> None:
     for place, layer in enumerate(spec.layers):
         owner = getattr(layer.mixer, "cache_of", None)
         if owner is not None and not (owner < place and owner in caching):
-            raise ValueError(f"layer {place} attends to the cache of layer {owner}, which has none by then")
+            raise Unfit(f"layer {place} attends to the cache of layer {owner}, which has none by then")
         if owner is not None and replace(layer.attention, cache_of=None) != spec.layers[owner].attention:
-            raise ValueError(f"layer {place} attends to the cache of layer {owner}, whose attention is another")
+            raise Unfit(f"layer {place} attends to the cache of layer {owner}, whose attention is another")
 
 
 def _check_layer(layer: LayerSpec, length: int) -> None:
     if not layer.mixers and layer.mlp is None:
-        raise ValueError("a layer has neither a mixer nor an MLP")
+        raise Unfit("a layer has neither a mixer nor an MLP")
     for moe in (layer.mlp, layer.experts):
         if isinstance(moe, MoeSpec):
             _check_experts(moe)
@@ -147,7 +184,7 @@ def _check_layer(layer: LayerSpec, length: int) -> None:
         _check_mlp(layer.mlp)
     experts = layer.mlp if isinstance(layer.mlp, MoeSpec) else None
     if layer.mlp is not None and layer.mlp.activation == "clamped_swiglu" and (experts is None or experts.shared_width):
-        raise ValueError("the activation is clamped_swiglu, which only experts that are chosen have")
+        raise Unfit("the activation is clamped_swiglu, which only experts that are chosen have")
     for mixer in layer.mixers:
         _check_mixer(mixer, layer.rope, length)
 
@@ -155,49 +192,52 @@ def _check_layer(layer: LayerSpec, length: int) -> None:
 def _check_mlp(mlp: MlpSpec) -> None:
     scaled = (mlp.gate_scale, mlp.out_scale) != (1.0, 1.0)
     if not mlp.gated and scaled:
-        raise ValueError("an MLP without a gate has scales: only one with a gate may")
+        raise Unfit("an MLP without a gate has scales: only one with a gate may")
     if not 0 <= mlp.sparsity < 1:
-        raise ValueError(f"the sparsity of an MLP is {mlp.sparsity}: it must be from 0 to less than 1")
+        raise Unfit(f"the sparsity of an MLP is {mlp.sparsity}: it must be from 0 to less than 1")
     if mlp.sparsity and (scaled or not mlp.gated):
-        raise ValueError("an MLP with a sparsity has scales or no gate: it must have a gate, and no scales")
+        raise Unfit("an MLP with a sparsity has scales or no gate: it must have a gate, and no scales")
 
 
 def _check_mixer(
     mixer: AttentionSpec | LatentAttentionSpec | RecurrentSpec, rope: RopeSpec | None, length: int
 ) -> None:
     if isinstance(mixer, DeltaNetSpec) and mixer.value_heads % mixer.key_heads:
-        raise ValueError(f"{mixer.value_heads} value heads cannot share {mixer.key_heads} key heads evenly")
+        raise Unfit(f"{mixer.value_heads} value heads cannot share {mixer.key_heads} key heads evenly")
     if isinstance(mixer, Mamba2Spec) and mixer.heads % mixer.groups:
-        raise ValueError(f"{mixer.heads} heads of Mamba cannot share {mixer.groups} groups evenly")
+        raise Unfit(f"{mixer.heads} heads of Mamba cannot share {mixer.groups} groups evenly")
     if isinstance(mixer, Mamba2Spec) and mixer.inner > SIZES["mamba_d_ssm"]:
-        raise ValueError(f"Mamba has {mixer.inner} numbers of a token: there may be {SIZES['mamba_d_ssm']}")
+        raise Unfit(f"Mamba has {mixer.inner} numbers of a token: there may be {SIZES['mamba_d_ssm']}")
     if isinstance(mixer, RecurrentSpec):
         return
     if isinstance(mixer, LatentAttentionSpec):
         head_dim = mixer.qk_rope_head_dim
         _check_indexer(mixer)
     elif mixer.heads % mixer.kv_heads:
-        raise ValueError(f"{mixer.heads} attention heads cannot share {mixer.kv_heads} key-value heads evenly")
+        raise Unfit(f"{mixer.heads} attention heads cannot share {mixer.kv_heads} key-value heads evenly")
     else:
         head_dim = mixer.head_dim
     if rope is None:
         return
     if rope.dim % 2 or rope.dim > head_dim:
-        raise ValueError(f"{rope.dim} entries of a head of {head_dim} are rotated: it must be an even part")
-    frequencies, factor = rope.scaling.frequencies(rope.theta, rope.dim, length)
+        raise Unfit(f"{rope.dim} entries of a head of {head_dim} are rotated: it must be an even part")
+    try:
+        frequencies, factor = rope.scaling.frequencies(rope.theta, rope.dim, length)
+    except (ArithmeticError, ValueError):
+        frequencies, factor = [], math.nan
     if len(frequencies) != rope.dim // 2 or not all(
         isinstance(number, int | float) and math.isfinite(number) for number in (*frequencies, factor)
     ):
-        raise ValueError(f"the rotary embedding's scaling does not give {rope.dim // 2} finite frequencies")
+        raise Unfit(f"the rotary embedding's scaling does not give {rope.dim // 2} finite frequencies")
 
 
 def _check_indexer(mixer: LatentAttentionSpec) -> None:
     if mixer.indexer is None:
         return
     if mixer.q_lora_rank is None:
-        raise ValueError("an indexer reads the latents of queries, and q_lora_rank is None")
+        raise Unfit("an indexer reads the latents of queries, and q_lora_rank is None")
     if mixer.indexer.head_dim < mixer.qk_rope_head_dim:
-        raise ValueError(
+        raise Unfit(
             f"index_head_dim is {mixer.indexer.head_dim}: {mixer.qk_rope_head_dim} entries (qk_rope_head_dim) are "
             "rotated"
         )
@@ -205,14 +245,14 @@ def _check_indexer(mixer: LatentAttentionSpec) -> None:
 
 def _check_experts(moe: MoeSpec) -> None:
     if moe.top_k > moe.experts:
-        raise ValueError(f"a token takes {moe.top_k} experts of {moe.experts}")
+        raise Unfit(f"a token takes {moe.top_k} experts of {moe.experts}")
     if moe.latent and not moe.shared_width:
-        raise ValueError(f"experts over rows of {moe.latent} stand beside no MLP that every token takes")
+        raise Unfit(f"experts over rows of {moe.latent} stand beside no MLP that every token takes")
     if moe.groups == 1:
         return
     size, least = moe.experts // moe.groups, 2 if moe.scoring == "sigmoid" else 1
     if moe.experts % moe.groups or size < least or moe.top_groups > moe.groups or moe.top_k > moe.top_groups * size:
-        raise ValueError(
+        raise Unfit(
             f"a token takes {moe.top_k} experts from {moe.top_groups} of {moe.groups} groups of {moe.experts} experts: "
             f"groups must be of the same size, of {least} or more, and have the experts"
         )
@@ -232,16 +272,16 @@ def _check(name: str, value: Any, hint: Any) -> None:
         hint = type(value) if type(value) in options else options[0]
     if is_dataclass(value) and not isinstance(value, Rename):
         if isinstance(hint, type) and is_dataclass(hint) and not isinstance(value, hint):
-            raise ValueError(f"{name} is a {type(value).__name__}")
+            raise Unfit(f"{name} is a {type(value).__name__}")
         for field, kind in _hints(type(value)).items():  # type: ignore[arg-type]
             _check(field, getattr(value, field), kind)
     elif origin is tuple and isinstance(value, tuple):
         for item in value:
             _check(name, item, get_args(hint)[0])
     elif not _fits(value, hint, origin):
-        raise ValueError(f"{name} is {value!r:.60}: it must be {_wanted(hint)}")
+        raise Unfit(f"{name} is {value!r:.60}: it must be {_wanted(hint)}", value)
     elif name in POSITIVE and value <= 0:
-        raise ValueError(f"{name} is {value!r:.60}: it must be above 0")
+        raise Unfit(f"{name} is {value!r:.60}: it must be above 0", value)
 
 
 def _fits(value: Any, hint: Any, origin: Any) -> bool:

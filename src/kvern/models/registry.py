@@ -6,16 +6,20 @@ architecture and whose object is the function; it is imported only when a config
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from kvern.errors import KvernError, UnsupportedModel
 from kvern.files import reason
 from kvern.model_spec import ModelSpec
-from kvern.models.limits import check_config, check_spec
+from kvern.models.bad_setting import bad_setting
+from kvern.models.limits import Unfit, check_config, check_spec
 from kvern.plugins import Plugins
 
 Config = Mapping[str, Any]
 Family = Callable[[Config], ModelSpec]
+
+_UNREADABLE = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
 FAMILIES: Plugins[Family] = Plugins("model family", "kvern.model_families", ["kvern.models.families"])
 """By model type and by architecture."""
@@ -45,20 +49,41 @@ def spec_from_config(config: Config) -> ModelSpec:
     if family is None:
         raise UnsupportedModel(_unknown(names))
     try:
-        check_config(config)
-        spec = family(config)
-        check_spec(spec)
+        return _checked(family, config)
     except KvernError:
         raise
     except KeyError as error:
         raise UnsupportedModel(
             f"{names[0]}: config.json lacks {error.args[0]!r:.60}; add it or re-download the model"
         ) from None
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise UnsupportedModel(
-            f"{names[0]}: config.json cannot be read as this architecture: {reason(error)}"
+            f"{names[0]}: config.json cannot be read as this architecture: {_fault(family, config, error)}"
         ) from error
+
+
+def _fault(family: Family, config: Config, error: Exception) -> str:
+    """What is wrong with a configuration, where reading it raised `error`."""
+    values = error.values if isinstance(error, Unfit) else None
+    found, text = bad_setting(config, partial(_is_readable, family), values or ()), reason(error)
+    if found is None or text.startswith(f"{found[0]} "):
+        return text
+    return f"{found[0]} is {found[1]}" if values is None else f"{found[0]} is {found[1]}: {text}"
+
+
+def _checked(family: Family, config: Config) -> ModelSpec:
+    check_config(config)
+    spec = family(config)
+    check_spec(spec)
     return spec
+
+
+def _is_readable(family: Family, config: Config) -> bool:
+    try:
+        _checked(family, config)
+    except (KvernError, *_UNREADABLE):
+        return False
+    return True
 
 
 def is_described(config: Config) -> bool:

@@ -65,19 +65,17 @@ def check_head_dim(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def check_states(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:
+def check_states(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for what kvern cannot do with a model that has states yet."""
     if not spec.recurrent:
         return
     refused = {
         f"kv_tier {config.kv_tier}": config.kv_tier is not None,
         "deterministic": config.deterministic,
-        "adapters on a GPU": device.type == "cuda" and config.adapter_places > 0,
     }
     reasons = {
         "kv_tier": "a tier keeps blocks and no states: leave kv_tier out",
         "deterministic": "a state's last bits depend on how a prompt is cut into steps: leave deterministic off",
-        "adapters": "kernels add them to layers of three parts at most: leave adapters out, or use device cpu",
     }
     for what, is_asked in refused.items():
         if is_asked:

@@ -139,22 +139,38 @@ def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, plan: Plan) -> 
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     free, _ = memory.free_and_total()
-    text, taken = PromptInput([0] * longest), None
-    with contextlib.suppress(torch.OutOfMemoryError):
-        runner.start([text]).result()
-        taken = torch.cuda.max_memory_allocated(device) - before
-    if taken is None or taken > free:
+    ran = _runs(runner, longest, longest)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    if not ran or taken > free:
         raise ConfigError(
             f"a text of max_model_len {longest} tokens does not fit into the {free / 2**20:.0f} MiB of GPU memory that "
             "are left beside the weights: lower max_model_len, raise gpu_memory_share, or free memory"
         )
-    fitting = max(longest, max(0, free - MARGIN_BYTES) * longest // taken)
+    fitting = largest_step(runner, longest, max(0, free - MARGIN_BYTES) * longest // taken, plan.max_batch_tokens)
     if fitting < plan.max_batch_tokens:
         logger.warning("steps have %d tokens, not %d: memory has no room for more", fitting, plan.max_batch_tokens)
-    tokens = min(fitting, plan.max_batch_tokens)
-    whole, rest = divmod(tokens, longest)
-    runner.start([*[text] * whole, *[PromptInput([0] * rest)] * bool(rest)]).result()
+    return fitting
+
+
+def largest_step(runner: EncoderRunner, longest: int, estimate: int, most: int) -> int:
+    """How many tokens, `most` at most, a step has that does run: the `estimate`, or fewer where that was too high.
+
+    Texts have as many as `longest` tokens, and one such has run.
+    """
+    tokens = min(max(longest, estimate), most)
+    while tokens > longest and not _runs(runner, tokens, longest):
+        tokens = max(longest, tokens // 2)
     return tokens
+
+
+def _runs(runner: EncoderRunner, tokens: int, longest: int) -> bool:
+    """Whether memory has room for a step of so many tokens, in texts of as many as `longest`."""
+    whole, rest = divmod(tokens, longest)
+    texts = [PromptInput([0] * longest)] * whole + [PromptInput([0] * rest)] * bool(rest)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        runner.start(texts).result()
+        return True
+    return False
 
 
 def _layout(config: EngineConfig, plan: Plan, most_tokens: int) -> Layout:

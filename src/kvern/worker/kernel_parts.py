@@ -16,6 +16,7 @@ from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batc
 from kvern.device.measurements import Measurements
 from kvern.device.rows import BatchRows
 from kvern.device.timing import time_calls
+from kvern.errors import ConfigError
 from kvern.kernel_list import Inputs
 from kvern.kernels import masks
 from kvern.kernels.batch import write_sampled
@@ -51,6 +52,7 @@ from kvern.worker.memory import (
 from kvern.worker.plan import Layout, Plan, Room
 from kvern.worker.prompt_graphs import prompt_steps
 from kvern.worker.startup import Startup
+from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import verify_steps
 from kvern.worker.windows import choose_groups
 
@@ -102,7 +104,14 @@ class KernelParts:
             if contents.draft is not None:
                 token_bytes += bytes_of_draft(contents.draft.decoder.spec, self._plan, self.groups)
             state_bytes = bytes_of_state(self._spec, self._dtype)
-            graphs = self._run_largest_steps(contents)
+            try:
+                graphs = self._run_largest_steps(contents)
+            except StepTooLarge as error:
+                raise ConfigError(
+                    f"a step of max_batch_tokens {self._plan.max_batch_tokens} tokens does not fit into the GPU memory "
+                    f"that is left beside the weights {error}: lower max_batch_tokens or max_batch_requests, raise "
+                    "gpu_memory_share, or free memory"
+                ) from error
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)

@@ -164,8 +164,8 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
     Raises ConfigError when the memory, or `kv_cache_tokens`, cannot hold one sequence of `max_model_len`.
     """
     longest, token_bytes, room = plan.max_model_len, max(room.token_bytes for room in rooms), rooms[0]
-    states_each = 2 if config.prefix_cache else 1  # as many as running requests have may be kept for others
-    requests, tokens = _requests(rooms, plan, config, states_each), config.kv_cache_tokens
+    states_each = states_of_a_request(config)
+    requests, tokens = running_requests(rooms, plan, config), config.kv_cache_tokens
     state_bytes = requests * states_each * max(room.state_bytes for room in rooms)
     if state_bytes > (most := min(room.cache_bytes for room in rooms)):
         raise ConfigError(
@@ -175,7 +175,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
     if tokens is None:
         room_for = min((room.cache_bytes - state_bytes) // room.token_bytes for room in rooms)
         tokens = min(longest * requests, max(room_for, 0))
-    reach = _longest_fitting(tokens, room, plan, config)
+    reach = longest_fitting(tokens, room, plan, config)
     if 0 < reach < longest and config.max_model_len is None:
         logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", reach, longest)
         longest = reach
@@ -207,20 +207,34 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
     )
 
 
-def _longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -> int:
     """The longest sequence that fits into the memory of so many tokens of which all layers keep something."""
-    if not room.window_tables:
-        return tokens
-    limits = WindowLimits(room.window, room.window_tables, plan.max_batch_tokens)
-    held = limits.held_tokens + 3 * config.block_size  # parts of blocks at the ends
+    held = _held_in_windows(room, plan, config)
     return tokens if tokens <= held else tokens + (tokens - held) * room.window_tables
 
 
-def _requests(rooms: Sequence[Room], plan: Plan, config: EngineConfig, states_each: int) -> int:
+def tokens_taken(length: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+    """Of how many tokens, of which all layers keep something, a sequence of this length takes the memory."""
+    held = _held_in_windows(room, plan, config)
+    return length if length <= held else -(-(length + held * room.window_tables) // (1 + room.window_tables))
+
+
+def _held_in_windows(room: Room, plan: Plan, config: EngineConfig) -> int:
+    limits = WindowLimits(room.window, room.window_tables, plan.max_batch_tokens)
+    return limits.held_tokens + 3 * config.block_size  # parts of blocks at the ends
+
+
+def states_of_a_request(config: EngineConfig) -> int:
+    """For how many states there are places for each that runs: as many as these have may be kept for others."""
+    return 2 if config.prefix_cache else 1
+
+
+def running_requests(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> int:
     """How many requests run at a time: if nobody said it, states of so many take half of the cache's memory at most."""
     if config.max_batch_requests:
         return plan.max_batch_requests
-    fitting = [room.cache_bytes // 2 // (states_each * room.state_bytes) for room in rooms if room.state_bytes]
+    each = states_of_a_request(config)
+    fitting = [room.cache_bytes // 2 // (each * room.state_bytes) for room in rooms if room.state_bytes]
     return max(1, min([plan.max_batch_requests, *fitting]))
 
 

@@ -98,7 +98,7 @@ class Worker:
         """What the device is and can do. Raises ConfigError for what it cannot."""
         config, device = self._config, self._device
         resolve_max_model_len(config, self._spec)  # what is wrong with the options shows before kernels are compiled
-        check_states(config, self._spec, device)
+        check_states(config, self._spec)
         check_latents(config, self._spec, device)
         check_indexers(config, self._spec)
         check_kernels(self._spec, device)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvern.errors import UnsupportedModel
 from kvern.mixer_spec import IndexerSpec, LatentAttentionSpec
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from kvern.models.describe import describe, read_mlp, read_rope
+from kvern.models.describe import describe, kinds_of, read_mlp, read_rope
 from kvern.models.families.glm_moe import read_sigmoid_moe, tensor_names
 from kvern.models.registry import Config, register_family
 from kvern.models.text_part import text_config, text_part
@@ -50,9 +50,7 @@ def _kinds(config: Config) -> list[str]:
     if not kinds:
         dense = min(config["first_k_dense_replace"], count)
         kinds = ["dense"] * dense + ["sparse"] * (count - dense)
-    if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
-        raise UnsupportedModel(f"mlp_layer_types must say dense or sparse for each of {count} layers: {kinds!r:.60}")
-    return list(kinds)
+    return kinds_of(kinds, {kind: kind for kind in ("dense", "sparse")})
 
 
 def _describe(config: Config, moe: MoeSpec, *, interleaved: bool) -> ModelSpec:
@@ -95,8 +93,7 @@ def deepseek_v3(config: Config) -> ModelSpec:
 
 @register_family("deepseek_v32", "DeepseekV32ForCausalLM")
 def deepseek_v32(config: Config) -> ModelSpec:
-    if others := set(config.get("layer_types") or ()) - {"indexed_attention"}:
-        raise UnsupportedModel(f"layer type {min(map(str, others))!r:.60} is unknown; known: indexed_attention")
+    kinds_of(config.get("layer_types") or (), {"indexed_attention": "indexed_attention"})
     spec = deepseek_v3({**config, "rope_interleave": True})
     indexer = IndexerSpec(config["index_n_heads"], config["index_head_dim"], config["index_topk"])
     mixer = replace(_latent_attention(config), indexer=indexer)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvern.errors import UnsupportedModel
 from kvern.model_spec import SANDWICH_NORMS, AltUpSpec, LayerSpec, ModelSpec, PerLayerSpec, QueryKeyNormSpec, Rename
 from kvern.models.describe import (
     check_settings,
@@ -68,9 +67,6 @@ def _layers(config: Config, owners: Sequence[int | None]) -> tuple[LayerSpec, ..
     if sparse is None:
         sparse = [0.95 if count > 10 and place < 10 else 0.0 for place in range(count)]
     widths = width if isinstance(width, list) else [width] * count
-    for name, given in {"intermediate_size": widths, "activation_sparsity_pattern": sparse}.items():
-        if len(given) != count:
-            raise UnsupportedModel(f"{name} has {len(given)} entries for {count} layers: it must have one for each")
     mlps = [replace(mlp, width=size, sparsity=part) for size, part in zip(widths, sparse, strict=True)]
     return tuple(
         replace(layer, mixer=replace(layer.attention, cache_of=owner), mlp=own)

@@ -24,7 +24,9 @@ def _kinds(config: Config) -> list[str]:
     """By `layer_types`, or by the places of layers that attend, as older files have it."""
     names = config.get("layer_types")
     if names is None:
-        attending = config["full_attn_idxs"]
+        attending = config.get("full_attn_idxs")
+        if attending is None:
+            raise KeyError("layer_types")
         names = ["full_attention" if index in attending else "conv" for index in range(config["num_hidden_layers"])]
     return kinds_of(names, {"conv": "conv", "full_attention": "full_attention"})
 

@@ -43,9 +43,6 @@ def _layers(config: Config) -> tuple[LayerSpec, ...]:
             mlp,
         ),
     }
-    if len(kinds) != config["num_hidden_layers"]:
-        count = config["num_hidden_layers"]
-        raise UnsupportedModel(f"layer_types names {len(kinds)} layers, and num_hidden_layers is {count}")
     if unknown := set(kinds) - set(layers):
         raise UnsupportedModel(f"layer type {sorted(unknown)[0]!r:.60} is unknown; known: {', '.join(layers)}")
     return tuple(layers[kind] for kind in kinds)

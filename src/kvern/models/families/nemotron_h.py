@@ -40,6 +40,8 @@ _RENAMES = (
 
 def _kinds(config: Config) -> list[str]:
     names = config.get("layers_block_type") or config.get("layer_types")
+    if names is None and config.get("hybrid_override_pattern") is None:
+        raise KeyError("layers_block_type")
     if names is None:
         names = [_LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]]
     kinds = kinds_of(names, _KINDS)

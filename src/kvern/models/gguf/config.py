@@ -1,82 +1,18 @@
-"""The config.json of a GGUF file: its architecture's values under the names that checkpoints have for them.
+"""The config.json of a GGUF file: what all architectures have in common under the names that checkpoints have for it.
 
-What a file leaves out, because llama.cpp knows it of the architecture, stands here. No torch is imported here.
+No torch is imported here.
 """
 
 import math
 import re
-import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.errors import CorruptCheckpoint, UnsupportedModel, shown
-from kvern.models.gguf.header import Header, TensorInfo
-from kvern.models.gguf.names import POST_NORMS, SANDWICH_NORMS, Layout, StoredPart, stored_parts
+from kvern.models.gguf.architectures import ARCHITECTURES, Architecture, kv_heads
+from kvern.models.gguf.model import GgufModel
+from kvern.models.gguf.names import Layout, StoredPart, stored_parts
 
 MOST_LAYERS = 4096
-MOST_FACTORS = 4096
-
-
-@dataclass(frozen=True)
-class GgufModel:
-    """The header of a model's first file, the tensors of all, and its architecture's values by short name."""
-
-    header: Header
-    tensors: tuple[TensorInfo, ...]
-
-    @property
-    def architecture(self) -> str:
-        return str(self.header.get("general.architecture", str, ""))
-
-    def value(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        return self.header.get(f"{self.architecture}.{name}", kind, default)
-
-    def needed(self, name: str, kind: type) -> Any:
-        value = self.value(name, kind)
-        if value is None:
-            raise CorruptCheckpoint(f"{self.header.file}: {self.architecture}.{name} is missing; download it again")
-        return value
-
-    def tensor(self, name: str) -> TensorInfo | None:
-        return next((tensor for tensor in self.tensors if tensor.name == name), None)
-
-    def has(self, name: str) -> bool:
-        """Some layer has a tensor of this name, or the model has."""
-        return any(tensor.name == name or tensor.name.endswith(f".{name}") for tensor in self.tensors)
-
-    def rows(self, name: str, dim: int = -2) -> int:
-        """The length of a dimension of the first layer's tensor of this name."""
-        found = next((tensor for tensor in self.tensors if tensor.name.endswith(f".{name}")), None)
-        if found is None or len(found.shape) < -dim:
-            raise CorruptCheckpoint(f"{self.header.file}: there is no tensor {name} of two dimensions")
-        return found.shape[dim]
-
-    def floats(self, name: str) -> list[float] | None:
-        """A short tensor of 32-bit numbers."""
-        tensor = self.tensor(name)
-        if tensor is None:
-            return None
-        if tensor.type.name != "f32" or math.prod(tensor.shape) > MOST_FACTORS:
-            raise CorruptCheckpoint(f"{tensor.file}: the tensor {name} should hold a few 32-bit numbers")
-        with tensor.file.open("rb") as stream:
-            stream.seek(tensor.begin)
-            return [value for (value,) in struct.iter_unpack("<f", stream.read(tensor.nbytes))]
-
-
-Values = Callable[[GgufModel, dict[str, Any]], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """`values` adds what is the architecture's own to a configuration with what all have in common."""
-
-    model_type: str
-    values: Values = lambda model, config: {}
-    names: Mapping[str, str] = field(default_factory=dict)
-    paired: bool = False
-    norm_plus_one: bool = False
-    fused_gate_up: bool = False
 
 
 def config_of(model: GgufModel) -> dict[str, Any]:
@@ -101,6 +37,7 @@ def layout_of(model: GgufModel) -> Layout:
         architecture.paired,
         architecture.norm_plus_one,
         architecture.fused_gate_up and not model.has("ffn_gate.weight"),
+        common["num_hidden_layers"],
     )
 
 
@@ -138,14 +75,14 @@ def _types(parts: list[StoredPart]) -> dict[str, str]:
 def _dtype(parts: list[StoredPart]) -> str:
     """Of what is computed: the type of the matrices if all have one, as quantized ones do not say theirs."""
     names = {
-        part.tensor.type.name for part in parts if len(part.shape) > 1 and not part.name.endswith("mlp.gate.weight")
+        part.tensor.type.name for part in parts if len(part.shape) == 2 and not part.name.endswith("mlp.gate.weight")
     }
     return {"f32": "float32", "f16": "float16"}.get(next(iter(names)), "bfloat16") if len(names) == 1 else "bfloat16"
 
 
 def _common(model: GgufModel, model_type: str) -> dict[str, Any]:
     heads, hidden = model.needed("attention.head_count", int), model.needed("embedding_length", int)
-    layers = model.needed("block_count", int)
+    layers = model.layers
     embedding = model.tensor("token_embd.weight")
     if not (1 <= layers <= MOST_LAYERS and heads >= 1) or embedding is None or len(embedding.shape) != 2:
         raise CorruptCheckpoint(f"{model.header.file}: it has {layers} layers and {heads} heads, or no token_embd")
@@ -166,7 +103,7 @@ def _common(model: GgufModel, model_type: str) -> dict[str, Any]:
         "intermediate_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": model.value("attention.head_count_kv", int, heads),
+        "num_key_value_heads": max(kv_heads(model)) or heads,
         "head_dim": head_dim,
         "max_position_embeddings": model.needed("context_length", int),
         "rms_norm_eps": model.value("attention.layer_norm_rms_epsilon", float, 1e-6),
@@ -214,177 +151,3 @@ def _rope_scaling(model: GgufModel) -> dict[str, Any] | None:
     if kind not in ("none", "longrope"):
         raise UnsupportedModel(f"{model.header.file}: rope.scaling.type is {shown(kind)}; kvern knows linear and yarn")
     return None
-
-
-def _layer_types(model: GgufModel, pattern: int) -> dict[str, Any]:
-    """Which layers slide: said for each, or all but each `pattern`-th."""
-    given = model.value("attention.sliding_window_pattern", (int, list), pattern)
-    count = model.needed("block_count", int)
-    slides = given if isinstance(given, list) else [(index + 1) % max(given, 1) != 0 for index in range(count)]
-    if len(slides) != count:
-        raise CorruptCheckpoint(f"{model.header.file}: sliding_window_pattern has {len(slides)} entries, not {count}")
-    return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
-
-
-def _experts(model: GgufModel) -> dict[str, Any]:
-    """The sizes of a mixture, and which layers have none; {} for a dense model."""
-    experts = model.value("expert_count", int, 0)
-    if not experts:
-        return {}
-    width = model.rows("ffn_down_exps.weight" if model.has("ffn_down_exps.weight") else "ffn_down.0.weight", -1)
-    sparse = {tensor.name.split(".")[1] for tensor in model.tensors if tensor.name.endswith(".ffn_gate_inp.weight")}
-    return {
-        "num_experts": experts,
-        "num_local_experts": experts,
-        "num_experts_per_tok": model.needed("expert_used_count", int),
-        "moe_intermediate_size": width,
-        "mlp_only_layers": [index for index in range(model.needed("block_count", int)) if str(index) not in sparse],
-    }
-
-
-def _llama(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    experts = _experts(model)
-    if experts:
-        return experts | {"model_type": "mixtral", "intermediate_size": experts["moe_intermediate_size"]}
-    return {"model_type": "mistral"} if config["sliding_window"] else {}
-
-
-def _qwen_moe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    shared = model.rows("ffn_up_shexp.weight") if model.has("ffn_up_shexp.weight") else None
-    normalize = model.value("expert_weights_norm", bool, config["model_type"] == "qwen3_moe")
-    return _experts(model) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": normalize}
-
-
-def _gemma(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _scaled_gemma(model: GgufModel, config: dict[str, Any], largest: int) -> dict[str, Any]:
-    """The largest of the family scales by the width that all heads share; files do not say so."""
-    shared = config["hidden_size"] // config["num_attention_heads"]
-    scalar = shared if config["num_hidden_layers"] == largest else config["head_dim"]
-    scale = model.value("attention.scale", float)
-    return _gemma(model, config) | {
-        "query_pre_attn_scalar": 1 / scale / scale if scale else scalar,
-        "final_logit_softcapping": model.value("final_logit_softcapping", float),
-        "attn_logit_softcapping": model.value("attn_logit_softcapping", float),
-    }
-
-
-def _gemma2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    softcaps = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
-    given = {name: value for name, value in _scaled_gemma(model, config, 46).items() if value is not None}
-    window = config["sliding_window"] or 4096
-    return softcaps | given | _layer_types(model, 2) | {"sliding_window": window}
-
-
-def _gemma3(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return (
-        _scaled_gemma(model, config, 62)
-        | _layer_types(model, 6)
-        | {
-            "rope_theta": model.value("rope.freq_base", float, 1e6),
-            "rope_local_base_freq": model.value("rope.freq_base_swa", float, 10000.0),
-        }
-    )
-
-
-def _olmo(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"clip_qkv": model.value("attention.clamp_kqv", float)}
-
-
-def _olmoe(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    experts = _experts(model)
-    return experts | {"intermediate_size": experts.get("moe_intermediate_size"), "norm_topk_prob": False}
-
-
-def _cohere(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    scale = model.value("logit_scale", float, 0.0625)
-    return {"logit_scale": scale, "use_qk_norm": model.has("attn_q_norm.weight")}
-
-
-def _cohere2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return _cohere(model, config) | _layer_types(model, 4)
-
-
-def _granite(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    given = {
-        "embedding_multiplier": model.value("embedding_scale", float),
-        "residual_multiplier": model.value("residual_scale", float),
-        "attention_multiplier": model.value("attention.scale", float, config["head_dim"] ** -0.5),
-        "logits_scaling": model.value("logit_scale", float),
-    }
-    experts = _experts(model)
-    width = {"intermediate_size": experts["moe_intermediate_size"]} if experts else {}
-    return {name: value for name, value in given.items() if value} | experts | width
-
-
-def _parallel(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "use_parallel_residual": model.value("use_parallel_residual", bool, not model.has("ffn_norm.weight")),
-        "use_qkv_bias": model.has("attn_q.bias"),
-    }
-
-
-def _gpt_neox(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    parallel = model.value("use_parallel_residual", bool, True)
-    return {"hidden_act": "gelu", "use_parallel_residual": parallel, "attention_bias": model.has("attn_qkv.bias")}
-
-
-def _exaone4(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return _layer_types(model, 4 if config["sliding_window"] else 1)
-
-
-def _starcoder2(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": model.has("attn_q.bias")}
-
-
-def _phi(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": "gelu_new"}
-
-
-def _ernie(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"use_bias": config["attention_bias"]}
-
-
-def _seed_oss(model: GgufModel, config: dict[str, Any]) -> dict[str, Any]:
-    return {"attention_out_bias": model.has("attn_output.bias")}
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", _llama, paired=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "qwen2moe": Architecture("qwen2_moe", _qwen_moe),
-    "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
-    "gemma": Architecture("gemma", _gemma, norm_plus_one=True),
-    "gemma2": Architecture("gemma2", _gemma2, SANDWICH_NORMS, norm_plus_one=True),
-    "gemma3": Architecture("gemma3_text", _gemma3, SANDWICH_NORMS, norm_plus_one=True),
-    "phi2": Architecture("phi", _phi),
-    "phi3": Architecture("phi3", fused_gate_up=True),
-    "olmo": Architecture("olmo", _olmo, paired=True),
-    "olmo2": Architecture("olmo2", names=POST_NORMS),
-    "olmoe": Architecture("olmoe", _olmoe),
-    "starcoder2": Architecture("starcoder2", _starcoder2),
-    "command-r": Architecture("cohere", _cohere),
-    "cohere2": Architecture("cohere2", _cohere2),
-    "granite": Architecture("granite", _granite, paired=True),
-    "granitemoe": Architecture("granitemoe", _granite, paired=True),
-    "stablelm": Architecture("stablelm", _parallel),
-    "gptneox": Architecture("gpt_neox", _gpt_neox),
-    "nemotron": Architecture("nemotron", lambda model, config: {"hidden_act": "relu2"}, norm_plus_one=True),
-    "exaone4": Architecture("exaone4", _exaone4, POST_NORMS),
-    "glm4": Architecture(
-        "glm4",
-        names={
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-        },
-        fused_gate_up=True,
-    ),
-    "ernie4_5": Architecture("ernie4_5", _ernie),
-    "arcee": Architecture("arcee", lambda model, config: {"hidden_act": "relu2"}, paired=True),
-    "seed_oss": Architecture("seed_oss", _seed_oss, {"post_attention_norm": "post_attention_layernorm"}),
-    "smollm3": Architecture("smollm3", paired=True),
-}
-"""By the name in `general.architecture`."""

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvern.errors import CorruptCheckpoint, ModelNotFound, shown
-from kvern.models.gguf.config import GgufModel
 from kvern.models.gguf.header import read_gguf_header
+from kvern.models.gguf.model import GgufModel
 
 ENDING = ".gguf"
 MOST_FILES = 1000

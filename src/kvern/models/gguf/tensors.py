@@ -26,9 +26,14 @@ def _stored(part: StoredPart) -> StoredTensor:
     block, shape = part.tensor.type, part.shape
     if block.name not in DTYPES:
         shape = (*shape[:-1], shape[-1] // block.numbers, block.size)
-    change = _heads_unpaired(part.head_rows) if part.head_rows else _less_one if part.plus_one else None
+    change = _heads_unpaired(part.head_rows) if part.head_rows else _change(part)
     dtype = DTYPES.get(block.name, torch.uint8)
     return StoredTensor(part.name, part.tensor.file, dtype, shape, part.begin, change, max(part.head_rows, 1))
+
+
+def _change(part: StoredPart) -> Callable[[Tensor], Tensor] | None:
+    """What is to be done to each row."""
+    return _less_one if part.plus_one else _logarithms if part.rates else None
 
 
 def _heads_unpaired(head_rows: int) -> Callable[[Tensor], Tensor]:
@@ -42,3 +47,7 @@ def _heads_unpaired(head_rows: int) -> Callable[[Tensor], Tensor]:
 
 def _less_one(rows: Tensor) -> Tensor:
     return rows - 1
+
+
+def _logarithms(rates: Tensor) -> Tensor:
+    return rates.neg().log()

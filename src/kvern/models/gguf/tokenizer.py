@@ -75,9 +75,10 @@ _SAME = {
     "gpt-2": "gpt2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v2-code mpt olmo jais roberta-bpe gigachat a.x-4.0 "
     "mellum modern-bert trillion granite-docling",
     "llama-bpe": "llama3 llama-v3 dbrx smaug-bpe falcon3 pixtral glm4 chatglm-bpe falcon-h1 midm-2.0 lfm2 jina-v5-nano",
-    "qwen2": "stablelm2 deepseek-r1-qwen megrez hunyuan-dense solar-open",
+    "qwen2": "stablelm2 deepseek-r1-qwen megrez hunyuan solar-open",
     "smollm": "starcoder refact command-r codeshell exaone minerva-7b",
-    "gpt-4o": "llama4 kanana2",
+    "deepseek-v3": "hunyuan-dense",
+    "gpt-4o": "llama4 kanana2 minimax-m2",
     "bloom": "poro-chat gpt3-finnish",
 }
 PATTERNS |= {name: PATTERNS[like] for like, names in _SAME.items() for name in names.split()}
