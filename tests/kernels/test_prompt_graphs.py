@@ -54,8 +54,11 @@ class Recorded(PromptGraphs):
         pytest.param("llama", {"temperature": 1.0, "seed": 3, "top_p": 0.9}, marks=pytest.mark.nightly),
         pytest.param("gemma2", {"temperature": 0, "logprobs": 2}, marks=pytest.mark.nightly),
         pytest.param("glm4_moe_lite", {"temperature": 0}, marks=pytest.mark.nightly),
+        ("qwen3_5", {"temperature": 0}),
+        pytest.param("nemotron_h", {"temperature": 0}, marks=pytest.mark.nightly),
+        pytest.param("lfm2", {"temperature": 0}, marks=pytest.mark.nightly),
     ],
-    ids=["greedy", "options", "logprobs", "latents"],
+    ids=["greedy", "options", "logprobs", "latents", "delta nets", "Mamba-2", "convolutions"],
 )
 def test_a_replayed_step_is_the_eager_one(
     family: str,
@@ -73,7 +76,8 @@ def test_a_replayed_step_is_the_eager_one(
     llm = on_device(tmp_path, **options)
     runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
     assert isinstance(runner, DeviceRunner)
-    graphs = Recorded(runner._decoder, runner._attention, runner._rows, 4, 100, None, None)  # type: ignore[arg-type]
+    places = 4, 100, None, None, runner._states
+    graphs = Recorded(runner._decoder, runner._attention, runner._rows, *places)  # type: ignore[arg-type]
     graphs.used = []
     runner._prompt_graphs = graphs
     with torch.inference_mode():

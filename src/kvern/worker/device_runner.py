@@ -91,8 +91,8 @@ class DeviceRunner:
             bank = None if adapters is None else adapters.bank
             self._graphs = DecodeGraphs(decoder, attention, rows, block_size, members, bank, states)
             sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
-            if attention.reads_device_starts and not attention.deterministic and states is None:
-                self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes)
+            if attention.reads_device_starts and not attention.deterministic:
+                self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes, states)
             drafts = drafts and self._drafter.drawn is None
             if drafts and attention.reads_device_starts:
                 self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states)

@@ -10,7 +10,7 @@ from kvern.device.device_batch import DeviceBatch
 from kvern.device.state_runs import runs_of
 from kvern.device.transfer import upload
 from kvern.kernels.accepted_drafts import Written, accept_writes
-from kvern.kernels.convolution import Drafts, accept_inputs
+from kvern.kernels.convolution import Drafts, Runs, accept_inputs
 from kvern.layers.device_states import DeviceStates, Noted
 from kvern.mixer_spec import RecurrentSpec
 from kvern.model_spec import ModelSpec
@@ -70,12 +70,21 @@ class DeviceStateMemory:
             slots, given = upload([*changed, *states], torch.int64, self._of_row.device).view(2, -1)
             self._of_row.index_copy_(0, slots, given.int())
 
-    def plan(self, batch: DeviceBatch) -> DeviceStates:
-        """Which tokens go on with which state."""
+    def plan(self, batch: DeviceBatch, chunks: torch.Tensor | None = None) -> DeviceStates:
+        """Which tokens go on with which state.
+
+        `chunks` of the runs, as `Runs` has them: where only the device knows how long runs are.
+        """
         states = self._of_row.index_select(0, batch.device_slots)
         alone, known = batch.decodes, batch.decodes + batch.drafted
-        runs = runs_of(states[known:], batch.counts[known:]) if known < len(states) else None
         self._verified = None
+        runs = None
+        if chunks is not None:
+            counts, tokens = batch.device_counts[known:], len(batch.token_ids) - known
+            of_tokens = torch.repeat_interleave(counts, output_size=tokens).int()
+            runs = Runs(states[known:], batch.query_start_loc[known:] - known, counts, of_tokens, chunks)
+        elif known < len(states):
+            runs = runs_of(states[known:], batch.counts[known:])
         if not batch.drafted:
             return DeviceStates(self._layers, states[:alone], None, runs)
         requests, tokens = slice(alone, known), len(batch.token_ids) - alone - sum(batch.counts[known:])

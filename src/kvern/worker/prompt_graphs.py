@@ -7,6 +7,7 @@ begin and end, so that any such step fits.
     inputs   [S] int64 each: indices of the tokens that are sampled from, positions of what is sampled, and rows
              [R] int32 each: rows, first positions, numbers of tokens, and indices of the first tokens of the requests
              [tiles] int32 each: request and first query of each tile of the runs
+             [chunks] int32 each, if layers keep states: first token, among the runs', and length of each chunk of these
 """
 
 from collections import deque
@@ -21,7 +22,9 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.input_batch import sampled_tokens
+from kvern.device.state_runs import chunks_of
 from kvern.device.transfer import send
+from kvern.kernels import delta_net
 from kvern.kernels.attention_latent import QUERIES
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.batch import read_tokens, write_sampled
@@ -29,6 +32,7 @@ from kvern.kernels.sampling import sample
 from kvern.models.decoder import Decoder
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
+from kvern.worker.device_states import DeviceStateMemory
 
 DECODES = (16, 64, 128, 256)
 TOKENS = (64, 128, 256, 384, 512)
@@ -91,9 +95,11 @@ class PromptGraphs:
         most: int,
         pool: Any,
         stream: torch.cuda.Stream,
+        states: DeviceStateMemory | None = None,
     ) -> None:
         """`most`: tokens of a step; `pool` and `stream`: of graphs."""
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+        self._states = states
         self._pool, self._stream = pool, stream
         size = attention.caches[0].element_size()
         sizes = {
@@ -159,11 +165,19 @@ class PromptGraphs:
             dtype=np.int64,
         )
         numbers = slots + starts + counts + firsts + [run for _, run, _ in tiles] + [first for _, _, first in tiles]
+        if self._states is not None:
+            chunks = chunks_of(run_counts)
+            numbers += np.pad(chunks, ((0, 0), (0, self._chunks(step) - chunks.shape[1]))).flatten().tolist()
         return np.concatenate((sampling.view(np.int32), np.array(numbers, dtype=np.int32))), len(sampled.slots)
 
     def _tiles(self, step: PromptStep) -> int:
         """Tiles that the runs of a step are cut into, at most."""
         return -(-step.tokens // self._tile) + RUNS + 1
+
+    @staticmethod
+    def _chunks(step: PromptStep) -> int:
+        """Chunks that the runs of a step are cut into, at most."""
+        return -(-step.tokens // delta_net.CHUNK) + RUNS + 1
 
     def _capture(self, step: PromptStep) -> PromptGraph:
         packed, _ = self._packed(step, [], 0)
@@ -182,7 +196,8 @@ class PromptGraphs:
         indices, positions_sampled, sample_slots = inputs[: 6 * samples].view(torch.int64).view(3, -1)
         numbers = inputs[6 * samples :]
         slots, starts, counts, firsts = numbers[: 4 * requests].view(4, -1)
-        tile_request, tile_first = numbers[4 * requests :].view(2, -1)
+        numbers = numbers[4 * requests :]
+        tile_request, tile_first = numbers[: 2 * self._tiles(step)].view(2, -1)
         token_ids, positions, slot_mapping = read_tokens(
             rows.tokens, rows.block_table, slots, starts, firsts, counts, tokens, step.tokens, self._block_size
         )
@@ -207,7 +222,10 @@ class PromptGraphs:
             uncertain=True,
             windows=rows.windows(slots, starts, firsts, counts, tokens, step.tokens, self._block_size),
         )
-        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices)
+        states = None
+        if self._states is not None:
+            states = self._states.plan(batch, numbers[2 * self._tiles(step) :].view(2, -1))
+        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices, states=states)
         logits = self._decoder.logits(hidden, upcast=False)
         sampled = sample(logits, None, sample_slots, positions_sampled, rows)
         write_sampled(rows.tokens, sample_slots, positions_sampled, sampled)
