@@ -31,7 +31,7 @@ RIGHT, WRONG = 0, 1
 class SyntheticDrafter:
     """What `drafter` guesses takes its time, and is overwritten by drafts of this accuracy."""
 
-    reads_hidden = False
+    reads_hidden, inputs = False, None
 
     def __init__(self, drafter: Drafter, runner: DeviceRunner, accuracy: float) -> None:
         self._drafter, self._rows = drafter, runner._rows

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvern.engine.stop_strings import StopSearch, StopStrings
+from kvern.events import TokenEvent
 from kvern.request import FinishReason, Request
 from kvern.step import BeamCandidates, TokenLogprobs
 from kvern.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -198,3 +199,25 @@ def _first_text(request: Request, tokenizer: Tokenizer) -> BeamText:
     kept = frozenset(params.visible_token_ids or ())
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
     return BeamText(detokenizer, StopSearch(StopStrings(params.stop_strings)))
+
+
+def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
+    """The answers of a search that is done; `request` is one of its beams."""
+    events = [
+        TokenEvent(
+            answer_id,
+            found.token_ids,
+            found.entries or None,
+            cached_tokens=request.cached_tokens,
+            finish_reason=found.reason,
+            stop_reason=found.stop_reason,
+            queue_seconds=request.begun_at - request.arrived_at,
+            cumulative_logprob=found.total,
+        )
+        for answer_id, found in zip(search.answer_ids, search.hypotheses, strict=False)
+    ]
+    reason = None
+    if not search.hypotheses:
+        reason = f"no beam can go on: {search.failure or 'every next token is banned'}"
+    missing = search.answer_ids[len(search.hypotheses) :]
+    return events + [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]

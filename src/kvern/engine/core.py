@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
-from kvern.engine.beams import BeamSearch
+from kvern.engine.beams import BeamSearch, answers
 from kvern.engine.branching import Branching
 from kvern.engine.drafting import Drafting
 from kvern.engine.pace import Pace
@@ -361,29 +361,7 @@ class EngineCore:
             return []
         request = search.requests[0]
         self.scheduler.finish(request, "stop" if search.hypotheses else "abort")
-        return _answers(search, request)
-
-
-def _answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
-    """The answers of a search that is done; `request` is one of its beams."""
-    events = [
-        TokenEvent(
-            answer_id,
-            found.token_ids,
-            found.entries or None,
-            cached_tokens=request.cached_tokens,
-            finish_reason=found.reason,
-            stop_reason=found.stop_reason,
-            queue_seconds=request.begun_at - request.arrived_at,
-            cumulative_logprob=found.total,
-        )
-        for answer_id, found in zip(search.answer_ids, search.hypotheses, strict=False)
-    ]
-    reason = None
-    if not search.hypotheses:
-        reason = f"no beam can go on: {search.failure or 'every next token is banned'}"
-    missing = search.answer_ids[len(search.hypotheses) :]
-    return events + [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]
+        return answers(search, request)
 
 
 def _until_stop(request: Request, token_ids: list[int]) -> list[int]:

@@ -60,10 +60,8 @@ def _experts(
     def through(values: torch.Tensor, matrix: int, expert: int) -> torch.Tensor:
         if by_codes:
             made, scale = codes[matrix](values.to(x.dtype).contiguous())
-            values = (
-                made.double()
-                * scale.double().repeat_interleave(-(-made.shape[1] // scale.shape[1]), 1)[:, : made.shape[1]]
-            )
+            spread = scale.double().repeat_interleave(-(-made.shape[1] // scale.shape[1]), 1)
+            values = made.double() * spread[:, : made.shape[1]]
         outputs = (2 * width, hidden)[matrix]
         return values.double() @ plain_of(_rows(matrices[matrix], expert * outputs, outputs)).T
 
@@ -81,10 +79,10 @@ def _experts(
 
     def launch() -> torch.Tensor:
         if lanes:
+            gated, last = arranged
             return lane_experts(
-                x, arranged[0], arranged[1], weights, chosen, moe.activation,
-                experts=moe.experts, biases=biases, add=add,
-            )  # fmt: skip
+                x, gated, last, weights, chosen, moe.activation, experts=moe.experts, biases=biases, add=add
+            )
         one, other = map(readable, matrices)
         if by_codes:
             return coded_experts(
