@@ -25,7 +25,7 @@ from kvern.model_spec import ModelSpec
 from kvern.models.cache_scales import stored_scales
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
-from kvern.models.draft import read_draft
+from kvern.models.draft import OWN_LAYER, read_draft
 from kvern.models.draft_formats import is_draft_head, load_draft_head
 from kvern.models.implementation import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, read_config, stored_methods
@@ -158,7 +158,7 @@ class Worker:
         return room
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
-        if folder == self._folder or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
+        if self._config.draft_model == OWN_LAYER or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
             return self._load_head(folder, plan, model)
         spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
         parts = self._make_parts(plan, spec)
