@@ -283,7 +283,7 @@ class DeviceRunner:
         graph, count = replayed
         outputs = graph.outputs
         if not count:
-            return PendingStep(scheduled, None, on_gpu=True)
+            return PendingStep(scheduled, None, on_gpu=self._rows.device.type == "cuda")
         if not needs:
             return PendingStep(scheduled, outputs.sampled[:count])
         decoded = DecodedStates(
