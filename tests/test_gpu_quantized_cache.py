@@ -56,7 +56,8 @@ def exact() -> dict[str, torch.Tensor]:
 )
 def test_logprobs_are_the_cpus(kind: str, dtype: str, exact: dict[str, torch.Tensor]) -> None:
     """As near to float32's as the CPU's of the same dtype are; where a code rounds to its neighbour, e4m3's is far."""
-    there, here = (LLM(device=name, dtype=dtype, kv_cache_dtype=kind, **SMALL) for name in ("cpu", "cuda"))
+    options = SMALL | {"dtype": dtype, "kv_cache_dtype": kind, "speculation": "off"}  # a draft model takes memory, too
+    there, here = (LLM(device=name, **options) for name in ("cpu", "cuda"))
     rounding, found = ((logprobs(llm) - exact[kind]).abs() for llm in (there, here))
     assert found.mean() < 1.5 * rounding.mean() + (0.04 if kind == "fp8" else 0.02)
     assert found.median() < 1.5 * rounding.median() + 0.002

@@ -40,6 +40,8 @@ class DraftSteps:
     first: Callable[[], Any]
     following: Callable[[], Any]
     asked: torch.Tensor
+    read: Sequence[torch.Tensor]
+    """What else they read and write: a graph has no hold on its memory."""
     written: Sequence[int] = ()
     """What `asked` holds."""
 
@@ -104,7 +106,8 @@ class DraftGraphs:
         ones, zeros = torch.ones_like(indices), torch.zeros_like(indices)
         first = partial(self._first, asked, pairs, last, state, (indices, zeros, ones))
         half = indices[:size], zeros[:size], ones[:size]
-        return DraftSteps(first, partial(self._step, state[0], state[1], None, state, half), asked)
+        following = partial(self._step, state[0], state[1], None, state, half)
+        return DraftSteps(first, following, asked, (pairs, last, state, indices, ones, zeros))
 
     def _first(
         self,
