@@ -335,6 +335,7 @@ def test_another_kvern_draws_by_the_same_random_numbers(patient: None, tiny_mode
         ({"draft_url": "http://a"}, "nobody asks it: give proposer remote, too"),
         ({"draft_url": "a:80", "proposer": "remote"}, "draft_url is 'a:80': it must begin with http:// or https://"),
         ({"proposer": "remote"}, "name it by draft_url"),
+        ({"proposer": "ngram", "draft_model": "small"}, "proposer is ngram and draft_model small: leave one out"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:

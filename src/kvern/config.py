@@ -187,6 +187,10 @@ class EngineConfig:
             raise ConfigError(f"max_adapters is {self.max_adapters} with {len(self.adapters)} adapters: raise it")
         if not 1 <= self.max_adapter_rank <= LARGEST_RANK:
             raise ConfigError(f"max_adapter_rank is {self.max_adapter_rank}: it must be from 1 to {LARGEST_RANK}")
+        if self.proposer is not None and self.draft_model is not None:
+            raise ConfigError(
+                f"proposer is {self.proposer} and draft_model {self.draft_model}: leave one out, one alone can guess"
+            )
         if self.proposer == "remote" and self.draft_url is None:
             raise ConfigError("proposer is remote, which asks another server: name it by draft_url")
         if self.draft_url is not None:

@@ -165,8 +165,8 @@ class Drafting:
         (begun, self.verified_predictions), now = self._begun.popleft(), self._clock()
         seconds, self._ended = now - max(begun, self._ended), now
         tokens, count = output.token_count, len(output.scheduled)
-        if self._costs is not None and tokens == count and not self._costs.has_rows(count):
-            return  # nothing was guessed, nor would be
+        if tokens == count and not self._would_guess(count):
+            return
         if all(item.count == item.sampled for item in output.scheduled):
             if tokens in self._sizes:
                 self._times.add(tokens, seconds - drafting_seconds)
@@ -187,6 +187,12 @@ class Drafting:
                 if self._costs is not None:
                     self._costs.verified(right, right < item.sampled - 1)
 
+    def _would_guess(self, running: int) -> bool:
+        """Whether anybody guesses where so many run."""
+        if self._costs is not None:
+            return self._costs.has_rows(running)
+        return self._proposer is not None or bool(self._predicted)
+
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
         going = []
@@ -196,6 +202,8 @@ class Drafting:
                     self._costs.answered(request.output_length)
             elif (self._proposer is not None or request.spec.prediction) and takes_drafts(request):
                 going.append(request)
+        if not going:
+            return
         counts = self.most(going, running)
         most = {request: count and count + request.in_flight for request, count in zip(going, counts, strict=True)}
         predicted = [request for request in going if request.spec.prediction]

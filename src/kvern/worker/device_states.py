@@ -70,19 +70,18 @@ class DeviceStateMemory:
             slots, given = upload([*changed, *states], torch.int64, self._of_row.device).view(2, -1)
             self._of_row.index_copy_(0, slots, given.int())
 
-    def plan(self, batch: DeviceBatch, chunks: torch.Tensor | None = None) -> DeviceStates:
+    def plan(self, batch: DeviceBatch, cut: tuple[torch.Tensor, torch.Tensor] | None = None) -> DeviceStates:
         """Which tokens go on with which state.
 
-        `chunks` of the runs, as `Runs` has them: where only the device knows how long runs are.
+        `cut`: `requests` and `chunks` of the step's `Runs`, where only the device knows how long they are.
         """
         states = self._of_row.index_select(0, batch.device_slots)
         alone, known = batch.decodes, batch.decodes + batch.drafted
         self._verified = None
         runs = None
-        if chunks is not None:
-            counts, tokens = batch.device_counts[known:], len(batch.token_ids) - known
-            of_tokens = torch.repeat_interleave(counts, output_size=tokens).int()
-            runs = Runs(states[known:], batch.query_start_loc[known:] - known, counts, of_tokens, chunks)
+        if cut is not None:
+            firsts = batch.query_start_loc[known:] - known
+            runs = Runs(states[known:], firsts, batch.device_counts[known:], *cut)
         elif known < len(states):
             runs = runs_of(states[known:], batch.counts[known:])
         if not batch.drafted:

@@ -7,7 +7,8 @@ begin and end, so that any such step fits.
     inputs   [S] int64 each: indices of the tokens that are sampled from, positions of what is sampled, and rows
              [R] int32 each: rows, first positions, numbers of tokens, and indices of the first tokens of the requests
              [tiles] int32 each: request and first query of each tile of the runs
-             [chunks] int32 each, if layers keep states: first token, among the runs', and length of each chunk of these
+             if layers keep states: [tokens] int32, the run that each belongs to, and [chunks] int32 each: first token,
+             among the runs', and length of each chunk of these
 """
 
 from collections import deque
@@ -166,6 +167,7 @@ class PromptGraphs:
         )
         numbers = slots + starts + counts + firsts + [run for _, run, _ in tiles] + [first for _, _, first in tiles]
         if self._states is not None:
+            numbers += [run for run, count in enumerate(run_counts) for _ in range(count)]
             chunks = chunks_of(run_counts)
             numbers += np.pad(chunks, ((0, 0), (0, self._chunks(step) - chunks.shape[1]))).flatten().tolist()
         return np.concatenate((sampling.view(np.int32), np.array(numbers, dtype=np.int32))), len(sampled.slots)
@@ -224,7 +226,9 @@ class PromptGraphs:
         )
         states = None
         if self._states is not None:
-            states = self._states.plan(batch, numbers[2 * self._tiles(step) :].view(2, -1))
+            cut = numbers[2 * self._tiles(step) :]
+            of_tokens, chunks = torch.split(cut, [step.tokens, 2 * self._chunks(step)])
+            states = self._states.plan(batch, (of_tokens, chunks.view(2, -1)))
         hidden = self._decoder(token_ids, positions, self._attention.plan(batch), indices, states=states)
         logits = self._decoder.logits(hidden, upcast=False)
         sampled = sample(logits, None, sample_slots, positions_sampled, rows)
