@@ -273,7 +273,7 @@ class SimulatedDevice:
             if width is None:
                 if item.sampled:
                     row.tokens[len(prefix) + 1 - item.sampled :] = kept
-                if output.drafts or any(other.uncertain or other.guesses for other in output.scheduled):
+                if any(other.uncertain or other.guesses or other.sampled > 1 for other in output.scheduled):
                     row.computed = len(prefix) + len(kept) - item.sampled
                     self._draft(row, item.guesses * bool(item.sampled), prefix[: row.computed])
             elif item.sampled:

@@ -144,14 +144,12 @@ def test_what_is_no_gpt_oss_of_these_numbers_is_refused() -> None:
 def test_libraries_without_sinks_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(selection, "_installed", lambda name: True)
     layers = spec_from_config(PUBLISHED).attentions[:2]
-    shapes = selection.Shapes(layers, 16, torch.bfloat16, torch.bfloat16, CPU, 4, 64, hopper=True)
+    shapes = selection.Shapes(layers, 16, torch.bfloat16, torch.bfloat16, CPU, 4, 64)
     config, measurements = EngineConfig("model"), Measurements(tmp_path, CPU)
     with pytest.raises(
         ConfigError, match="attention_backend flashinfer cannot be used here: kvern has no attention sinks"
     ):
         selection.choose("flashinfer", config, shapes, measurements)
-    triton = selection.choose("triton", config, shapes, measurements).triton
-    assert triton._hopper is None
 
 
 def test_models_with_sinks_are_not_quantized(reference: Reference) -> None:

@@ -158,7 +158,7 @@ TOKENS = list(range(60, 60 + VOCABULARY))
 class Drawing:
     """Draws drafts from probabilities that know nothing of the text, by the random numbers that tokens are drawn by."""
 
-    reads_hidden = False
+    reads_hidden, inputs = False, None
     graphs = None
 
     def __init__(self, rows: BatchRows, probabilities: torch.Tensor, drawn: Drawn | None) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("few_products")
 def test_adapters_beside_states(family: str, modules: list[str], tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     """In steps with prompts, and of single tokens; a delta net's projection has four parts."""
     changes = WITH_STATES["qwen3_next" if family == "qwen3_5" else family]
-    made = make_checkpoint(family, tmp_path / "model", num_hidden_layers=2, **changes)
+    made = make_checkpoint(family, tmp_path / "model", **({"num_hidden_layers": 2} | changes))
     adapter = make_adapter(made, tmp_path / "one", 1, target_modules=modules)
     options = OPTIONS | {"max_adapters": 2, "max_adapter_rank": 16, "adapters": {"one": str(adapter)}}
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -33,7 +33,7 @@ def test_structured_answers(drafts: bool, tmp_path: Path, on_device: Callable[..
     llm = on_device(folder, **OPTIONS)
     with speculating(llm, expected, 0.8, most=3 * drafts):
         assert answers(llm.generate(prompts, params)) == answers(expected)
-    assert bool(llm.statistics().accepted_tokens) == drafts
+        assert bool(llm.statistics().accepted_tokens) == drafts
 
 
 @DRAFTS
@@ -56,7 +56,7 @@ def test_logits_processors(
     llm = on_device(folder, **options)
     with speculating(llm, expected, 0.8, most=3 * drafts):
         found = llm.generate([PROMPTS[0]] * 5, params)
-    assert bool(llm.statistics().accepted_tokens) == drafts
+        assert bool(llm.statistics().accepted_tokens) == drafts
     assert [output.failure for output in found] == [output.failure for output in expected]
     assert found[3].failure and found[4].failure and not found[2].failure
     assert answers(found[:3]) == answers(expected[:3])

@@ -75,6 +75,7 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     packed = [kind for name in TINY_MODELS for kind in kinds_of_forms(spec_of(name), torch.bfloat16, tuple(FORMS))]
     packed += kinds_of_forms(spec_of("qwen3_moe", LARGE_MODELS), torch.bfloat16, ("fp8",))  # of widths that TMA takes
     packed += kinds_of_forms(spec_of("llama", LARGE_MODELS), torch.bfloat16, ("int4", "q4_k"))
+    packed += kinds_of_forms(spec_of("gpt_oss", LARGE_MODELS), torch.bfloat16, ("e2m1",))
     made = partial(Inputs, device, torch.bfloat16, adapter_rank=16, packed=packed)
     caches = [made(), made(cache_dtype=torch.int8), made(packed=())]
     specs = [spec_of(name, models) for models in (TINY_MODELS, LARGE_MODELS) for name in models]

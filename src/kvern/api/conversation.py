@@ -79,6 +79,9 @@ def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     taken = sorted(RESERVED & set(given or ()))
     if taken:
         raise InvalidRequest(f"chat_template_kwargs holds {taken[0]}, which has a field of its own: leave it out")
+    wrong = next((document for document in documents or () if not isinstance(document, dict)), None)
+    if wrong is not None:
+        raise InvalidRequest(f"documents holds {shown(wrong)}: each must be an object")
     named = {} if documents is None else {"documents": documents}
     return {**read_thinking(body).variables, **named, **(given or {})}
 

@@ -78,7 +78,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "int4": {"code": "int4", "scale": "float16", "group": 128},
     "int4_zero": {"code": "int4", "scale": "float16", "group": 128, "zero": "uint8"},
     "nf4": {"code": "nf4", "scale": "float32", "group": 64},
-    "mxfp4": {"code": "e2m1", "scale": "uint8", "group": 32},
+    "e2m1": {"code": "e2m1", "scale": "uint8", "group": 32},
     "nvfp4": {"code": "e2m1", "scale": "float8_e4m3fn", "group": 16, "factor": True},
     **{name: {"code": name} for name in BLOCKS},
 }
