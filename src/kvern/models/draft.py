@@ -40,14 +40,14 @@ def read_draft(draft: Path, folder: Path, spec: ModelSpec, longest: int) -> Mode
     Raises ConfigError if it cannot.
     """
     found = spec_of_folder(draft, read_config(draft))
-    vocabularies = []
-    for path in (folder, draft):
-        tokenizer = load_backend(path / "tokenizer.json")
-        vocabularies.append(None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True))
+    files = [path / "tokenizer.json" for path in (folder, draft)]
+    is_same = all(file.exists() for file in files) and files[0].read_bytes() == files[1].read_bytes()
     refused = {
         "it is an encoder, which generates nothing": found.encoder is not None,
         "its layers keep states, which cannot go back behind rejected drafts": bool(found.recurrent),
-        "the model's tokenizer has other tokens; a draft needs the same": vocabularies[0] != vocabularies[1],
+        "the model's tokenizer has other tokens; a draft needs the same": (
+            not is_same and _vocabulary(files[0]) != _vocabulary(files[1])
+        ),
         f"its vocabulary of {found.vocab_size} is larger than the model's {spec.vocab_size}": (
             found.vocab_size > spec.vocab_size
         ),
@@ -59,3 +59,9 @@ def read_draft(draft: Path, folder: Path, spec: ModelSpec, longest: int) -> Mode
         if is_so:
             raise ConfigError(f"draft_model {str(draft)!r} cannot guess for {folder.name}: {reason}")
     return found
+
+
+def _vocabulary(file: Path) -> dict[str, int] | None:
+    """The tokens of a tokenizer, by their ids; None: there is none."""
+    tokenizer = load_backend(file)
+    return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
