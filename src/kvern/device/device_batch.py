@@ -11,7 +11,7 @@ from kvern.device.input_batch import InputBatch, TableSlots, sampled_tokens
 from kvern.device.row_lists import ListedRows
 from kvern.device.transfer import send, upload
 from kvern.kernels.attention_prefix import SharedPrefix
-from kvern.kernels.batch import read_slots, read_tokens, write_runs
+from kvern.kernels.batch import read_decodes, read_slots, read_tokens, write_runs
 from kvern.step import ScheduledTokens
 
 
@@ -160,6 +160,48 @@ class DeviceBatch(InputBatch):
             shared=None if first else self.shared,
             few=self.few,
         )
+
+
+def decodes_on_device(
+    rows: DeviceRows,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    indices: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    block_size: int,
+    shared: SharedPrefix | None = None,
+    *,
+    windowed: bool = True,
+) -> DeviceBatch:
+    """A step of one token for each of `slots` [R] at `starts` [R], int32, of which the host knows nothing.
+
+    `indices`: of the requests, zeros and ones, [R] int32 each. `windowed`: also over the block tables of windows.
+    """
+    requests, zeros, ones = indices
+    size = slots.shape[0]
+    token_ids, positions, slot_mapping, next_positions = read_decodes(
+        rows.tokens, rows.block_table, slots, starts, block_size
+    )
+    return DeviceBatch(
+        slots=[rows.scratch] * size,
+        starts=[0] * size,
+        counts=[1] * size,
+        positions=positions,
+        token_ids=token_ids,
+        slot_mapping=slot_mapping,
+        block_table=rows.block_table,
+        sample_slots=[],
+        logits_indices=requests,
+        sample_positions=next_positions,
+        decodes=size,
+        device_slots=slots,
+        device_starts=starts,
+        device_counts=ones,
+        query_start_loc=requests,
+        device_sample_slots=slots,
+        tiles=lambda _: (requests, zeros),
+        shared=shared,
+        windows=rows.windows(slots, starts, requests, ones, size, 1, block_size) if windowed else [],
+    )
 
 
 def build_device_batch(

@@ -18,11 +18,11 @@ import torch
 
 from kvern.adapters.bank import AdapterBank
 from kvern.attention.base import AttentionBackend
-from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.device_batch import DeviceBatch, DeviceRows, decodes_on_device
 from kvern.device.transfer import upload
 from kvern.kernels import logprobs
 from kvern.kernels.attention_prefix import SharedPrefix, tiles_for
-from kvern.kernels.batch import read_decodes, write_sampled
+from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample
 from kvern.layers.attention import NO_ADAPTERS, StepAdapters
@@ -267,36 +267,14 @@ class DecodeGraphs:
     ) -> DecodedStep:
         rows = self._rows
         slots, starts = inputs
-        requests, zeros, ones = indices
-        size = slots.shape[0]
-        token_ids, positions, slot_mapping, next_positions = read_decodes(
-            rows.tokens, rows.block_table, slots, starts, self._block_size
-        )
-        batch = DeviceBatch(
-            slots=[rows.scratch] * size,
-            starts=[0] * size,
-            counts=[1] * size,
-            positions=positions,
-            token_ids=token_ids,
-            slot_mapping=slot_mapping,
-            block_table=rows.block_table,
-            sample_slots=[],
-            logits_indices=requests,
-            sample_positions=next_positions,
-            decodes=size,
-            device_slots=slots,
-            device_starts=starts,
-            device_counts=ones,
-            query_start_loc=requests,
-            device_sample_slots=slots,
-            tiles=lambda size: (requests, zeros),
-            shared=shared,
-            windows=rows.windows(slots, starts, requests, ones, size, 1, self._block_size),
-        )
+        batch = decodes_on_device(rows, slots, starts, indices, self._block_size, shared)
+        next_positions = batch.sample_positions
         adapter_indices = rows.adapters.index_select(0, slots) if adapted else None
         adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
         states = None if self._states is None else self._states.plan(batch)
-        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters, states=states)
+        hidden = self._decoder(
+            batch.token_ids, batch.positions, self._attention.plan(batch), adapters=adapters, states=states
+        )
         logits = self._decoder.logits(hidden, upcast=False)
         scores = change(logits, slots, next_positions, rows, everything=False) if options else None
         sampled = sample(logits, scores, slots, next_positions, rows)

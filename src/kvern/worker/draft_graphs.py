@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from kvern.attention.base import AttentionBackend
-from kvern.device.device_batch import DeviceBatch, DeviceRows
+from kvern.device.device_batch import DeviceBatch, DeviceRows, decodes_on_device
 from kvern.device.transfer import upload
-from kvern.kernels.batch import read_decodes
 from kvern.kernels.drafts import begin_drafts, write_drafts
 from kvern.kernels.sampling import sample
 from kvern.models.decoder import Decoder
@@ -129,31 +128,10 @@ class DraftGraphs:
         indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> DecodedStep:
         """Compute tokens [N] of `slots` at `starts`, and write what follows those that are `last` [R]; None: all."""
-        rows, (requests, zeros, ones) = self._rows, indices
-        size = slots.shape[0]
-        token_ids, positions, slot_mapping, next_positions = read_decodes(
-            rows.tokens, rows.block_table, slots, starts, self._block_size
-        )
-        batch = DeviceBatch(
-            slots=[rows.scratch] * size,
-            starts=[0] * size,
-            counts=[1] * size,
-            positions=positions,
-            token_ids=token_ids,
-            slot_mapping=slot_mapping,
-            block_table=rows.block_table,
-            sample_slots=[],
-            logits_indices=requests,
-            sample_positions=next_positions,
-            decodes=size,
-            device_slots=slots,
-            device_starts=starts,
-            device_counts=ones,
-            query_start_loc=requests,
-            device_sample_slots=slots,
-            tiles=lambda _: (requests, zeros),
-        )
-        hidden = self._decoder(token_ids, positions, self._attention.plan(batch))
+        rows = self._rows
+        batch = decodes_on_device(rows, slots, starts, indices, self._block_size, windowed=False)
+        next_positions = batch.sample_positions
+        hidden = self._decoder(batch.token_ids, batch.positions, self._attention.plan(batch))
         if last is not None:
             hidden, next_positions = hidden.index_select(0, last), next_positions.index_select(0, last)
         logits = self._decoder.logits(hidden, upcast=False)
