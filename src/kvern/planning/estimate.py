@@ -176,8 +176,7 @@ def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> floa
     """Of one prompt among others, as they share steps."""
     pairs = sum(
         4 * item.heads * item.head_dim * length * min(length / 2, item.window or length)
-        for layer in model.spec.layers
-        if (item := layer.cached) is not None
+        for item in model.spec.attentions
     )
     attended = pairs / (split.tensor * COMPUTED * card.rate)
     return _product_seconds(model, card, split, length) + attended + _reduced(model, card, split, length)
@@ -197,11 +196,9 @@ def _key_bytes(model: Model, context: int) -> float:
     """Bytes of keys and values that a decode of one request reads."""
     numbers = sum(
         item.stored * item.kv_heads * item.head_dim * min(context, item.window or context)
-        for layer in model.spec.layers
-        if (item := layer.cached) is not None
+        for item in model.spec.attentions
     )
-    size: int = getattr(torch, model.dtype).itemsize
-    return float(numbers * size)
+    return numbers * int(getattr(torch, model.dtype).itemsize)
 
 
 def _reduced(model: Model, card: Card, split: Split, rows: int) -> float:
