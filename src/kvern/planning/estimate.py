@@ -205,6 +205,6 @@ def _reduced(model: Model, card: Card, split: Split, rows: int) -> float:
     """Seconds of all-reduces: two of a layer, of all rows."""
     if split.tensor == 1:
         return 0.0
-    moved = rows * model.spec.hidden_size * getattr(torch, model.dtype).itemsize
+    moved = rows * model.spec.hidden_size * int(getattr(torch, model.dtype).itemsize)
     each = card.delay + 2 * (split.tensor - 1) / split.tensor * moved / card.link
     return 2 * len(model.spec.layers) * each
