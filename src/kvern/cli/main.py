@@ -20,6 +20,7 @@ from kvern.cli.flag_rules import json_object
 from kvern.cli.help import asked_help, print_help
 from kvern.cli.models import ModelsCommand
 from kvern.cli.options import Defaults, adapters_of, read_defaults
+from kvern.cli.plan import PlanCommand
 from kvern.cli.quantize import QuantizeCommand
 from kvern.cli.run import INTERRUPTED, RunCommand
 from kvern.cli.serve import ServeCommand
@@ -33,6 +34,7 @@ KINDS: dict[tuple[str, ...], type] = {
     ("chat",): ChatCommand,
     ("serve",): ServeCommand,
     ("models",): ModelsCommand,
+    ("plan",): PlanCommand,
     ("quantize",): QuantizeCommand,
     ("train-eagle",): TrainEagleCommand,
     ("bench", "offline"): Offline,
@@ -148,6 +150,7 @@ def commands(defaults: Defaults) -> Any:
             tyro.conf.subcommand("serve", default=ServeCommand(server=defaults.server, engine=defaults.engine)),
         ]
         | Annotated[ModelsCommand, tyro.conf.subcommand("models", default=ModelsCommand())]
+        | Annotated[PlanCommand, tyro.conf.subcommand("plan", default=PlanCommand(missing))]
         | Annotated[QuantizeCommand, tyro.conf.subcommand("quantize", default=quantize)]
         | Annotated[TrainEagleCommand, tyro.conf.subcommand("train-eagle", default=train)]
         | Annotated[benches, tyro.conf.subcommand("bench", description=BENCH)]

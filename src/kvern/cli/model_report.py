@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -260,9 +260,9 @@ def devices() -> Iterator[Device]:
     yield Device("CPU", available_memory(), host=True)
 
 
-def report_of(model: str, folder: Path) -> ModelReport:
-    """Read the headers of a model's files. Raises KvernError."""
-    decoder = outline_model(folder)
+def report_of(model: str, folder: Path, load_format: Literal["auto", "dummy"] = "auto") -> ModelReport:
+    """Read the headers of a model's files; "dummy": its configuration alone. Raises KvernError."""
+    decoder = outline_model(folder, load_format=load_format)
     return ModelReport(
         model=model,
         folder=folder,

@@ -185,17 +185,18 @@ def _outline(make: Callable[[ModelSpec, Build], Model], spec: ModelSpec, build: 
     return make(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
 
 
-def outline_model(folder: Path, dtype: str = "auto") -> Decoder:
+def outline_model(folder: Path, dtype: str = "auto", load_format: Literal["auto", "dummy"] = "auto") -> Decoder:
     """The model of a folder without memory, told by the headers of its files, which are checked; no weight is read.
 
-    Its formats are those of a CPU. Raises what `load_model` raises.
+    Its formats are those of a CPU; `load_format` "dummy" needs no files beside the configuration. Raises what
+    `load_model` raises.
     """
-    config = read_config(folder)
+    config, dummy = read_config(folder), load_format == "dummy"
     spec = spec_of_folder(folder, config)
-    stored = read_headers(folder)
+    stored = [] if dummy else read_headers(folder)
     linear = stored_methods(config, spec, stored)
-    build = Build(choose_dtype(dtype, spec, folder), torch.device("meta"), 1, linear=linear)
-    _check_sizes(Decoder, spec, build, folder, stored)
+    build = Build(choose_dtype(dtype, spec, None if dummy else folder), torch.device("meta"), 1, linear=linear)
+    _check_sizes(Decoder, spec, build, folder, None if dummy else stored)
     return outline_of(spec, build)
 
 

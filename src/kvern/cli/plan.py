@@ -1,0 +1,149 @@
+"""``kvern plan``: how a model is best divided among cards, what that takes and gives, and why no other way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from kvern.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvern.cli.model_report import ModelReport
+    from kvern.planning.estimate import Estimate, Workload
+    from kvern.planning.hardware import Card
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Say how a model is best divided among the GPUs of this machine or of another, from the headers of its files
+    alone: memory, cache and speed of each way to do so, and which gives most under a workload.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Name, folder, GGUF file, or hub id of a downloaded model."""
+    hardware: str | None = None
+    """Cards to plan for, as in "2x h200". None: those of this machine."""
+    requests: int = 64
+    """Requests at a time."""
+    input: int = 1024
+    """Tokens of a prompt."""
+    output: int = 256
+    """Tokens of an answer."""
+    write: Path | None = None
+    """Write the choice to this TOML file, for --config of kvern serve and kvern run."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: MODEL has a configuration and no weights."""
+    json: bool = False
+    """Say it as JSON."""
+
+    def execute(self) -> int:
+        """Print the plan and return the exit code: 1 if the model fits in no way. Raises KvernError."""
+        for name in ("requests", "input", "output"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
+        from kvern.planning.estimate import Model, Workload, estimate, splits
+        from kvern.planning.hardware import parse_hardware, this_machine
+
+        report = self._report()
+        model = Model(report.spec, report.dtype, report.shares)
+        longest, context = self.input + self.output, model.spec.max_position_embeddings
+        if longest > context:
+            raise ConfigError(f"input and output are {longest} tokens, above the model's context of {context}")
+        cards = this_machine() if self.hardware is None else parse_hardware(self.hardware)
+        if len({card.name for card in cards}) > 1:
+            raise ConfigError(f"cards differ: {', '.join(card.name for card in cards)}; choose like ones")
+        workload = Workload(self.requests, self.input, self.output)
+        least = min(cards, key=lambda card: card.memory)
+        found = [estimate(model, least, split, workload) for split in splits(len(cards), model.spec)]
+        found.sort(key=lambda item: -item.rate)
+        if self.write is not None and not found[0].lacks:
+            self.write.write_text(as_toml(found[0], self.model, workload, cards))
+        if self.json:
+            told = [dataclasses.asdict(item) for item in found]
+            sys.stdout.write(json.dumps({"cards": [card.name for card in cards], "splits": told}, indent=1) + "\n")
+        else:
+            from rich.console import Console
+
+            console = Console()
+            self._print(console, found, cards)
+            for method, size in report.smaller().items() if found[0].lacks else ():
+                console.print(f"kvern quantize --method {method} would make about {size / 1e9:.1f} GB of the weights")
+        return int(bool(found[0].lacks))
+
+    def _report(self) -> ModelReport:
+        from kvern.cli.model_report import report_of
+        from kvern.config import EngineConfig
+        from kvern.models.folder import model_folder
+        from kvern.models.hub import resolve_model
+
+        folder = model_folder(EngineConfig(str(resolve_model(self.model, offline=True))))
+        return report_of(self.model, folder, self.load_format)
+
+    def _print(self, console: Console, found: list[Estimate], cards: list[Card]) -> None:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        memory = cards[0].memory / 1e9
+        table = Table(
+            title=f"{self.model} on {len(cards)} x {cards[0].name} of {memory:.0f} GB, {self.requests} requests of "
+            f"{self.input:,} and {self.output:,} tokens",
+            box=SIMPLE_HEAD,
+            title_justify="left",
+            title_style="bold",
+            pad_edge=False,
+        )
+        table.add_column("split")
+        for name in ("weights a card", "cache tokens", "batch", "ms/step, 1", "ms/step, batch", "TTFT ms", "tokens/s"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for item in found:
+            numbers = (
+                f"{item.weights / 1e9:.1f} GB",
+                f"{item.split.data * item.cache_tokens:,}",
+                f"{item.split.data} x {item.batch}",
+                f"{1000 * item.decode_one:.2f}",
+                f"{1000 * item.decode:.2f}",
+                f"{1000 * item.first_token:.0f}",
+                f"{item.rate:,.0f}",
+            )
+            table.add_row(str(item.split), *(numbers if not item.lacks else (numbers[0], *("-",) * 6)))
+        console.print(table)
+        console.print(verdict(found), highlight=False)
+        if self.write is not None and not found[0].lacks:
+            console.print(f"kvern serve {self.model} --config {self.write}", highlight=False)
+
+
+def verdict(found: list[Estimate]) -> str:
+    """Which split was chosen, and why the next lost; `found` are in order."""
+    best = found[0]
+    if best.lacks:
+        return f"It fits in no way: with {best.split} {best.lacks}."
+    if len(found) == 1:
+        return f"Nothing else is possible: {best.split}."
+    other = found[1]
+    if other.lacks:
+        return f"Chosen: {best.split}. With {other.split} {other.lacks}."
+    change = other.decode / best.decode - 1
+    steps = f"its steps take {abs(change):.0%} {'longer' if change > 0 else 'less'}, with a batch of {other.batch}"
+    less = f"{1 - other.rate / best.rate:.0%} less: {steps}"
+    return f"Chosen: {best.split}. {str(other.split).capitalize()} would give {less}."
+
+
+def as_toml(chosen: Estimate, model: str, workload: Workload, cards: list[Card]) -> str:
+    """The options of a plan, for people to read and change."""
+    return (
+        f"# {model} on {len(cards)} x {cards[0].name}\n"
+        f"# for {workload.requests} requests at a time, of {workload.input} and {workload.output} tokens\n"
+        f"# expected: {1000 * chosen.decode_one:.2f} ms a step with one request, {1000 * chosen.decode:.2f} with "
+        f"{chosen.batch}; {chosen.rate:.0f} tokens/s\n"
+        f"# of each card: {chosen.weights / 1e9:.1f} GB of weights, {chosen.cache_tokens} tokens of cache\n"
+        f"tensor_parallel_size = {chosen.split.tensor}\n"
+        f"data_parallel_size = {chosen.split.data}\n"
+    )

@@ -1,0 +1,210 @@
+"""What a way of dividing a model among cards would take and give: bytes counted, seconds estimated from them.
+
+    decode step = weights read / bandwidth  or operations / rate, what is more
+                + keys and values read / bandwidth + overhead of each layer + all-reduces
+    prompts     = operations / rate + all-reduces
+
+The shares of bandwidth and rate that steps reach are those that were measured on an H200 (docs/PERFORMANCE.md).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvern.config import EngineConfig
+from kvern.model_spec import ModelSpec, MoeSpec
+from kvern.models.precision import SMALL, Share
+from kvern.planning.hardware import Card
+from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
+from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
+
+READ, COMPUTED = 0.9, 0.65
+"""Shares of a card's bandwidth and rate that steps reach."""
+WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual streams", "inputs of each layer")
+"""Kinds of layers of which every rank has all."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model its cost depends on: `dtype` is the name of its activations'."""
+
+    spec: ModelSpec
+    dtype: str
+    shares: Sequence[Share]
+
+    @cached_property
+    def experts(self) -> MoeSpec | None:
+        return next((layer.mlp for layer in self.spec.layers if isinstance(layer.mlp, MoeSpec)), None)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys and values over all layers."""
+        return bytes_of_token(self.spec, getattr(torch, self.dtype))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a request's states over all layers."""
+        return bytes_of_state(self.spec, getattr(torch, self.dtype))
+
+    def touched(self, share: Share, rows: int) -> float:
+        """The part of these weights that a step of so many rows reads."""
+        if share.kind == "embeddings" and not self.spec.tie_word_embeddings:
+            return 0.0
+        if share.kind == "experts" and self.experts is not None:
+            return 1 - (1 - self.experts.top_k / self.experts.experts) ** rows
+        return 1.0
+
+    def operations(self, share: Share) -> float:
+        """Of one row in these weights' products."""
+        used = self.experts.top_k / self.experts.experts if share.kind == "experts" and self.experts else 1.0
+        return 0.0 if share.kind == "embeddings" and not self.spec.tie_word_embeddings else 2 * share.parameters * used
+
+
+@dataclass(frozen=True)
+class Workload:
+    """So many requests at a time, each of so many tokens, with answers of so many."""
+
+    requests: int = 64
+    input: int = 1024
+    output: int = 256
+
+
+@dataclass(frozen=True)
+class Split:
+    """`data` replicas of the model, each over `tensor` cards."""
+
+    tensor: int
+    data: int
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor} x data {self.data}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a split would take of each card, in bytes, and give.
+
+    `cache_tokens`: for so many a replica has room. `batch`: requests that decode at a time in a replica. Seconds:
+    `decode_one` and `decode` of a step of one request and of the batch, `first_token` of a prompt alone. `rate`: tokens
+    of answers a second, of all replicas, under the workload. `lacks`: why it cannot run; empty if it can.
+    """
+
+    split: Split
+    weights: float
+    token_bytes: float
+    cache_tokens: int
+    batch: int
+    decode_one: float
+    decode: float
+    first_token: float
+    rate: float
+    lacks: str = ""
+
+
+def splits(cards: int, spec: ModelSpec) -> Iterator[Split]:
+    """All ways to divide a model among all of so many cards that its heads allow."""
+    for tensor in range(1, cards + 1):
+        if cards % tensor == 0 and all(
+            item.heads % tensor == 0 and (item.kv_heads % tensor == 0 or tensor % item.kv_heads == 0)
+            for item in spec.attentions
+        ):
+            yield Split(tensor, cards // tensor)
+
+
+def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Estimate:
+    """What it would take and give on cards like this one."""
+    weights = sum(_part(share, split) * share.nbytes for share in model.shares)
+    token_bytes = model.token_bytes * _part_of_keys(model.spec, split)
+    state_bytes = model.state_bytes / split.tensor
+    left = card.memory - weights
+    if card.host:
+        room = float(host_cache_bytes(max(int(left), 0), int(token_bytes), int(state_bytes)))
+    else:
+        room = max((left - MARGIN_BYTES) * GPU_MEMORY_SHARE, 0.0)
+    longest = workload.input + workload.output
+    each = longest * token_bytes + states_of_a_request(EngineConfig()) * state_bytes
+    cache_tokens = int(room / token_bytes) if token_bytes else 0
+    wanted = -(-workload.requests // split.data)
+    batch = min(wanted, BATCH_REQUESTS["cpu" if card.host else "cuda"], int(room / each))
+    lacks = ""
+    if left <= 0:
+        lacks = f"weights of {weights / 1e9:.1f} GB are more than a card's {card.memory / 1e9:.1f}"
+    elif batch < 1:
+        lacks = f"beside weights of {weights / 1e9:.1f} GB there is no room for a sequence of {longest:,} tokens"
+    rows, middle = max(batch, 1), workload.input + workload.output // 2
+    decode = _decode_seconds(model, card, split, rows, middle)
+    served = min(workload.requests, split.data * batch)
+    prompt = _prompt_seconds(model, card, split, workload.input)
+    return Estimate(
+        split=split,
+        weights=weights,
+        token_bytes=token_bytes,
+        cache_tokens=cache_tokens,
+        batch=batch,
+        decode_one=_decode_seconds(model, card, split, 1, middle),
+        decode=decode,
+        first_token=max(prompt, _decode_seconds(model, card, split, 1, 1)),
+        rate=0.0 if lacks else served * workload.output / (batch * prompt + workload.output * decode),
+        lacks=lacks,
+    )
+
+
+def _part(share: Share, split: Split) -> float:
+    """Of these weights, what each rank has."""
+    return 1.0 if share.kind in WHOLE else 1 / split.tensor
+
+
+def _part_of_keys(spec: ModelSpec, split: Split) -> float:
+    """Of keys and values, what each rank has: a head at least, and latents whole."""
+    if not spec.attentions:
+        return 1.0
+    heads = min(item.kv_heads for item in spec.attentions)
+    return 1 / min(heads, split.tensor)
+
+
+def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: int) -> float:
+    read = sum(_part(share, split) * share.nbytes * model.touched(share, rows) for share in model.shares)
+    computed = _product_seconds(model, card, split, rows)
+    keys = _key_bytes(model, context) * _part_of_keys(model.spec, split) + 2 * model.state_bytes / split.tensor
+    seconds = max(read / (READ * card.bandwidth), computed) + rows * keys / (READ * card.bandwidth)
+    return seconds + len(model.spec.layers) * card.overhead * (not card.host) + _reduced(model, card, split, rows)
+
+
+def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> float:
+    """Of one prompt among others, as they share steps."""
+    pairs = sum(
+        4 * item.heads * item.head_dim * length * min(length / 2, item.window or length)
+        for item in model.spec.attentions
+    )
+    attended = pairs / (split.tensor * COMPUTED * card.rate)
+    return _product_seconds(model, card, split, length) + attended + _reduced(model, card, split, length)
+
+
+def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
+    return sum(
+        _part(share, split) * rows * model.operations(share) / (COMPUTED * _rate(card, share)) for share in model.shares
+    )
+
+
+def _rate(card: Card, share: Share) -> float:
+    return card.rate_8bit if "8" in share.format else card.rate
+
+
+def _key_bytes(model: Model, context: int) -> float:
+    """Bytes of keys and values that a decode of one request reads."""
+    numbers = sum(
+        item.stored * item.kv_heads * item.head_dim * min(context, item.window or context)
+        for item in model.spec.attentions
+    )
+    return numbers * int(getattr(torch, model.dtype).itemsize)
+
+
+def _reduced(model: Model, card: Card, split: Split, rows: int) -> float:
+    """Seconds of all-reduces: two of a layer, of all rows."""
+    if split.tensor == 1:
+        return 0.0
+    moved = rows * model.spec.hidden_size * int(getattr(torch, model.dtype).itemsize)
+    each = card.delay + 2 * (split.tensor - 1) / split.tensor * moved / card.link
+    return 2 * len(model.spec.layers) * each

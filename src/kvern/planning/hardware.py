@@ -1,0 +1,105 @@
+"""What a machine can do: how much its cards hold, how fast they read, compute and talk to each other."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvern.errors import ConfigError
+from kvern.worker.memory import available_memory
+
+NVLINK, PCIE = 350e9, 20e9
+"""Bytes a second that one card sends to another while an all-reduce runs."""
+NVLINK_DELAY, PCIE_DELAY = 8e-6, 30e-6
+"""Seconds of an all-reduce of nothing."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One device: bytes of memory, bytes a second that it reads, operations a second in 16 bits and in 8.
+
+    `link`: bytes a second to another card; `delay`: seconds that an all-reduce takes however small it is. `overhead`:
+    seconds of a layer in which no weights are read.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    rate: float
+    rate_8bit: float
+    link: float = NVLINK
+    delay: float = NVLINK_DELAY
+    overhead: float = 18e-6
+    host: bool = False
+
+
+def _card(name: str, gigabytes: float, terabytes: float, teraflops: float, eight: float, link: float = NVLINK) -> Card:
+    delay = NVLINK_DELAY if link == NVLINK else PCIE_DELAY
+    return Card(name, gigabytes * 1e9, terabytes * 1e12, teraflops * 1e12, eight * 1e12, link, delay)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("a100", 85, 2.04, 312, 312),
+        _card("a100-40gb", 42, 1.56, 312, 312),
+        _card("h100", 85, 3.35, 989, 1979),
+        _card("h100-pcie", 85, 2.04, 756, 1513, PCIE),
+        _card("h200", 150, 4.8, 989, 1979),
+        _card("b200", 191, 8.0, 2250, 4500),
+        _card("l4", 24, 0.30, 121, 242, PCIE),
+        _card("l40s", 48, 0.86, 362, 733, PCIE),
+        _card("a10g", 24, 0.60, 125, 125, PCIE),
+        _card("rtx-3090", 25, 0.94, 71, 71, PCIE),
+        _card("rtx-4090", 25, 1.01, 165, 330, PCIE),
+        _card("rtx-5090", 34, 1.79, 210, 419, PCIE),
+    )
+}
+"""By name, from the makers' data sheets: dense operations, and the memory that programs see."""
+
+
+def parse_hardware(text: str) -> list[Card]:
+    """The cards of "h200", "2x h200" or "2xh200". Raises ConfigError."""
+    found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
+    name = found[2] if found else ""
+    if found is None or name not in CARDS or not 1 <= int(found[1] or 1) <= 64:
+        raise ConfigError(
+            f"hardware {text!r:.60} is unknown: give a number of cards, 64 at most, and one of {', '.join(CARDS)}, "
+            'as in "2x h200"'
+        )
+    return [CARDS[name]] * int(found[1] or 1)
+
+
+def this_machine() -> list[Card]:
+    """Its GPUs, those of an unknown kind by what PyTorch tells of them; else its CPU, which is measured."""
+    if not torch.cuda.is_available():
+        return [_measured_host()]
+    return [_of_gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def _of_gpu(index: int) -> Card:
+    name, memory = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)[0]
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    matching = [card for card in CARDS.values() if set(card.name.split("-")) <= words]
+    if not matching:
+        raise ConfigError(f"nobody told how fast a {name} is: name one that is like it, as in --hardware h100")
+    return replace(max(matching, key=lambda card: len(card.name)), memory=float(memory))
+
+
+def _measured_host() -> Card:
+    table, matrix = torch.zeros(2**26), torch.ones(1024, 1024, dtype=torch.bfloat16)
+    read, multiplied = _seconds(table.sum), _seconds(lambda: matrix @ matrix)
+    rate = 2 * 1024**3 / multiplied
+    speed = table.nbytes / read
+    return Card("CPU", float(available_memory()), speed, rate, rate, link=speed, delay=1e-4, host=True)
+
+
+def _seconds(work: Callable[[], object], repetitions: int = 5) -> float:
+    found = []
+    for _ in range(repetitions):
+        begun = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begun)
+    return min(found)
