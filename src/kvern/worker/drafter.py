@@ -9,15 +9,18 @@ need not: whatever stands in their places, tokens are sampled from the model alo
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from kvern.models.decoder import LayerInputs
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
+
+if TYPE_CHECKING:
+    from kvern.device.device_batch import DeviceBatch
 
 logger = logging.getLogger("kvern")
 
@@ -36,12 +39,36 @@ class ComputedStep:
     kept       [R] int64: how many of the tokens sampled for each are kept; None: all
     hidden     [T, hidden] the model's last states, for a drafter that `reads_hidden`, or what its `inputs` took; for
                others what is at hand
+    read       a `StepReader` has read it
     """
 
     scheduled: Sequence[ScheduledTokens]
     starts: torch.Tensor
     kept: torch.Tensor | None
     hidden: torch.Tensor | None
+    read: bool = False
+
+
+class StepReader(Protocol):
+    """What reads steps within the graphs that verify drafts, for the drafter that goes on from there.
+
+    inputs      those of a `Drafter`
+    tile_sizes  those of an `AttentionBackend`
+    """
+
+    inputs: LayerInputs | None
+
+    @property
+    def tile_sizes(self) -> Set[int]: ...
+
+    def read(self, batch: "DeviceBatch", hidden: torch.Tensor, sampled: torch.Tensor, kept: torch.Tensor) -> None:
+        """Read a step of R runs and T tokens, all of which are sampled behind; without waiting for the device.
+
+        hidden   [T, hidden]  the model's last states; its `inputs` are filled
+        sampled  [T] int64    the tokens behind all tokens
+        kept     [R] int64    how many of these are kept of each run; of runs that pad anything
+        """
+        ...
 
 
 class Captures(Protocol):
@@ -93,6 +120,13 @@ class DrawingDrafter(Drafter, Protocol):
     """Of the drafts that `draft` has written last; None: they are to be accepted as those of others."""
 
 
+@runtime_checkable
+class ReadingDrafter(Drafter, Protocol):
+    """One for which steps can be read within their graphs."""
+
+    reader: StepReader | None
+
+
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none."""
 
@@ -107,6 +141,11 @@ class GuardedDrafter:
     def drawn(self) -> Drawn | None:
         """What drafts were drawn from, if it is to be used."""
         return self._drafter.drawn if isinstance(self._drafter, DrawingDrafter) else None
+
+    @property
+    def reader(self) -> StepReader | None:
+        """What reads steps for it within their graphs, if that is to be done."""
+        return self._drafter.reader if isinstance(self._drafter, ReadingDrafter) else None
 
     @property
     def graphs(self) -> Captures | None:

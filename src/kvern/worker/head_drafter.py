@@ -12,7 +12,7 @@ which costs some drafts at most. Keys of tokens that were computed while nobody 
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
-from kvern.models.decoder import LayerInputs
 from kvern.models.draft_head import DraftHead
 from kvern.step import ScheduledTokens, SchedulerOutput
 from kvern.worker.drafter import ComputedStep
+
+if TYPE_CHECKING:
+    from kvern.worker.head_graphs import HeadGraphs
 
 Batch = TypeVar("Batch", bound=InputBatch)
 BuildBatch = Callable[[Sequence[ScheduledTokens], Tensor], Batch]
@@ -37,7 +39,6 @@ class HeadDrafter(Generic[Batch]):
     """A `Drafter`, whose batch lives where the model's does."""
 
     reads_hidden = True
-    graphs = None
 
     def __init__(
         self,
@@ -46,11 +47,13 @@ class HeadDrafter(Generic[Batch]):
         rows: BatchRows,
         build_batch: BuildBatch[Batch],
         choose: Choose,
+        graphs: "HeadGraphs | None" = None,
     ) -> None:
+        """`graphs`: what reads and drafts in them."""
         self._head, self._attention, self._rows = head, attention, rows
         self._build_batch, self._choose = build_batch, choose
-        eagle3 = head.head.eagle3
-        self.inputs = None if eagle3 is None else LayerInputs(eagle3.entries, head.build)
+        self.inputs, self.graphs = head.layer_inputs(), graphs
+        self.reader = None if graphs is None else graphs.reader
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
@@ -58,9 +61,16 @@ class HeadDrafter(Generic[Batch]):
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does."""
-        states, asking = self._read(step), [item for item in step.scheduled if item.sampled and item.guesses]
-        if not asking:
-            return
+        asking = [(place, item) for place, item in enumerate(step.scheduled) if item.sampled and item.guesses]
+        states = None if step.read else self._read(step)
+        if self.graphs is not None:
+            self.graphs.draft(asking, states)
+        elif asking:
+            assert states is not None, "graphs alone read before"
+            self._go_on([item for _, item in asking], states)
+
+    def _go_on(self, asking: Sequence[ScheduledTokens], states: Tensor) -> None:
+        """Draft behind `states` [N, hidden], one for each entry."""
         order = sorted(range(len(asking)), key=lambda place: -asking[place].guesses)
         asking = [asking[place] for place in order]
         sent = upload([*order, *(item.slot for item in asking)], torch.int64, self._rows.device).view(2, -1)
