@@ -153,8 +153,13 @@ class GuardedDrafter:
         return None if self._drafter is None else self._drafter.graphs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether something is to be guessed behind a step."""
-        return self._drafter is not None and any(item.guesses for item in scheduled)
+        """Whether something is to be guessed behind a step, or to be read of it.
+
+        Who reads hidden states reads all prompts: they are gone when drafts are wanted behind.
+        """
+        if self._drafter is None:
+            return False
+        return any(item.guesses or (self.reads_hidden and item.count > max(item.sampled, 1)) for item in scheduled)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
@@ -162,7 +167,7 @@ class GuardedDrafter:
             self._attempt(self._drafter.prepare, output)
 
     def draft(self, step: ComputedStep) -> None:
-        """What `Drafter` does, for a step behind which something is to be guessed."""
+        """What `Drafter` does, for a step of which something `is_asked`."""
         begun = time.perf_counter()
         if self._drafter is not None and self.is_asked(step.scheduled):
             self._attempt(self._drafter.draft, step)
