@@ -88,6 +88,8 @@ def test_eagle3_drafts_what_its_definition_says(cpu_kernels: bool, tmp_path: Pat
         expected = llm.generate(PROMPTS, params)
     with LLM(str(target), draft_model=str(tmp_path / "head"), **options) as llm, drafting(llm, 4) as found:
         assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+        captured = llm._engine.core.executor._worker.runner._drafter._drafter._captured  # type: ignore[attr-defined]
+        assert bool(captured and captured._passes and captured._draws) == cpu_kernels
     assert len(found) > 20
     right = [drafts == eagle3_drafts(decoder, weights, config, text, len(drafts)) for text, drafts in found]
     assert all(right), f"{right.count(False)} of {len(right)} are others"

@@ -128,9 +128,13 @@ class DraftHead(WeightedModel):
     def _rotation(self, positions: Tensor) -> Rotation:
         return Rotation(positions, positions) if self.rope_table is None else self.rope_table(positions)
 
+    def scores(self, states: Tensor) -> Tensor:
+        """Score the tokens that it drafts: `[N, hidden]` -> float32 `[N, drafted]`."""
+        return self._score(self.norm_output(states))
+
     def logits(self, states: Tensor) -> Tensor:
         """Score the model's vocabulary: `[N, hidden]` -> float32 `[N, vocab]`; -inf: what the head never drafts."""
-        scores = self._score(self.norm_output(states))
+        scores = self.scores(states)
         return scores if self.drafted is None else self.drafted(scores)
 
 

@@ -256,7 +256,6 @@ def _build_batch(
 
 def _draw(
     rows: DeviceRows, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+) -> None:
     chosen = sample(logits, None, index, positions, rows)
     write_sampled(rows.tokens, index, positions, chosen)
-    return chosen
