@@ -45,7 +45,7 @@ def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return graphs
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.nightly), True])
 @torch.inference_mode()
 def test_eagle3_with_two_steps_in_flight(
     captured: bool, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
