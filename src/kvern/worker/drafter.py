@@ -155,11 +155,11 @@ class GuardedDrafter:
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether something is to be guessed behind a step, or to be read of it.
 
-        Who reads hidden states reads all prompts: they are gone when drafts are wanted behind.
+        Who reads hidden states reads all prompts and drafts that were right: their states are gone when more is wanted.
         """
         if self._drafter is None:
             return False
-        return any(item.guesses or (self.reads_hidden and item.count > max(item.sampled, 1)) for item in scheduled)
+        return any(item.guesses or (self.reads_hidden and item.count > 1) for item in scheduled)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
