@@ -122,9 +122,10 @@ class DrawingDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class ReadingDrafter(Drafter, Protocol):
-    """One for which steps can be read within their graphs."""
+    """One that keeps keys of what it reads: it reads prompts and drafts that were right whether or not it is asked."""
 
     reader: StepReader | None
+    """What reads steps for it within their graphs; None: it does so behind them."""
 
 
 class GuardedDrafter:
@@ -133,6 +134,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
+        self._reads = isinstance(drafter, ReadingDrafter)
         self.inputs = None if drafter is None else drafter.inputs
         self.seconds = 0.0
         """What it took to guess behind the last step, on a device that the host waits for."""
@@ -144,7 +146,7 @@ class GuardedDrafter:
 
     @property
     def reader(self) -> StepReader | None:
-        """What reads steps for it within their graphs, if that is to be done."""
+        """As of a `ReadingDrafter`."""
         return self._drafter.reader if isinstance(self._drafter, ReadingDrafter) else None
 
     @property
@@ -153,13 +155,10 @@ class GuardedDrafter:
         return None if self._drafter is None else self._drafter.graphs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether something is to be guessed behind a step, or to be read of it.
-
-        Who reads hidden states reads all prompts and drafts that were right: their states are gone when more is wanted.
-        """
+        """Whether something is to be guessed behind a step, or read of it for later."""
         if self._drafter is None:
             return False
-        return any(item.guesses or (self.reads_hidden and item.count > 1) for item in scheduled)
+        return any(item.guesses or (self._reads and item.count > 1) for item in scheduled)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
