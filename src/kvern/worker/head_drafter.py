@@ -7,7 +7,7 @@
 Its cache has a place for each of the model's, in the same blocks: shared prefixes, copies and preemption hold for both.
 What it reads of tokens that are rejected is written again by the next step. The key in a place depends on the token
 behind as well: where requests that share a block go on in different ways, the last key there is that of the first,
-which costs some drafts at most. Keys of tokens that were computed while nobody asked for drafts are what lies there.
+which costs some drafts at most. Keys of tokens that decodes computed while nobody asked for drafts are what lies there.
 """
 
 from collections.abc import Callable, Sequence
