@@ -31,10 +31,9 @@ RIGHT, WRONG = 0, 1
 class SyntheticDrafter:
     """What `drafter` guesses takes its time, and is overwritten by drafts of this accuracy."""
 
-    reads_hidden, inputs = False, None
-
     def __init__(self, drafter: Drafter, runner: DeviceRunner, accuracy: float) -> None:
         self._drafter, self._rows = drafter, runner._rows
+        self.reads_hidden, self.inputs = drafter.reads_hidden, drafter.inputs
         dice = torch.rand(runner._rows.tokens.shape, generator=torch.Generator().manual_seed(0))
         self._drafts = torch.where(dice < accuracy, RIGHT, WRONG).int().to(runner._rows.device)
 

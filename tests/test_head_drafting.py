@@ -33,21 +33,21 @@ Drafted = list[tuple[list[int], list[int]]]
 
 
 class Always(Drafting):
-    """Has the device guess so many tokens, whatever becomes of them."""
+    """Has the device guess so many tokens, whatever becomes of them; behind none of the first `outputs`."""
 
-    def __init__(self, vocab_size: int, most: int) -> None:
+    def __init__(self, vocab_size: int, most: int, outputs: int = 0) -> None:
         super().__init__(None, vocab_size)
-        self._most = most
+        self._most, self._outputs = most, outputs
 
     def wanted(self, running: int) -> Wanted | None:
-        return lambda request: self._most
+        return lambda request: 0 if request.output_length < self._outputs else self._most
 
 
 @contextmanager
-def drafting(llm: LLM, most: int) -> Iterator[Drafted]:
-    """The head drafts as many as `most` tokens, as far as there is room; texts, and what it drafted behind them."""
+def drafting(llm: LLM, most: int, outputs: int = 0) -> Iterator[Drafted]:
+    """The head drafts as `Always` says, as far as there is room; texts, and what it drafted behind them."""
     core, found = llm._engine.core, Drafted()
-    core.drafting = Always(llm._engine.inputs.vocab_size, most)
+    core.drafting = Always(llm._engine.inputs.vocab_size, most, outputs)
     guarded = core.executor._worker.runner._drafter
     drafter = guarded._drafter
     draft, rows = drafter.draft, drafter._rows
@@ -88,9 +88,23 @@ def test_eagle3_drafts_what_its_definition_says(cpu_kernels: bool, tmp_path: Pat
         expected = llm.generate(PROMPTS, params)
     with LLM(str(target), draft_model=str(tmp_path / "head"), **options) as llm, drafting(llm, 4) as found:
         assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+        captured = llm._engine.core.executor._worker.runner._drafter._drafter._captured  # type: ignore[attr-defined]
+        assert bool(captured and captured._passes and captured._draws) == cpu_kernels
     assert len(found) > 20
     right = [drafts == eagle3_drafts(decoder, weights, config, text, len(drafts)) for text, drafts in found]
     assert all(right), f"{right.count(False)} of {len(right)} are others"
+
+
+@torch.inference_mode()
+def test_prompts_are_read_before_anybody_asks(tmp_path: Path) -> None:
+    target = make_tiny_model(tmp_path / "target")
+    weights = write_eagle(tmp_path / "head", target, drafted=150)
+    config, decoder = read_config(tmp_path / "head"), load_model(target)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(target), draft_model=str(tmp_path / "head"), **OPTIONS) as llm, drafting(llm, 2, outputs=1) as found:
+        llm.generate(PROMPTS, params)
+    assert len(found) >= len(PROMPTS)
+    assert all(drafts == eagle3_drafts(decoder, weights, config, text, len(drafts)) for text, drafts in found)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

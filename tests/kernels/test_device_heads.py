@@ -2,32 +2,103 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import kvern.worker.verify_graphs
 from kvern import LLM, SamplingParams
 from kvern.models.loader import load_model, read_config
-from tests.draft_heads import write_eagle
-from tests.kernels.test_device_engine import OPTIONS
+from kvern.worker.device_runner import DeviceRunner
+from kvern.worker.head_drafter import HeadDrafter
+from kvern.worker.head_graphs import HeadGraphs, HeadSteps
+from tests.draft_heads import add_prediction, write_eagle
+from tests.families import make_checkpoint
+from tests.kernels.test_device_engine import OPTIONS, WITH_STATES
+from tests.kernels.test_verify_graphs import Recorded
 from tests.test_head_drafting import drafting, eagle3_drafts
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
 
+def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """Let an engine read steps within what stands for graphs, and draft as those do."""
+    monkeypatch.setattr(kvern.worker.verify_graphs, "ROWS", (2,))
+    monkeypatch.setattr(kvern.worker.verify_graphs, "TOKENS", (8,))
+    runner: Any = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
+    assert isinstance(runner, DeviceRunner)
+    drafter = runner._drafter._drafter
+    assert isinstance(drafter, HeadDrafter)
+    rows, size = runner._rows, runner._block_size
+    drafter.graphs = HeadGraphs(HeadSteps(drafter._head, drafter._attention, rows, size), rows)
+    drafter.reader = drafter.graphs.reader
+    sizes: Any = size, 100, None, None
+    states, reader = runner._states, drafter.reader
+    graphs = Recorded(runner._decoder, runner._attention, rows, *sizes, states=states, reader=reader)
+    graphs.used = []
+    with torch.inference_mode():
+        while graphs.missing and not graphs.missing[0].options:
+            graphs.capture_next()
+    runner._verify_graphs = graphs
+    return graphs
+
+
+@pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.nightly), True])
 @torch.inference_mode()
-def test_eagle3_with_two_steps_in_flight(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+def test_eagle3_with_two_steps_in_flight(
+    captured: bool, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = make_tiny_model(tmp_path / "target")
     weights = write_eagle(tmp_path / "head", target, drafted=150)
     config, decoder = read_config(tmp_path / "head"), load_model(target)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
     expected = LLM(str(target), device="cpu", **OPTIONS).generate(prompts, params)
-    llm = on_device(target, draft_model=str(tmp_path / "head"), **OPTIONS)
+    llm = on_device(target, draft_model=str(tmp_path / "head"), cuda_graphs=captured, **OPTIONS)
+    graphs = record(llm, monkeypatch) if captured and not torch.cuda.is_available() else None
     with drafting(llm, 2) as found:
         outputs = llm.generate(prompts, params)
     assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in expected]
     early = [(text, drafts) for text, drafts in found if len(drafts) == 2]  # later ones are not asked behind each step
     assert len(early) > 6
     assert all(drafts == eagle3_drafts(decoder, weights, config, text, 2) for text, drafts in early)
+    if graphs is not None:
+        assert any(item.uncertain for _, scheduled in graphs.used for item in scheduled)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "names", "changes"),
+    [
+        ("qwen3_next", "qwen", {"layer_types": ["full_attention"], "num_experts": 0}),
+        ("glm4_moe_lite", "deepseek", {"mlp_layer_types": ["sparse"]}),
+    ],
+)
+def test_graphs_of_the_models_own_layer_draft_as_a_cpu_does(
+    family: str,
+    names: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    on_device: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside layers with states, and of latent attention."""
+    folder = make_tiny_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    make_checkpoint(family, folder, vocab_size=288, **WITH_STATES.get(family, {}))
+    add_prediction(folder, family, names, vocab_size=288, num_hidden_layers=1, **changes)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    answers, drafts = [], []
+    for make in (LLM, on_device):
+        llm = make(str(folder), draft_model="mtp", **OPTIONS, **({"device": "cpu"} if make is LLM else {}))
+        if make is not LLM and not torch.cuda.is_available():
+            record(llm, monkeypatch)
+        with drafting(llm, 2) as found:
+            answers.append([output.outputs[0].token_ids for output in llm.generate([[5, 9, 17, 33, 2, 81]], params)])
+        drafts.append({tuple(text): guessed for text, guessed in found if len(guessed) == 2})
+    assert answers[0] == answers[1]
+    both = drafts[0].keys() & drafts[1].keys()
+    assert len(both) > 2
+    assert [drafts[0][text] for text in both] == [drafts[1][text] for text in both]

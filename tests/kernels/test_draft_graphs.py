@@ -9,7 +9,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.worker.device_runner import DeviceRunner
-from kvern.worker.draft_graphs import DraftGraphs
+from kvern.worker.draft_graphs import DraftGraphs, ModelSteps
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS
 
@@ -39,7 +39,7 @@ def test_a_model_that_drafts_for_itself_is_right(
     slots = [request.slot for request in sorted(core.scheduler.running, key=lambda request: request.arrival)]
     for slot, text in zip(slots, texts, strict=True):
         rows.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
-    graphs = DraftGraphs(runner._decoder, runner._attention, rows, runner._block_size)
+    graphs = DraftGraphs(ModelSteps(runner._decoder, runner._attention, rows, runner._block_size), rows)
 
     def draft(newest: Sequence[int]) -> list[list[int]]:
         """The drafts behind the newest tokens, of which nothing is known before."""

@@ -25,7 +25,7 @@ from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm, make_norm
 from kvern.layers.rope import RopeTable, Rotation
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, NormSpec, PredictionSpec
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import Decoder, LayerInputs
 from kvern.models.weighted import WeightedModel
 
 
@@ -100,6 +100,10 @@ class DraftHead(WeightedModel):
         self.hidden_norm = _norm(model.norm, self.head.state_size, parts.hidden_norm, top)
         self.layer = block_class(model, layer, build)(Places(0, 0), model, layer, build)
 
+    def layer_inputs(self) -> LayerInputs | None:
+        """What takes the states that the model hands it; None: they are the last ones."""
+        return None if self.head.eagle3 is None else LayerInputs(self.head.eagle3.entries, self.build)
+
     def enter(self, states: Tensor) -> Tensor:
         """The model's states `[T, state_size]` -> states as the head hands them on itself, `[T, hidden]`."""
         return states
@@ -124,9 +128,13 @@ class DraftHead(WeightedModel):
     def _rotation(self, positions: Tensor) -> Rotation:
         return Rotation(positions, positions) if self.rope_table is None else self.rope_table(positions)
 
+    def scores(self, states: Tensor) -> Tensor:
+        """Score the tokens that it drafts: `[N, hidden]` -> float32 `[N, drafted]`."""
+        return self._score(self.norm_output(states))
+
     def logits(self, states: Tensor) -> Tensor:
         """Score the model's vocabulary: `[N, hidden]` -> float32 `[N, vocab]`; -inf: what the head never drafts."""
-        scores = self._score(self.norm_output(states))
+        scores = self.scores(states)
         return scores if self.drafted is None else self.drafted(scores)
 
 

@@ -93,9 +93,10 @@ class DeviceRunner:
             sizes = block_size, max_batch_tokens, self._graphs.pool, self._graphs.stream
             if attention.reads_device_starts and not attention.deterministic:
                 self._prompt_graphs = PromptGraphs(decoder, attention, rows, *sizes, states)
-            drafts = drafts and self._drafter.drawn is None
+            reader = self._drafter.reader
+            drafts = drafts and self._drafter.drawn is None and (reader is not None or self._drafter.inputs is None)
             if drafts and attention.reads_device_starts:
-                self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states)
+                self._verify_graphs = VerifyGraphs(decoder, attention, rows, *sizes, bank, states, reader)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
@@ -256,13 +257,13 @@ class DeviceRunner:
     ) -> tuple[PendingStep, ComputedStep] | None:
         """A step that verifies drafts, if there is a graph for it."""
         graphs = self._verify_graphs
-        if graphs is None or needs & ~IN_KERNELS or self._drafter.inputs is not None:
+        if graphs is None or needs & ~IN_KERNELS:
             return None
         verified = graphs.run(scheduled, bool(needs), adapted)
         if verified is None:
             return None
         sampled, kept = verified.sampled, verified.kept
-        computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden)
+        computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden, graphs.reader is not None)
         if not needs & Needs.LOGPROBS:
             return PendingStep(scheduled, sampled, kept=kept), computed
         counts = [self._rows.request(item.slot).params.logprobs for item in scheduled for _ in range(item.sampled)]

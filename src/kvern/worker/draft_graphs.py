@@ -1,7 +1,7 @@
-"""Steps of a draft model on a GPU, each a CUDA graph: from rows and counts on the device to drafts in the rows.
+"""Steps that draft on a GPU, each a CUDA graph: from rows and counts on the device to drafts in the rows.
 
-    first   the newest token of each row, and the one before it: that was the last draft of the step before, which was
-            never read, if all were accepted
+    first   what the newest token of each row leads to. A draft model reads it, and the one before it: that was the last
+            draft of the step before, which was never read, if all were accepted. A head (`head_graphs.py`) has read it
     others  the draft written by the step before; rows that have all their drafts pad
 
 A host launches as many as the longest run of drafts takes, and waits for none.
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +34,10 @@ def padded_rows(rows: int) -> int:
 
 @dataclass
 class DraftSteps:
-    """The steps for so many rows, whose `asked` [2, R] int32 are as for `begin_drafts`."""
+    """The steps for so many rows.
+
+    asked  [2 or more, R] int32, as for `begin_drafts`, and behind it what else `first` is told of each row
+    """
 
     first: Callable[[], Any]
     following: Callable[[], Any]
@@ -45,17 +48,19 @@ class DraftSteps:
     """What `asked` holds."""
 
 
+class StepMaker(Protocol):
+    """What a drafter computes."""
+
+    def make(self, size: int) -> DraftSteps:
+        """The steps for so many rows, through kernels one by one; those that pad belong to the last row."""
+        ...
+
+
 class DraftGraphs:
     """Captures and replays; steps that are not captured yet run eagerly."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        attention: AttentionBackend[DeviceBatch],
-        rows: DeviceRows,
-        block_size: int,
-    ) -> None:
-        self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+    def __init__(self, maker: StepMaker, rows: DeviceRows) -> None:
+        self._maker, self._device = maker, rows.device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         if rows.device.type == "cuda":
@@ -67,23 +72,23 @@ class DraftGraphs:
     def capture_next(self) -> None:
         """Capture the next of those that are `missing`."""
         size = self.missing.popleft()
-        eager = self._eager(size)
-        eager.first, eager.following = self._record(eager.first), self._record(eager.following)
-        self._steps[size] = eager
+        steps = self._maker.make(size)
+        steps.first, steps.following = self._record(steps.first), self._record(steps.following)
+        self._steps[size] = steps
 
-    def run(self, slots: Sequence[int], drafts: Sequence[int]) -> None:
+    def run(self, slots: Sequence[int], drafts: Sequence[int], *others: Sequence[int]) -> None:
         """Write so many drafts behind the newest tokens of these rows, at most MOST_ROWS, without waiting.
 
-        Of the tokens before the newest, the last alone may have no keys.
+        `others`: what else is `asked` of each row.
         """
         size = padded_rows(len(slots))
         steps = self._steps.get(size)
         if steps is None:
-            steps = self._steps[size] = self._eager(size)
+            steps = self._steps[size] = self._maker.make(size)
         padding = [0] * (size - len(slots))
-        written = [*slots, *padding, *drafts, *padding]
+        written = [number for numbers in (slots, drafts, *others) for number in (*numbers, *padding)]
         if written != steps.written:
-            steps.asked.copy_(upload(written, torch.int32, self._rows.device).view(2, -1))
+            steps.asked.copy_(upload(written, torch.int32, self._device).view(-1, size))
             steps.written = written
         steps.first()
         for _ in range(max(drafts) - 1):
@@ -95,7 +100,17 @@ class DraftGraphs:
         graph, _ = capture(step, self._pool, self._stream)
         return graph.replay
 
-    def _eager(self, size: int) -> DraftSteps:
+
+class ModelSteps:
+    """The steps of a draft model. Of the tokens before a row's newest, the last alone may have no keys."""
+
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend[DeviceBatch], rows: DeviceRows, block_size: int
+    ) -> None:
+        self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
+
+    def make(self, size: int) -> DraftSteps:
+        """What `StepMaker` does."""
         device = self._rows.device
         asked = torch.zeros(2, size, dtype=torch.int32, device=device)
         pairs = torch.zeros(2, 2 * size, dtype=torch.int32, device=device)

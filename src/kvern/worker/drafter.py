@@ -9,15 +9,18 @@ need not: whatever stands in their places, tokens are sampled from the model alo
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from kvern.models.decoder import LayerInputs
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
+
+if TYPE_CHECKING:
+    from kvern.device.device_batch import DeviceBatch
 
 logger = logging.getLogger("kvern")
 
@@ -36,12 +39,36 @@ class ComputedStep:
     kept       [R] int64: how many of the tokens sampled for each are kept; None: all
     hidden     [T, hidden] the model's last states, for a drafter that `reads_hidden`, or what its `inputs` took; for
                others what is at hand
+    read       a `StepReader` has read it
     """
 
     scheduled: Sequence[ScheduledTokens]
     starts: torch.Tensor
     kept: torch.Tensor | None
     hidden: torch.Tensor | None
+    read: bool = False
+
+
+class StepReader(Protocol):
+    """What reads steps within the graphs that verify drafts, for the drafter that goes on from there.
+
+    inputs      those of a `Drafter`
+    tile_sizes  those of an `AttentionBackend`
+    """
+
+    inputs: LayerInputs | None
+
+    @property
+    def tile_sizes(self) -> Set[int]: ...
+
+    def read(self, batch: "DeviceBatch", hidden: torch.Tensor, sampled: torch.Tensor, kept: torch.Tensor) -> None:
+        """Read a step of R runs and T tokens, all of which are sampled behind; without waiting for the device.
+
+        hidden   [T, hidden]  the model's last states; its `inputs` are filled
+        sampled  [T] int64    the tokens behind all tokens
+        kept     [R] int64    how many of these are kept of each run; of runs that pad anything
+        """
+        ...
 
 
 class Captures(Protocol):
@@ -93,12 +120,21 @@ class DrawingDrafter(Drafter, Protocol):
     """Of the drafts that `draft` has written last; None: they are to be accepted as those of others."""
 
 
+@runtime_checkable
+class ReadingDrafter(Drafter, Protocol):
+    """One that keeps keys of what it reads: it reads prompts and drafts that were right whether or not it is asked."""
+
+    reader: StepReader | None
+    """What reads steps for it within their graphs; None: it does so behind them."""
+
+
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none."""
 
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self.reads_hidden = drafter is not None and drafter.reads_hidden
+        self._reads = isinstance(drafter, ReadingDrafter)
         self.inputs = None if drafter is None else drafter.inputs
         self.seconds = 0.0
         """What it took to guess behind the last step, on a device that the host waits for."""
@@ -109,13 +145,20 @@ class GuardedDrafter:
         return self._drafter.drawn if isinstance(self._drafter, DrawingDrafter) else None
 
     @property
+    def reader(self) -> StepReader | None:
+        """As of a `ReadingDrafter`."""
+        return self._drafter.reader if isinstance(self._drafter, ReadingDrafter) else None
+
+    @property
     def graphs(self) -> Captures | None:
         """As of a `Drafter`."""
         return None if self._drafter is None else self._drafter.graphs
 
     def is_asked(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether something is to be guessed behind a step."""
-        return self._drafter is not None and any(item.guesses for item in scheduled)
+        """Whether something is to be guessed behind a step, or read of it for later."""
+        if self._drafter is None:
+            return False
+        return any(item.guesses or (self._reads and item.count > 1) for item in scheduled)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
@@ -123,7 +166,7 @@ class GuardedDrafter:
             self._attempt(self._drafter.prepare, output)
 
     def draft(self, step: ComputedStep) -> None:
-        """What `Drafter` does, for a step behind which something is to be guessed."""
+        """What `Drafter` does, for a step of which something `is_asked`."""
         begun = time.perf_counter()
         if self._drafter is not None and self.is_asked(step.scheduled):
             self._attempt(self._drafter.draft, step)

@@ -7,12 +7,12 @@
 Its cache has a place for each of the model's, in the same blocks: shared prefixes, copies and preemption hold for both.
 What it reads of tokens that are rejected is written again by the next step. The key in a place depends on the token
 behind as well: where requests that share a block go on in different ways, the last key there is that of the first,
-which costs some drafts at most. Keys of tokens that were computed while nobody asked for drafts are what lies there.
+which costs some drafts at most. Keys of tokens that decodes computed while nobody asked for drafts are what lies there.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,23 +21,25 @@ from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
-from kvern.models.decoder import LayerInputs
 from kvern.models.draft_head import DraftHead
 from kvern.step import ScheduledTokens, SchedulerOutput
+from kvern.worker.captured_head import CapturedHead
 from kvern.worker.drafter import ComputedStep
+
+if TYPE_CHECKING:
+    from kvern.worker.head_graphs import HeadGraphs
 
 Batch = TypeVar("Batch", bound=InputBatch)
 BuildBatch = Callable[[Sequence[ScheduledTokens], Tensor], Batch]
 """The batch of a step whose requests begin at some starts, [R] int32 on the device, which the host may not know."""
-Choose = Callable[[Tensor, Sequence[int], Tensor, Tensor], Tensor]
-"""Draws of logits [N, vocabulary] the tokens [N] int64 that rows, by host and device, go on with at positions [N]."""
+Choose = Callable[[Tensor, Sequence[int], Tensor, Tensor], None]
+"""Draws of logits [N, vocabulary] the tokens that rows, by host and device, go on with at positions [N]."""
 
 
 class HeadDrafter(Generic[Batch]):
     """A `Drafter`, whose batch lives where the model's does."""
 
     reads_hidden = True
-    graphs = None
 
     def __init__(
         self,
@@ -46,11 +48,14 @@ class HeadDrafter(Generic[Batch]):
         rows: BatchRows,
         build_batch: BuildBatch[Batch],
         choose: Choose,
+        graphs: "HeadGraphs | None" = None,
+        captured: CapturedHead | None = None,
     ) -> None:
+        """`graphs`: what reads and drafts in them. `captured`: small steps on a CPU."""
         self._head, self._attention, self._rows = head, attention, rows
         self._build_batch, self._choose = build_batch, choose
-        eagle3 = head.head.eagle3
-        self.inputs = None if eagle3 is None else LayerInputs(eagle3.entries, head.build)
+        self.inputs, self.graphs, self._captured = head.layer_inputs(), graphs, captured
+        self.reader = None if graphs is None else graphs.reader
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
@@ -58,9 +63,16 @@ class HeadDrafter(Generic[Batch]):
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does."""
-        states, asking = self._read(step), [item for item in step.scheduled if item.sampled and item.guesses]
-        if not asking:
-            return
+        asking = [(place, item) for place, item in enumerate(step.scheduled) if item.sampled and item.guesses]
+        states = None if step.read else self._read(step)
+        if self.graphs is not None:
+            self.graphs.draft(asking, states)
+        elif asking:
+            assert states is not None, "graphs alone read before"
+            self._go_on([item for _, item in asking], states)
+
+    def _go_on(self, asking: Sequence[ScheduledTokens], states: Tensor) -> None:
+        """Draft behind `states` [N, hidden], one for each entry."""
         order = sorted(range(len(asking)), key=lambda place: -asking[place].guesses)
         asking = [asking[place] for place in order]
         sent = upload([*order, *(item.slot for item in asking)], torch.int64, self._rows.device).view(2, -1)
@@ -69,23 +81,24 @@ class HeadDrafter(Generic[Batch]):
         bounds = [item.start + item.count for item in asking]
         if not self._attention.reads_device_starts:
             bounds = newest.tolist()
-        drafts = self._draw(states, asking, slots, newest)
-        for ahead in range(1, asking[0].guesses):
+        for ahead in range(asking[0].guesses):
             going = sum(item.guesses > ahead for item in asking)
-            steps = [
-                ScheduledTokens(item.slot, bound + ahead - 1, 1, 1)
-                for item, bound in zip(asking[:going], bounds, strict=False)
-            ]
-            batch = self._build_batch(steps, newest[:going] + ahead - 1)
-            attend = self._attention.plan(batch)
-            states = self._head.forward(drafts[:going], states[:going], batch.positions, attend)
-            drafts = self._draw(states, asking[:going], slots[:going], newest[:going] + ahead)
+            if ahead:
+                steps = [
+                    ScheduledTokens(item.slot, bound + ahead - 1, 1, 1)
+                    for item, bound in zip(asking[:going], bounds, strict=False)
+                ]
+                states = self._forward(steps, newest[:going] + ahead - 1, states[:going], told=False)
+            positions = newest[:going].long() + ahead + 1
+            if self._captured is None or not self._captured.draw(slots[:going], positions, states):
+                self._choose(
+                    self._head.logits(states), [item.slot for item in asking[:going]], slots[:going], positions
+                )
 
     def _read(self, step: ComputedStep) -> Tensor:
         """Read a step's tokens: the states `[N, hidden]` behind the last that is kept of each that asks for drafts."""
         assert step.hidden is not None
-        device, scheduled, tokens = self._rows.device, step.scheduled, self._rows.tokens
-        batch = self._build_batch(scheduled, step.starts)
+        scheduled = step.scheduled
         firsts = accumulate((item.count for item in scheduled), initial=0)
         lost = [0 if step.kept is None else item.sampled for item in scheduled]
         places = [
@@ -93,14 +106,21 @@ class HeadDrafter(Generic[Batch]):
             for place, (item, first) in enumerate(zip(scheduled, firsts, strict=False))
             if item.sampled and item.guesses
         ]
-        requests, wanted = upload([*chain(*zip(*(places or [(0, 0)]), strict=True))], torch.int64, device).view(2, -1)
+        numbers = [*chain(*zip(*(places or [(0, 0)]), strict=True))]
+        requests, wanted = upload(numbers, torch.int64, self._rows.device).view(2, -1)
         if step.kept is not None and places:
             wanted = wanted + step.kept[requests]
+        return self._forward(scheduled, step.starts, step.hidden, told=True)[wanted]
+
+    def _forward(self, scheduled: Sequence[ScheduledTokens], starts: Tensor, states: Tensor, *, told: bool) -> Tensor:
+        """What `states` [T] and the tokens behind those scheduled lead to, `[T, hidden]`; `told`: by the model."""
+        captured = None if self._captured is None else self._captured.forward(scheduled, states, told=told)
+        if captured is not None:
+            return captured
+        device, tokens = self._rows.device, self._rows.tokens
+        batch = self._build_batch(scheduled, starts)
         rows = upload([item.slot for item in scheduled for _ in range(item.count)], torch.int64, device)
         following = tokens[rows, (batch.positions + 1).clamp(max=tokens.shape[1] - 1)].long()
-        attend = self._attention.plan(batch)
-        return self._head.forward(following, self._head.enter(step.hidden), batch.positions, attend)[wanted]
-
-    def _draw(self, states: Tensor, asking: Sequence[ScheduledTokens], slots: Tensor, newest: Tensor) -> Tensor:
-        """Draw what follows some states, behind the positions `newest` [N], and let the rows go on with it."""
-        return self._choose(self._head.logits(states), [item.slot for item in asking], slots, newest.long() + 1)
+        if told:
+            states = self._head.enter(states)
+        return self._head.forward(following, states, batch.positions, self._attention.plan(batch))

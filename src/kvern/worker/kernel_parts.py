@@ -36,10 +36,11 @@ from kvern.worker.contents import Contents
 from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.draft_graphs import DraftGraphs
+from kvern.worker.draft_graphs import DraftGraphs, ModelSteps
 from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.head_drafter import HeadDrafter
+from kvern.worker.head_graphs import HeadGraphs, HeadSteps
 from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
@@ -155,15 +156,17 @@ class KernelParts:
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
+        captures = self._config.cuda_graphs and attention.captures and self._device.type == "cuda"
+        size = layout.block_size
         if isinstance(decoder, DraftHead):
+            graphs = HeadGraphs(HeadSteps(decoder, attention, rows, size), rows) if captures else None
             return HeadDrafter(
-                decoder, attention, rows, partial(_build_batch, rows, layout.block_size), partial(_draw, rows)
+                decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, rows), graphs
             )
         drawn = Drawn() if self._config.acceptance == "rejection" else None
-        graphs = None
-        if drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda":
-            graphs = DraftGraphs(decoder, attention, rows, layout.block_size)
-        return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens, graphs, drawn)
+        steps = ModelSteps(decoder, attention, rows, size)
+        model_graphs = DraftGraphs(steps, rows) if captures and drawn is None else None
+        return DeviceDraftModel(decoder, attention, rows, size, layout.max_batch_tokens, model_graphs, drawn)
 
     def _verifies(self, contents: Contents) -> bool:
         """Whether somebody guesses."""
@@ -253,7 +256,6 @@ def _build_batch(
 
 def _draw(
     rows: DeviceRows, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+) -> None:
     chosen = sample(logits, None, index, positions, rows)
     write_sampled(rows.tokens, index, positions, chosen)
-    return chosen

@@ -130,7 +130,10 @@ class ModelRunner:
         captured, needs = self._captured, self._needs
         if captured is None or any(item.uncertain or needs[item.slot] & BESIDE_KERNELS for item in scheduled):
             return None
-        if self._adapts(scheduled) or self._drafter.reads_hidden or self._drafter.drawn is not None:
+        drafter = self._drafter
+        if self._adapts(scheduled) or drafter.drawn is not None:
+            return None
+        if drafter.reads_hidden and drafter.is_asked(scheduled):
             return None
         drafts = self._drafts(scheduled)
         sampled = captured.decode(scheduled)

@@ -25,6 +25,7 @@ from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens
 from kvern.structured import masks
 from kvern.worker.captured_decodes import CapturedDecodes
+from kvern.worker.captured_head import CapturedHead
 from kvern.worker.contents import Contents
 from kvern.worker.draft_model import DraftModel
 from kvern.worker.drafter import Drafter
@@ -99,7 +100,11 @@ class TorchParts:
         attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
         if isinstance(decoder, DraftHead):
-            return HeadDrafter(decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, sampling))
+            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
+            head = None
+            if self._compiled and isinstance(attention, CompiledAttention):
+                head = CapturedHead(decoder, attention, rows, size)
+            return HeadDrafter(decoder, attention, rows, build, draw, captured=head)
         if self._compiled and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size)
         drawn = Drawn() if self._rejection else None
@@ -131,7 +136,6 @@ def _build_batch(
 
 def _draw(
     sampling: Sampling, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+) -> None:
     chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
     sampling.write(index, positions, chosen)
-    return chosen

@@ -32,6 +32,7 @@ from kvern.sample.logprobs import DeviceLogprobs
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
 from kvern.worker.device_states import DeviceStateMemory
+from kvern.worker.drafter import StepReader
 
 ROWS = (1, 4, 16, 64, 256)
 TOKENS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -126,11 +127,13 @@ class VerifyGraphs:
         stream: torch.cuda.Stream,
         adapters: AdapterBank | None = None,
         states: DeviceStateMemory | None = None,
+        reader: StepReader | None = None,
     ) -> None:
-        """`most`: tokens of a step; `pool` and `stream`: of graphs."""
+        """`most`: tokens of a step; `pool` and `stream`: of graphs; `reader`: reads what is kept."""
         self._decoder, self._attention, self._rows, self._block_size = decoder, attention, rows, block_size
         self._pool, self._stream, self._states = pool, stream, states
-        self._sizes = sorted(attention.tile_sizes)
+        self.reader = reader
+        self._sizes = sorted({*attention.tile_sizes, *(() if reader is None else reader.tile_sizes)})
         adapts = adapters is not None and adapters.captures
         self.missing = deque(verify_steps(rows.scratch, most, rows.tokens.shape[1] - 1, adapts))
         self._graphs: dict[VerifyStep, VerifyGraph] = {}
@@ -231,7 +234,8 @@ class VerifyGraphs:
         adapter_indices = rows.adapters.index_select(0, token_slots) if step.adapted else None
         adapters = NO_ADAPTERS if adapter_indices is None else StepAdapters(adapter_indices, adapter_indices)
         states = None if self._states is None else self._states.plan(batch)
-        hidden = self._decoder(token_ids, positions, self._attention.plan(batch), adapters=adapters, states=states)
+        attend, told = self._attention.plan(batch), None if self.reader is None else self.reader.inputs
+        hidden = self._decoder(token_ids, positions, attend, adapters=adapters, states=states, inputs=told)
         logits = self._decoder.logits(hidden, upcast=False)
         scores = change(logits, token_slots, next_positions, rows, everything=False) if step.options else None
         sampled = sample(logits, scores, token_slots, next_positions, rows)
@@ -240,6 +244,8 @@ class VerifyGraphs:
         accept_drafts(rows.tokens, rows.num_computed_tokens, slots, starts, firsts, counts, sampled, self._kept)
         if self._states is not None:
             self._states.accept(self._kept[:runs])
+        if self.reader is not None:
+            self.reader.read(batch, hidden, sampled, self._kept[:runs])
         return DecodedStep(hidden, logits, next_positions, sampled)
 
     def _tiles(self, step: VerifyStep, numbers: torch.Tensor) -> dict[int, Tiles]:
