@@ -2,8 +2,9 @@
 
     cost of an engine = tokens to be computed for those that it has + tokens of the prompt that it has not cached
 
-The cheapest takes it. So a conversation returns to where its earlier turns are cached, unless more waits there than
-that would spare: then another computes the prompt once, and has it cached for what else begins with it.
+The cheapest takes it, of those where nobody has to end before. So a conversation returns to where its earlier turns are
+cached, unless more waits there than that would spare: then another computes the prompt once, and has it cached for what
+else begins with it.
 """
 
 import asyncio

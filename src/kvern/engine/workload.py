@@ -41,18 +41,25 @@ class Workload:
         self._record = record
         self.running: dict[str, Generation] = {}
         """By their ids, also those that wait."""
+        self.sequences = 0
+        """Of all that are running or wait."""
         self.tokens = 0
         """To be computed for them, about."""
         self.begun_at = 0.0
         """When those on trial, or all, were given to the present engine, by the monotonic clock."""
 
-    def cost(self, generation: Generation) -> int:
-        """Tokens to be computed, about: those of all that are here, and of its own prompt what is not cached."""
-        return self.tokens + self._uncached(generation)
+    def cost(self, generation: Generation) -> tuple[bool, int]:
+        """Whether it would wait until another ends, and the tokens to be computed, about.
+
+        These are those of all that are here, and of its own prompt what is not cached.
+        """
+        full = self.sequences >= self._supervisor.link.ready.max_batch_requests
+        return full, self.tokens + self._uncached(generation)
 
     def take(self, generation: Generation) -> None:
         """Have the engine work on it when it may."""
         self.running[generation.output.request_id] = generation
+        self.sequences += generation.spec.params.sequences
         self._weigh(generation, self._uncached(generation) + SEQUENCE_TOKENS * generation.spec.params.sequences)
         self._record.add(generation.piece_keys)
         if self._supervisor.is_ready and not self._probation.active:
@@ -150,6 +157,7 @@ class Workload:
     def _remove(self, request_id: str) -> Generation | None:
         generation = self.running.pop(request_id, None)
         if generation is not None:
+            self.sequences -= generation.spec.params.sequences
             self._weigh(generation, 0)
         return generation
 
