@@ -10,11 +10,8 @@ import threading
 from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
-from types import MappingProxyType
 
 from kvern.bytecode import bytecode_environment
-
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class EngineProcess:
@@ -24,14 +21,14 @@ class EngineProcess:
     ends when this one does.
     """
 
-    def __init__(self, environment: Mapping[str, str] = NOTHING) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment`: what it has beside that of this process."""
         self._folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
         self.address = f"ipc://{Path(self._folder.name, 'engine')}"
         self.running = Path(self._folder.name, "running")
         command = [sys.executable, "-m", "kvern.engine.process", self.address, str(self.running), str(os.getpid())]
         self._process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
-            command, stdin=subprocess.DEVNULL, env={**os.environ, **bytecode_environment(), **environment}
+            command, stdin=subprocess.DEVNULL, env={**os.environ, **bytecode_environment(), **(environment or {})}
         )
         self._ended: Future[int] = Future()
         threading.Thread(target=self._watch, name="engine-process", daemon=True).start()

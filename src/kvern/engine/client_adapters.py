@@ -130,9 +130,11 @@ class ClientAdapters:
                 self.unload(adapter.name)
 
     def resume(self, engine: EngineAdapters) -> None:
-        """Requests of a new engine that use what was unloaded have begun: forget it with their end."""
-        for adapter in self._still_used():
-            engine.forget(adapter.key)
+        """Requests of a new engine that use what was unloaded, also meanwhile, have begun: forget it with their end."""
+        named = {adapter.key for adapter in self.names.all()}
+        for key in engine.known - named:
+            if key is not None:
+                engine.forget(key)
 
     async def _read(self, adapter: NamedAdapter) -> None:
         """Until all engines that take requests know it, of which some may die and others come."""
