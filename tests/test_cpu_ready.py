@@ -14,7 +14,7 @@ from kvern import EngineConfig
 from kvern.cpu import library, ready
 from kvern.cpu.build import find_compiler, library_path
 from kvern.cpu.check import GROUPS
-from kvern.cpu.cores import cpu_threads
+from kvern.cpu.cores import cpu_threads, shares_of_cores
 from kvern.cpu.ready import build, working_groups
 from kvern.worker.plan import CPU_KERNELS
 
@@ -263,6 +263,35 @@ def test_threads_are_the_physical_cores_of_one_memory_node(
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(usable), raising=False)
     assert cpu_threads(tmp_path) == threads
+
+
+@pytest.mark.parametrize(
+    ("processors", "nodes", "count", "shares"),
+    [
+        (8, 1, 2, [(4, [])] * 2),
+        (8, 1, 3, [(2, [])] * 3),
+        (4, 1, 9, [(1, [])] * 4),
+        (16, 2, 2, [(4, [0, 1, 2, 3, 8, 9, 10, 11]), (4, [4, 5, 6, 7, 12, 13, 14, 15])]),
+        (4, 2, 3, [(1, [0, 2]), (1, [1, 3])]),
+        (8, 2, 3, [(1, [0, 1, 4, 5]), (2, [2, 3, 6, 7]), (1, [0, 1, 4, 5])]),
+    ],
+)
+def test_several_processes_share_the_cores_and_have_a_memory_node_each(
+    processors: int,
+    nodes: int,
+    count: int,
+    shares: list[tuple[int, list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system(tmp_path, processors, 1 if nodes == 1 else 2, nodes)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processors)), raising=False)
+    found = shares_of_cores(count, tmp_path)
+    assert [(threads, sorted(kept)) for threads, kept in found] == shares
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert {threads for threads, _ in shares_of_cores(count, tmp_path)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvern.cli.main import commands
 from kvern.cli.options import read_defaults
 from kvern.cli.serve import ServeCommand
 from kvern.config import EngineConfig
-from kvern.observe.metrics import GPU_FIGURES, Metrics
+from kvern.observe.metrics import GPU_FIGURES, Metrics, Refusals
 from kvern.server.config import ServerConfig
 from tests.served import KEY, Served
 
@@ -231,7 +231,8 @@ def test_probes(server: Served, tmp_path: Path) -> None:
 
 def metric_samples() -> dict[str, set[str]]:
     """The names of every metric's samples, by the metric's name."""
-    metrics = [(metric.type, metric.name) for metric in Metrics("model").registry.collect()]
+    figures = Metrics("model"), Refusals("model")
+    metrics = [(metric.type, metric.name) for one in figures for metric in one.registry.collect()]
     metrics += [("gauge", f"kvern:{name}") for name in GPU_FIGURES]
     return {name: {name + suffix for suffix in SUFFIXES[kind]} for kind, name in metrics}
 

@@ -188,7 +188,8 @@ async def _raise_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
                     os.kill(child_of(os.getpid(), ENGINE), signal.SIGKILL)
             return generation.output.outputs[0].token_ids
 
-        expected, whole, raised = await answer(), getattr(client, method), threading.Event()
+        [replica] = client.replicas
+        expected, whole, raised = await answer(), getattr(replica, method), threading.Event()
 
         def broken(*arguments: object) -> object:
             if not raised.is_set():
@@ -196,7 +197,7 @@ async def _raise_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise ArithmeticError("as planned")
             return whole(*arguments)
 
-        monkeypatch.setattr(client, method, broken)
+        monkeypatch.setattr(replica, method, broken)
         assert await answer(disturb=True) == expected
         assert raised.is_set()
         assert await answer() == expected

@@ -54,6 +54,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("serve m -cc.mode=3 -O.level=2", {}),
     ("serve --model m --host 0.0.0.0 --port 8080", {"model": "m", "host": "0.0.0.0", "port": 8080}),
     ("serve m --tensor-parallel-size 1 --pipeline-parallel-size=1 -dp 1", {"model": "m"}),
+    ("serve m -dp 2 --data-parallel-size-local 2", {"model": "m", "data_parallel_size": 2}),
     ("serve m -tp 1 -q none", {"model": "m"}),
     ("serve m -tp=1 -O3", {"model": "m"}),
     ('serve m -sc \'{"method": "mtp", "num_speculative_tokens": 1}\'', {"model": "m", "draft_model": "mtp"}),

@@ -54,6 +54,9 @@ class EngineConfig:
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
     use, and no more than its control group gives it the time of."""
+    data_parallel_size: int = 1
+    """Engines with a copy of the model each, behind one server: on a GPU each, or on a share of the processor's cores
+    each. A request goes where most of its prompt is cached, or least waits."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and answer. None: the model's own context, as far as the memory reaches."""
     kv_cache: Literal["paged", "contiguous"] = "paged"
@@ -165,7 +168,8 @@ class EngineConfig:
     """Seconds without a sign of life after which a server replaces the engine; a step takes less."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_model_len", "kv_cache_tokens", "block_size", "aging_steps", "max_batch_requests"):
+        sizes = "max_model_len", "kv_cache_tokens", "block_size", "max_batch_requests"
+        for name in ("threads", "data_parallel_size", "aging_steps", *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")

@@ -146,8 +146,7 @@ VLLM: dict[str, Rule] = {
     # Several devices.
     "tensor_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "pipeline_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
-    "data_parallel_size": Idle(f"{ONE_DEVICE}: start a server for each GPU, behind a proxy", 1, only=ONE),
-    "data_parallel_size_local": Idle(ONE_DEVICE, 1, only=ONE),
+    "data_parallel_size_local": Idle("all engines of --data-parallel-size run on this machine", 1),
     "decode_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "prefill_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "nnodes": Idle("kvern runs on one machine", 1, only=ONE),

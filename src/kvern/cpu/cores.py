@@ -16,12 +16,31 @@ def cpu_threads(root: Path = ROOT) -> int:
 
     `root`: the folder in which /sys and /proc lie.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked.isdecimal() and int(asked):
-        return int(asked)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    nodes = Counter(node for node, _ in {_place(root, processor) for processor in usable})
+    if asked := _asked_threads():
+        return asked
+    nodes = Counter(node for node, _ in {_place(root, processor) for processor in _usable()})
     return max(1, min(nodes.most_common(1)[0][1], int(_quota(root))))
+
+
+def shares_of_cores(count: int, root: Path = ROOT) -> list[tuple[int | None, frozenset[int]]]:
+    """The threads of each of so many processes that compute at the same time, and the processors it should be kept to.
+
+    There are fewer shares if there are fewer cores. Memory nodes are dealt out in turns, and a process is kept to its
+    node, where its memory then is; on a machine of one node to nothing, for the reason above. Threads are None where
+    OMP_NUM_THREADS says how many.
+    """
+    nodes: dict[str, dict[str, set[int]]] = {}
+    for processor in sorted(_usable()):
+        node, core = _place(root, processor)
+        nodes.setdefault(node, {}).setdefault(core, set()).add(processor)
+    count = min(count, sum(map(len, nodes.values())))
+    dealt = [list(nodes)[number % len(nodes)] for number in range(count)]
+    shares: list[tuple[int | None, frozenset[int]]] = []
+    for node in dealt:
+        threads = max(1, min(len(nodes[node]) // dealt.count(node), int(_quota(root) / count)))
+        processors = frozenset[int]().union(*nodes[node].values()) if len(nodes) > 1 else frozenset[int]()
+        shares.append((None if _asked_threads() else threads, processors))
+    return shares
 
 
 def limit_spinning() -> None:
@@ -33,6 +52,17 @@ def limit_spinning() -> None:
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
         os.environ["GOMP_SPINCOUNT"] = "2000"
+
+
+def _asked_threads() -> int:
+    """By OMP_NUM_THREADS; 0: it says nothing."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() else 0
+
+
+def _usable() -> set[int]:
+    """The processors that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _place(root: Path, processor: int) -> tuple[str, str]:

@@ -1,11 +1,13 @@
 """An engine's process, from the outside; it may start before what it is to load is known."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,16 +21,23 @@ class EngineProcess:
     ends when this one does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: what it has beside that of this process."""
         self._folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
         self.address = f"ipc://{Path(self._folder.name, 'engine')}"
         self.running = Path(self._folder.name, "running")
         command = [sys.executable, "-m", "kvern.engine.process", self.address, str(self.running), str(os.getpid())]
         self._process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
-            command, stdin=subprocess.DEVNULL, env=os.environ | bytecode_environment()
+            command, stdin=subprocess.DEVNULL, env={**os.environ, **bytecode_environment(), **(environment or {})}
         )
         self._ended: Future[int] = Future()
         threading.Thread(target=self._watch, name="engine-process", daemon=True).start()
+
+    def bind(self, processors: Set[int]) -> None:
+        """Let it run on these alone, if any are named."""
+        if processors:
+            with contextlib.suppress(ProcessLookupError):  # that it has ended is noticed elsewhere
+                os.sched_setaffinity(self._process.pid, processors)
 
     @property
     def returncode(self) -> int | None:

@@ -12,7 +12,7 @@ from kvern.engine.factory import build_core
 from kvern.engine.inputs import InputProcessor, Prompt
 from kvern.engine.model_facts import ModelFacts
 from kvern.engine.output import OutputProcessor
-from kvern.errors import InvalidRequest
+from kvern.errors import ConfigError, InvalidRequest
 from kvern.events import EngineStatistics
 from kvern.models.folder import model_folder
 from kvern.outputs import RequestOutput
@@ -29,6 +29,11 @@ class Engine:
     """Loads the model of a configuration and runs requests. Not thread-safe. `streams` as in `build_core`."""
 
     def __init__(self, config: EngineConfig, streams: bool = False) -> None:
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size is {config.data_parallel_size}, and this is one engine, in this process: leave it "
+                "out, or use kvern serve"
+            )
         self.startup = Startup()
         self.config = config
         self.folder = folder = model_folder(config)

@@ -36,6 +36,12 @@ class Generation:
         """When the present engine got it; 0: it has not."""
         self.resumed = False
         """An engine that died had it."""
+        self.moved = False
+        """To another engine, when that one was killed while it ran."""
+        self.piece_keys: list[bytes] = []
+        """Of its prompt, by which it is known where that is cached."""
+        self.tokens = 0
+        """That its engine computes for it, about."""
         self.progress = 0
         """Steps of the present engine that brought it on."""
         self.spec = spec

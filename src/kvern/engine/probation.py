@@ -34,12 +34,22 @@ class Probation:
         """Who may run; without probation nobody is on trial, and everybody may."""
         return list(self._groups[0]) if self._groups else []
 
+    @property
+    def suspected(self) -> set[str]:
+        """All of all groups."""
+        return {name for group in self._groups for name in group}
+
+    def end(self) -> None:
+        """Nobody is suspected any more."""
+        self._groups.clear()
+        self._deaths.clear()
+
     def died(self, running: Sequence[str], killed: bool) -> str | None:
         """The process ended while these ran, the most suspicious first; returns who is guilty, if that is clear.
 
         `killed`: by a signal that nothing in it sends to itself, or for its silence.
         """
-        pending = {name for group in self._groups for name in group}
+        pending = self.suspected
         if not self._groups:
             tried, behind = list(running), []
         else:

@@ -2,13 +2,14 @@
 
 import logging
 import time
+from collections.abc import Callable
 
-from kvern.engine.generation import generation_id
-from kvern.engine.generations import Generations
+from kvern.engine.generation import Generation, generation_id
 from kvern.engine.probation import Probation
 from kvern.engine.supervisor import LONG_LIFE, Death
+from kvern.engine.workload import Workload
 from kvern.errors import RequestFailed
-from kvern.observe.metrics import Metrics
+from kvern.observe.metrics import Refusals
 
 logger = logging.getLogger("kvern")
 
@@ -18,12 +19,18 @@ JUST_BEGUN_SECONDS = 1.0
 
 
 class Recovery:
-    """Ends the request that ends engines; the others go on with the next one, as far as `probation` lets them."""
+    """Ends the request that ends engines; the others go on with the next one, as far as `probation` lets them.
 
-    def __init__(self, generations: Generations, probation: Probation, metrics: Metrics) -> None:
-        self._generations = generations
+    `has_other`: whether another engine could take requests now.
+    """
+
+    def __init__(
+        self, workload: Workload, probation: Probation, refusals: Refusals, has_other: Callable[[], bool]
+    ) -> None:
+        self._workload = workload
         self._probation = probation
-        self._metrics = metrics
+        self._refusals = refusals
+        self._has_other = has_other
         self._heard = 0.0
         self._unexplained = 0
         """Deaths since a request was found guilty, or an engine lived long."""
@@ -31,34 +38,46 @@ class Recovery:
     def heard(self) -> None:
         """The engine lives: those on trial are innocent after some time of it, since a search is silent to its end."""
         self._heard = time.monotonic()
-        if self._probation.active and self._heard > self._generations.begun_at + TRIAL_SECONDS:
+        if self._probation.active and self._heard > self._workload.begun_at + TRIAL_SECONDS:
             for name in self._probation.on_trial:
-                self._generations.clear(self._generations.running[name])
+                self._workload.clear(self._workload.running[name])
 
     def died(self, death: Death) -> bool:
         """Find out which request ends engines, and end that one; whether the death taught something."""
         if death.lived > LONG_LIFE:
             self._unexplained = 0
-        running = self._generations.running
+        running = self._workload.running
         names = dict.fromkeys([*map(generation_id, death.running), *self._just_begun()])
         suspects = [generation for name in names if (generation := running.get(name)) is not None]
         suspects.sort(key=lambda generation: (generation.progress, -generation.asked))
         logger.warning("%s; %d requests go on with another", death.reason, len(running))
+        if death.killed and not self._probation.active and self._has_other():
+            suspects = self._freed(suspects)
         guilty = self._probation.died([generation.output.request_id for generation in suspects], death.killed)
         if guilty is not None:
             self._unexplained = 0
             message = f"request {guilty} was alone when the engine died and is not tried again: {death.reason}"
             logger.warning("%s", message)
-            self._metrics.refused("crash")
-            self._generations.end(running[guilty], RequestFailed(message))
+            self._refusals.count("crash")
+            self._workload.end(running[guilty], RequestFailed(message))
         return bool(suspects)
+
+    def _freed(self, suspects: list[Generation]) -> list[Generation]:
+        """Those that stay suspected when the engine was killed, which may have come from outside.
+
+        Whoever was there the first time may move to another engine at once; if that is killed, too, it is tried there.
+        """
+        staying = [generation for generation in suspects if generation.moved]
+        for generation in suspects:
+            generation.moved = True
+        return staying
 
     def _just_begun(self) -> list[str]:
         """Who may have ended the engine before their first step: those on trial, and those that came at its end.
 
         The latter only if nobody was found guilty at the last deaths; those in its last steps are more suspicious.
         """
-        running = self._generations.running
+        running = self._workload.running
         if self._probation.active:
             return [name for name in self._probation.on_trial if running[name].begun]
         self._unexplained += 1

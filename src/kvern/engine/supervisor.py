@@ -6,7 +6,6 @@ launch --> listen --> death --> owner learns of it --> launch ...
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
 import time
@@ -17,6 +16,7 @@ from typing import Protocol
 from kvern.config import EngineConfig
 from kvern.engine.child import EngineProcess
 from kvern.engine.link import EngineLink
+from kvern.engine.places import Place
 from kvern.engine.running_file import read_running
 from kvern.engine.wire import AdapterRead, Events, WireMessage
 from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable
@@ -57,13 +57,17 @@ class Owner(Protocol):
     def resume(self) -> None:
         """The new engine takes requests."""
 
+    def given_up(self) -> None:
+        """Engines keep dying, or do not start, without a request to blame; they are tried further on."""
+
 
 class Supervisor:
     """Start with `start`, end with `stop`."""
 
-    def __init__(self, config: EngineConfig, owner: Owner, first: EngineProcess | None = None) -> None:
-        """`first`: a process for the first engine, that runs already."""
+    def __init__(self, config: EngineConfig, owner: Owner, place: Place, first: EngineProcess | None = None) -> None:
+        """`place`: where its engines run. `first`: a process for the first engine, that runs already."""
         self._config = config
+        self._place = place
         self._owner = owner
         self._first = first
         self._link: EngineLink | None = None
@@ -86,16 +90,6 @@ class Supervisor:
     def is_ready(self) -> bool:
         """An engine takes requests."""
         return self.available.is_set() and not self.closed
-
-    async def until_available(self) -> None:
-        """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
-        while not self.available.is_set():
-            if (trouble := self.unavailable) is not None:
-                raise trouble
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.available.wait(), LOOK_SECONDS)
-        if self.closed:
-            raise EngineClosed("the engine is closed")
 
     @property
     def unavailable(self) -> EngineUnavailable | None:
@@ -138,6 +132,8 @@ class Supervisor:
                     self._bury(await self._listen())
                     alive = False
                 alive = await self._relaunch()
+                if self.unavailable is not None:
+                    self._owner.given_up()
             except Exception:
                 logger.exception("the supervisor of the engine has a fault; it goes on with another engine")
                 alive = False
@@ -187,9 +183,26 @@ class Supervisor:
     async def _launch(self) -> None:
         if self._link is not None:
             self._link.process.forget()
-        process, self._first = self._first or EngineProcess(), None
+        process, self._first = self._first or EngineProcess(self._place.environment), None
+        process.bind(self._place.processors)
         self._link = await EngineLink.start(self._config, process)
         await self._owner.prepare(self._link)
         self._began = time.monotonic()
         self.available.set()
         self._owner.resume()
+
+
+async def until_one_is_available(supervisors: Sequence[Supervisor]) -> None:
+    """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
+    while not any(supervisor.available.is_set() for supervisor in supervisors):
+        troubles = [trouble for supervisor in supervisors if (trouble := supervisor.unavailable) is not None]
+        if len(troubles) == len(supervisors):
+            raise min(troubles, key=lambda trouble: trouble.seconds)
+        waiting = [asyncio.create_task(supervisor.available.wait()) for supervisor in supervisors]
+        try:
+            await asyncio.wait(waiting, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+    if any(supervisor.closed for supervisor in supervisors):
+        raise EngineClosed("the engine is closed")

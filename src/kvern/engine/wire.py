@@ -67,6 +67,8 @@ class Ready(WireMessage):
     report: str
     gpu: str | None = None
     model: ModelFacts = ModelFacts()
+    cache_tokens: int = 0
+    """Of finished requests the prefix cache keeps at most."""
 
 
 class Failed(WireMessage):

@@ -1,7 +1,7 @@
 """What Prometheus reads: names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -34,11 +34,14 @@ class RequestTimes:
 
 
 class Metrics:
-    """The figures of one engine, in a registry of their own. `model` is the label `model_name` of them all."""
+    """The figures of one engine, in a registry of their own.
 
-    def __init__(self, model: str) -> None:
+    `model` is the label `model_name` of them all, and `engine` the label of that name where a model has several.
+    """
+
+    def __init__(self, model: str, engine: str | None = None) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
+        self._labels = {"model_name": model} | ({} if engine is None else {"engine": engine})
         self._seen = EngineStatistics()
         gauge, counter, histogram = self._gauge, self._counter, self._histogram
         self._running = gauge("num_requests_running", "Sequences in the running batch.")
@@ -72,20 +75,14 @@ class Metrics:
         self._finished = Counter(
             "kvern:request_success",
             "Answers that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        self._refused = Counter(
-            "kvern:requests_refused",
-            "Requests that were not run, by reason.",
-            ["model_name", "reason"],
+            [*self._labels, "finished_reason"],
             registry=self.registry,
         )
 
     def watch_gpu(self, uuid: str) -> None:
         """Report memory and utilisation of this GPU as well, if the driver tells."""
         try:
-            self.registry.register(GpuCollector(uuid, self._model))
+            self.registry.register(GpuCollector(uuid, self._labels))
         except Exception as error:  # whatever the driver's library raises: figures are no reason not to serve
             logger.warning("no GPU memory and utilisation in the metrics: %s", error)
 
@@ -110,8 +107,8 @@ class Metrics:
         self._accepted.inc(drafts.accepted)
         self._drafted.inc(drafts.runs)
         for position, (count, accepted) in enumerate(zip(drafts.by_position, drafts.accepted_by_position, strict=True)):
-            self._drafts_at.labels(self._model, position).inc(count)
-            self._accepted_at.labels(self._model, position).inc(accepted)
+            self._drafts_at.labels(**self._labels, position=position).inc(count)
+            self._accepted_at.labels(**self._labels, position=position).inc(accepted)
         self._step_tokens.observe((statistics.computed_tokens - seen.computed_tokens) / steps)
         self._step_requests.observe((statistics.scheduled - seen.scheduled) / steps)
         self._step_seconds.observe(seconds)
@@ -136,45 +133,59 @@ class Metrics:
     def finished(self, output: RequestOutput, times: RequestTimes) -> None:
         """A request has ended, by itself or because its client left."""
         for answer in output.outputs:
-            self._finished.labels(self._model, answer.finish_reason).inc()
-        reason = output.outputs[0].finish_reason
-        self._whole.labels(self._model, reason).observe(times.whole)
+            self._finished.labels(**self._labels, finished_reason=answer.finish_reason).inc()
+        labels = {**self._labels, "finished_reason": output.outputs[0].finish_reason}
+        self._whole.labels(**labels).observe(times.whole)
         if times.decode is None:
             return  # it never began
-        self._queue.labels(self._model, reason).observe(output.queue_seconds)
-        self._prefill.labels(self._model, reason).observe(max(0.0, times.whole - times.decode - output.queue_seconds))
-        self._decode.labels(self._model, reason).observe(times.decode)
+        self._queue.labels(**labels).observe(output.queue_seconds)
+        self._prefill.labels(**labels).observe(max(0.0, times.whole - times.decode - output.queue_seconds))
+        self._decode.labels(**labels).observe(times.decode)
         self._prompt_length.observe(len(output.prompt_token_ids))
         for answer in output.outputs:
             self._answer_length.observe(len(answer.token_ids))
 
-    def refused(self, reason: str) -> None:
-        """A request was turned away."""
-        self._refused.labels(self._model, reason).inc()
-
     def _by_reason(self, name: str, text: str) -> Histogram:
-        labels = ["model_name", "finished_reason"]
+        labels = [*self._labels, "finished_reason"]
         return Histogram(f"kvern:{name}", text, labels, registry=self.registry, buckets=SECONDS)
 
     def _by_position(self, name: str, text: str) -> Counter:
-        labels = ["model_name", "position"]
+        labels = [*self._labels, "position"]
         return Counter(f"kvern:{name}", f"{text}, by their position, from 0 on.", labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"kvern:{name}", text, ["model_name"], registry=self.registry).labels(self._model)
+        return Gauge(f"kvern:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"kvern:{name}", text, ["model_name"], registry=self.registry).labels(self._model)
+        return Counter(f"kvern:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"kvern:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-        return family.labels(self._model)
+        family = Histogram(f"kvern:{name}", text, list(self._labels), registry=self.registry, buckets=buckets)
+        return family.labels(**self._labels)
+
+
+class Refusals:
+    """How many requests for a model were not run, whichever of its engines they would have been for."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._refused = Counter(
+            "kvern:requests_refused",
+            "Requests that were not run, by reason.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+
+    def count(self, reason: str) -> None:
+        """A request was turned away."""
+        self._refused.labels(self._model, reason).inc()
 
 
 class Together(Collector):
     """The figures of several engines: each family once, with the samples of all."""
 
-    def __init__(self, metrics: Iterable[Metrics]) -> None:
+    def __init__(self, metrics: Iterable[Metrics | Refusals]) -> None:
         self._metrics = list(metrics)
 
     def collect(self) -> Iterator[Metric]:
@@ -188,7 +199,7 @@ class Together(Collector):
         yield from families.values()
 
 
-def together(metrics: Iterable[Metrics]) -> bytes:
+def together(metrics: Iterable[Metrics | Refusals]) -> bytes:
     """All figures of several engines in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(Together(metrics))
@@ -198,19 +209,19 @@ def together(metrics: Iterable[Metrics]) -> bytes:
 class GpuCollector(Collector):
     """Asks the driver whenever somebody looks."""
 
-    def __init__(self, uuid: str, model: str) -> None:
+    def __init__(self, uuid: str, labels: Mapping[str, str]) -> None:
         import pynvml
 
         pynvml.nvmlInit()
         self._driver = pynvml
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._model = model
+        self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
         """Memory in bytes, and the share of the last moments in which a kernel ran."""
         memory = self._driver.nvmlDeviceGetMemoryInfo(self._handle)
         busy = self._driver.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
         for (name, text), value in zip(GPU_FIGURES.items(), (memory.used, memory.total, busy), strict=True):
-            family = GaugeMetricFamily(f"kvern:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
+            family = GaugeMetricFamily(f"kvern:{name}", text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
             yield family

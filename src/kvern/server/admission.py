@@ -100,7 +100,7 @@ class Admission:
             arrived(left)
 
     def _check_queue(self, key: ApiKey, sequences: int) -> None:
-        most = self._max_queue + self._client.ready.max_batch_requests
+        most = self._max_queue + self._client.max_batch_requests
         if sequences > most:
             message = f"the request asks for {sequences} sequences, and this server runs and queues {most} at most"
             raise HttpError(400, f"{message}: ask for fewer at once", param="n")
@@ -125,7 +125,7 @@ class Admission:
         return sequences * (time.monotonic() - ended[0]) / len(ended)
 
     def _refusal(self, reason: str, message: str, seconds: float) -> HttpError:
-        self._client.metrics.refused(reason)
+        self._client.refusals.count(reason)
         retry = max(1, min(LONGEST_RETRY, math.ceil(seconds)))
         headers = {"retry-after": str(retry)}
         return HttpError(429, f"{message}: try again in {retry} s", code="rate_limit_exceeded", headers=headers)

@@ -68,7 +68,7 @@ class Server:
         self.responses, self.conversations = Responses(self.service, kept), Conversations(kept.conversations)
         answerers = {path: self.completions.answerer(path) for path in (CHAT, COMPLETIONS)}
         answerers |= {EMBEDDINGS: self.embeddings.answer, SCORE: self.scores.answer, RERANK: self.rerank.answer}
-        width = sum(client.ready.max_batch_requests for client in clients)
+        width = sum(client.max_batch_requests for client in clients)
         self.batches = Batches(self.store, self.service.users, answerers, width)
         self.started = int(time.time())
 
@@ -144,11 +144,12 @@ class Server:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """All engines take requests."""
-        trouble = self.service.trouble
+        """All models have an engine that takes requests."""
+        trouble, several = self.service.trouble, self.service.replicas
+        told = {"engines": several} if several else {}
         if trouble is None:
-            return json_response({"ready": True})
-        return json_response({"ready": False, "reason": trouble}, 503)
+            return json_response({"ready": True, **told})
+        return json_response({"ready": False, "reason": trouble, **told}, 503)
 
     async def ping(self, request: Request) -> Response:
         """The same for who has no key, without a word of what is wrong."""
@@ -166,7 +167,7 @@ class Server:
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""
         self._check_watcher(request)
-        text = together([engine.client.metrics for engine in self.service.engines])
+        text = together([figures for engine in self.service.engines for figures in engine.client.metrics])
         return Response(text, headers={"content-type": METRICS_TYPE})
 
     def _check_watcher(self, request: Request) -> None:

@@ -47,6 +47,10 @@ ANSWER = record(
 )
 
 
+ENGINE = record({"model": TEXT, "engine": TEXT, "ready": SWITCH}, "model", "engine", "ready")
+"""One of several engines of a model."""
+
+
 def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     """What this server can be asked."""
     components: dict[str, Any] = {"schemas": components_of_sampling()}
@@ -79,7 +83,11 @@ def _own_paths(models: list[str]) -> dict[str, Schema]:
     return {
         "/health": {"get": get("The process lives.", record({"status": TEXT}, "status"), open_to_all=True)},
         "/ready": {
-            "get": get("The engine takes requests; 503 while it does not.", record({"ready": SWITCH}, "ready"), 503)
+            "get": get(
+                "An engine takes requests; 503 while none does.",
+                record({"ready": SWITCH, "engines": listed(ENGINE)}, "ready"),
+                503,
+            )
         },
         "/ping": {"get": get("Requests are taken, for load balancers.", None, kind="text/plain", open_to_all=True)},
         "/load": {"get": get("Requests that are in flight.", record({"server_load": WHOLE}, "server_load"), 403)},

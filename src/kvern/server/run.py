@@ -71,7 +71,8 @@ async def serve(config: EngineConfig, server: ServerConfig, process: EngineProce
             )
             application.responses.tasks = http.server_state.tasks  # for which the end waits as for requests
             gc.freeze()  # what is there now stays: collections need not look at it
-            say(f"started in {client.ready.report}")
+            engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
+            say(f"started {engines}in {client.ready.report}")
             listener.listen(http.config.backlog)  # who reads the next line may connect
             if not keys and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")

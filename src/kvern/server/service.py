@@ -102,9 +102,18 @@ class Service:
 
     @property
     def trouble(self) -> str | None:
-        """Why not every engine takes requests at present; None if all do."""
-        replaced = [one.client.supervisor for one in self.engines if not one.client.supervisor.is_ready]
-        return str(replaced[0].unavailable or "the engine is being replaced") if replaced else None
+        """Why some model has no engine that takes requests at present; None if all have one."""
+        return next((trouble for one in self.engines if (trouble := one.client.trouble) is not None), None)
+
+    @property
+    def replicas(self) -> list[dict[str, object]]:
+        """How each engine stands of models that have several."""
+        several = (one for one in self.engines if len(one.client.replicas) > 1)
+        return [
+            {"model": one.models[0], "engine": replica.name, "ready": replica.supervisor.is_ready}
+            for one in several
+            for replica in one.client.replicas
+        ]
 
     def engine_of(self, model: object) -> ServedEngine:
         """The engine that answers for a name. Raises HttpError if none does."""

@@ -90,7 +90,7 @@ class Worker:
         self._draft = draft
         self._config, self._folder, self._spec, self._device = config, folder, spec, device
         self._startup = startup
-        self._memory = DeviceMemory(device, config.gpu_memory_share)
+        self._memory = DeviceMemory(device, config.gpu_memory_share, config.data_parallel_size)
         self._store: AdapterStore | None = None
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
 

@@ -1,0 +1,70 @@
+"""Where the engines of one model run: a GPU each, or a share of the processors each."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from kvern.config import EngineConfig
+from kvern.cpu.cores import shares_of_cores
+from kvern.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the process of an engine is given; `threads`: None where the engine decides how many compute."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    processors: Set[int] = frozenset()
+    """Those that it may use; none are named: all."""
+    threads: int | None = None
+
+    def config(self, config: EngineConfig) -> EngineConfig:
+        """The options of the engine here."""
+        return dataclasses.replace(config, threads=config.threads or self.threads)
+
+
+def places_of(config: EngineConfig) -> list[Place]:
+    """A place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
+    count = config.data_parallel_size
+    if count == 1:
+        return [Place()]
+    gpus = [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus or config.device == "cuda":
+        if count > len(gpus):
+            raise ConfigError(
+                f"data_parallel_size is {count}, and this process sees {len(gpus)} GPUs: each engine needs one; "
+                "lower it, or use device cpu"
+            )
+        return [Place({"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:count]]
+    shares = shares_of_cores(count)
+    if len(shares) < count:
+        raise ConfigError(
+            f"data_parallel_size is {count}, and this process may use {len(shares)} processor cores: each engine "
+            "needs one; lower it"
+        )
+    return [Place(processors=processors, threads=threads) for threads, processors in shares]
+
+
+def gpu_count() -> int:
+    """Of this machine, as the driver tells; 0: there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except Exception:  # whatever the driver's library raises: there is no driver
+        return 0
+
+
+def visible_gpus(count: int, named: str | None) -> list[str]:
+    """The GPUs of `count` that CUDA shows where CUDA_VISIBLE_DEVICES is `named`, by what they are called there."""
+    if named is None:
+        return [str(number) for number in range(count)]
+    gpus: list[str] = []
+    for gpu in named.split(",") if count else []:
+        name = gpu.strip()
+        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= count):
+            break  # CUDA shows those before the first that it does not know
+        gpus.append(name)
+    return gpus

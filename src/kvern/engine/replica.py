@@ -1,0 +1,115 @@
+"""One of the engines that answer for a model: a process that is replaced when it dies, and what it was given."""
+
+from typing import Protocol
+
+from kvern.config import EngineConfig
+from kvern.engine.child import EngineProcess
+from kvern.engine.client_adapters import ClientAdapters, EngineAdapters
+from kvern.engine.generation import Generation
+from kvern.engine.link import EngineLink
+from kvern.engine.output import OutputProcessor
+from kvern.engine.places import Place
+from kvern.engine.prefix_record import PrefixRecord
+from kvern.engine.probation import Probation
+from kvern.engine.recovery import Recovery
+from kvern.engine.supervisor import Death, Supervisor
+from kvern.engine.turns import Turns
+from kvern.engine.wire import AdapterRead, Events
+from kvern.engine.workload import Workload
+from kvern.errors import EngineDied
+from kvern.observe.metrics import Metrics, Refusals
+
+
+class Siblings(Protocol):
+    """What the engines of a model have in common."""
+
+    outputs: OutputProcessor
+    turns: Turns
+    adapters: ClientAdapters
+    refusals: Refusals
+
+    def has_other(self, replica: "Replica") -> bool:
+        """Another engine begins with requests at once."""
+
+    def move(self) -> None:
+        """Give requests that wait for an engine to those that there are."""
+
+
+class Replica:
+    """An engine in its place. `name` tells it from its siblings; None: it has none."""
+
+    def __init__(
+        self, config: EngineConfig, siblings: Siblings, place: Place, name: str | None, process: EngineProcess | None
+    ) -> None:
+        """`process`: of the first engine, if it runs already."""
+        self.name = name
+        self.metrics = Metrics(config.model_names[0], name)
+        self.supervisor = Supervisor(place.config(config), self, place, process)
+        self.adapters = EngineAdapters(self.supervisor)
+        self.record = PrefixRecord()
+        self._siblings = siblings
+        self._probation = Probation()
+        self.workload = Workload(
+            self.supervisor, siblings.outputs, self._probation, siblings.turns, self.metrics, self.record
+        )
+        self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
+        self._started = False
+
+    @property
+    def accepts(self) -> bool:
+        """There is an engine that begins with requests at once."""
+        return self.supervisor.is_ready and not self._probation.active
+
+    @property
+    def stranded(self) -> list[Generation]:
+        """Those that wait for an engine, or for others' trials, and are not suspected themselves."""
+        suspected = self._probation.suspected
+        return [
+            generation
+            for name, generation in self.workload.running.items()
+            if name not in suspected and not (generation.begun and self.supervisor.is_ready)
+        ]
+
+    def hear(self, message: AdapterRead | Events) -> None:
+        """What the engine says."""
+        if isinstance(message, AdapterRead):
+            self.adapters.hear(message)
+        else:
+            self.metrics.step(message.statistics, message.seconds)
+            self.workload.deliver(message.events)
+        self._recovery.heard()
+
+    def died(self, death: Death) -> bool:
+        """The engine has ended; returns whether that taught which request may be the cause."""
+        self.adapters.interrupt(death.reason)
+        self.metrics.engine(ready=False)
+        learnt = self._recovery.died(death)
+        self._siblings.move()
+        return learnt
+
+    def given_up(self) -> None:
+        """Engines do not start here: what is suspected to have ended one may show elsewhere that it did not."""
+        if self._siblings.has_other(self):
+            self._probation.end()
+            self._siblings.move()
+
+    async def prepare(self, link: EngineLink) -> None:
+        """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
+        self.adapters.interrupt(EngineDied("the engine was replaced"))
+        lost = await self._siblings.adapters.read_all(self.adapters, link)
+        if lost and not self._started:
+            raise next(iter(lost.values()))
+        self._siblings.adapters.lose(lost)
+        self.workload.lose(lost)
+
+    def resume(self) -> None:
+        """Give a new engine what it may work on now."""
+        self.metrics.engine(ready=True)
+        if self._started:
+            self.metrics.restarted()
+        if self.name is not None:
+            self.record.begin(self.supervisor.link.ready.cache_tokens)
+        self._started = True
+        self.workload.resume()
+        self._siblings.adapters.resume(self.adapters)
+        self._siblings.move()
