@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
+from kvern.cache.states import state_marks
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, CorruptCheckpoint
 from kvern.layers import delta_rule, state_space
@@ -20,6 +21,8 @@ from kvern.layers import states as layer_states
 from kvern.layers.decays import CHUNK
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
+from kvern.request import PromptInput, Request, RequestSpec
+from kvern.sampling_params import ResolvedParams
 from kvern.step import SchedulerOutput, StepResult
 from kvern.structured_output import StructuredOutput
 from kvern.worker.device import check_state_kernels, check_states
@@ -158,6 +161,25 @@ def test_what_two_prompts_share_is_kept_when_a_third_may_come(folder: Path, prom
             answers(llm, [prompt])
             hits.append(llm.statistics().cached_tokens)
     assert hits == [0, 0, 16], "the second computes the shared blocks anew, and leaves a state at their end"
+
+
+@pytest.mark.parametrize(
+    ("start", "known", "apart", "marks"),
+    [
+        (0, 0, 1, (48,)),
+        (0, 16, 32, (16, 48)),
+        (0, 32, 32, (32,)),
+        (0, 0, 49, ()),
+        (17, 16, 31, (48,)),
+        (17, 16, 32, ()),
+    ],
+)
+def test_a_prompt_takes_no_step_for_a_state_just_behind_another(
+    start: int, known: int, apart: int, marks: tuple[int, ...]
+) -> None:
+    request = Request(RequestSpec("", PromptInput(list(range(50))), ResolvedParams(), 100))
+    request.num_computed_tokens = start
+    assert state_marks(request, known, 16, apart) == marks
 
 
 @several_families

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kvern.device.state_runs import runs_of
 from kvern.kernel_list.convolution import accepted_tokens, convolved
 from kvern.kernel_list.delta_net import advanced
-from kvern.kernels.accepted_drafts import Written, accept_writes
+from kvern.kernels.accepted_drafts import TOKENS, Written, accept_writes
 from kvern.kernels.convolution import Drafts, Taps, accept_inputs, convolve_drafts, convolve_runs, convolve_tokens
 from kvern.kernels.delta_net import CHUNK, LENGTH_FLOOR, Gates, Heads, advance_runs, advance_tokens, gated_norm
 from kvern.kernels.delta_net_drafts import read_drafts
@@ -72,8 +72,8 @@ def test_runs(heads: Heads, decay: float, device: torch.device) -> None:
     assert_near(memory, expected[1])
 
 
-DRAFTED, ACCEPTED = [2, 1, 6, 3], [1, 1, 4, 3]
-"""Of runs that may be rejected: fewer tokens than the convolution has, and more, some or all of them accepted."""
+DRAFTED, ACCEPTED = [2, 1, 6, TOKENS + 3], [1, 1, 4, TOKENS + 2]
+"""Of runs that may be rejected: fewer tokens than the convolution has, and more, or than read a state together."""
 
 
 def drafts_of(states: list[int], device: torch.device) -> tuple[Drafts, torch.Tensor, list[int]]:
@@ -118,6 +118,18 @@ def test_matrices_behind_accepted_drafts(heads: Heads, device: torch.device) -> 
     assert torch.equal(memory, before)
     accept_writes(memory, written, drafts, kept)
     assert_near(memory, torch.stack(expected))
+
+
+def test_drafts_of_two_bytes_read_all_digits_of_a_state(device: torch.device) -> None:
+    random, heads, states = Random(6, device), Heads(1, 2, 128, 128), [4, 1, 2, 6]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # which are all that the interpreter multiplies
+    drafts, tokens = drafts_of(states, device)[0], sum(DRAFTED)
+    memory, inputs = random(8, heads.value_heads, heads.key_dim, heads.value_dim), random(tokens, heads.channels)
+    shapes = (heads.key_heads, heads.key_dim), (heads.value_heads, heads.value_dim), (heads.value_heads,)
+    written, gates = Written(*(random(tokens, *shape) for shape in shapes)), random.gates(tokens, heads, 1.0)
+    found = torch.empty_like(written.values)
+    read_drafts(inputs.to(dtype), gates, memory, drafts, heads, written, found)
+    assert_near(found, advanced(inputs.to(dtype), gates, memory, DRAFTED, states, heads)[0])
 
 
 @pytest.mark.parametrize("alike", [0.0, 3.0], ids=["keys differ", "keys are alike"])

@@ -14,8 +14,9 @@ from kvern import LLM, SamplingParams
 from kvern.worker.cuda_graph import DecodedStep
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.drafter import GuardedDrafter
-from kvern.worker.prompt_graphs import PromptGraphs
+from kvern.worker.prompt_graphs import MOST_KEYS, PromptGraphs, most_keys
 from tests.families import make_checkpoint
+from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.kernels.test_device_engine import OPTIONS, answers
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 5, [7]]
@@ -85,6 +86,12 @@ def test_a_replayed_step_is_the_eager_one(
             graphs.capture_next()
     assert answers(llm.generate(PROMPTS, sampling)) == expected
     assert set(graphs.used) == {False, True}, "steps with and without decodes were to be replayed"
+
+
+def test_runs_of_hybrids_may_have_more_keys() -> None:
+    """Of four layers one attends; both mixers of a layer count as one."""
+    kinds = "llama", "qwen3_5_text", "falcon_h1"
+    assert [most_keys(spec_of(kind, LARGE_MODELS)) for kind in kinds] == [MOST_KEYS, 4 * MOST_KEYS, MOST_KEYS]
 
 
 class Missing:

@@ -51,10 +51,12 @@ class KVCacheManager:
         tier: KVTier | None = None,
         states: int = 0,
         window: WindowLimits | None = None,
+        states_apart: int = 1,
     ) -> None:
         """`identity` says which model's keys and values these are, for a tier, which knows blocks by content keys.
 
         `states`: how many states of sequences there are, for models that have them; at least one for each row.
+        `states_apart`: tokens that a prompt's last state is behind the one before it, or is not worth a step.
         `window`: of layers that have block tables of their own.
         """
         if tier is not None and states:
@@ -67,6 +69,7 @@ class KVCacheManager:
         self.tree = RadixCache(self.pool, block_size, identity)
         self.tier = None if tier is None or not prefix_cache else TierTraffic(tier, self.pool, self.tree, block_size)
         self.states = StatePool(states) if states else None
+        self._states_apart = states_apart
         self._at_marks: list[Request] = []
         """Whose state is to be kept as the step that is being planned leaves it."""
         if self.states is not None:
@@ -168,7 +171,8 @@ class KVCacheManager:
             if self.windows is not None:
                 self.windows.mark(request, known)
             else:
-                request.state_marks = state_marks(request, known * self.block_size, self.block_size)
+                sizes = known * self.block_size, self.block_size, self._states_apart
+                request.state_marks = state_marks(request, *sizes)
         if request.preemptions == 0:
             request.cached_tokens = request.num_computed_tokens
             self.statistics.queried_tokens += request.prompt_length

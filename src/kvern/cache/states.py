@@ -107,10 +107,12 @@ class StatePool:
         assert sorted(states) == list(range(self.capacity)), "states do not add up"
 
 
-def state_marks(request: "Request", known: int, block_size: int) -> tuple[int, ...]:
+def state_marks(request: "Request", known: int, block_size: int, apart: int) -> tuple[int, ...]:
     """The ends of the last blocks that others are likely to share: those that somebody had, and the whole prompt's.
 
-    The last token is left out, which has to be computed in any case. `known`: tokens of blocks that somebody had.
+    The last token is left out, which has to be computed in any case. `known`: tokens of blocks that somebody had. A
+    mark is a step more: the prompt's own is left out if it is fewer than `apart` tokens behind the state before it.
     """
-    marks = {known, (request.prompt_length - 1) // block_size * block_size}
-    return tuple(mark for mark in marks if mark > request.num_computed_tokens)
+    start, end = request.num_computed_tokens, (request.prompt_length - 1) // block_size * block_size
+    marks = (known,) if known > start else ()
+    return (*marks, end) if end - max(known, start) >= apart else marks

@@ -33,6 +33,8 @@ from kvern.worker.startup import Startup
 
 GRAPH_SECONDS = 0.55
 """So long an engine captures the likeliest graphs before it is ready, if it can capture the others when it is idle."""
+STATES_APART = 512
+"""Tokens of a prompt that a GPU computes in the time of one more small step, about."""
 DECODE_STEPS = 3
 """The target of the time between tokens, in plain decode steps, if none is given."""
 
@@ -99,7 +101,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     if layout.window_tables:
         window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens)
     sizes = layout.blocks, layout.block_size
-    cache = KVCacheManager(*sizes, config.prefix_cache, identity, tier, layout.states, window)
+    apart = STATES_APART if layout.device == "cuda" else 1
+    cache = KVCacheManager(*sizes, config.prefix_cache, identity, tier, layout.states, window, apart)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 

@@ -14,6 +14,8 @@ from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait
 
 COLUMNS = 32
 """Of a matrix, that are a program's."""
+TOKENS = 16
+"""Of a run, that read a state together."""
 NOTED = ["keys", "values", "decays"]
 """What is noted of a layer begins anywhere in what is noted of all."""
 
@@ -31,6 +33,19 @@ class Written(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     decays: torch.Tensor
+
+
+@triton.jit
+def exact_product(inputs, factor):
+    """Of a tile of inputs, as they are, with float32, which is the sum of three numbers of bfloat16, or two of TF32."""
+    if inputs.dtype == tl.bfloat16:
+        high = factor.to(tl.bfloat16)
+        factor -= high.to(tl.float32)
+        middle = factor.to(tl.bfloat16)
+        low = (factor - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(inputs, high, tl.dot(inputs, middle, tl.dot(inputs, low)))
+    else:
+        return tl.dot(inputs.to(tl.float32), factor, input_precision="tf32x3")
 
 
 @Launcher

@@ -54,13 +54,13 @@ class Gates(NamedTuple):
 
 
 @triton.jit
-def _decay_of(step, rate):
+def decay_of(step, rate):
     """softplus as PyTorch has it, without overflow."""
     return rate * (tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step))))
 
 
 @triton.jit
-def advance_state(
+def _advance_state(
     state,
     inputs,
     beta,
@@ -77,7 +77,7 @@ def advance_state(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Some columns of a head's state behind a token, what it reads of them, its key, its delta, and what it leaves."""
+    """Some columns of a head's state behind a token, and what it reads of them."""
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     at = inputs + token * (2 * keys + VALUE_HEADS * VALUE_DIM)
     of_key = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
@@ -87,11 +87,11 @@ def advance_state(
     query *= tl.rsqrt(tl.sum(query * query, 0) + LENGTH_FLOOR) * KEY_DIM**-0.5
     key *= tl.rsqrt(tl.sum(key * key, 0) + LENGTH_FLOOR)
     written = 1.0 / (1.0 + tl.exp(-tl.load(beta + token * gate_stride + head).to(tl.float32)))
-    kept = tl.exp(_decay_of(tl.load(step + token * gate_stride + head).to(tl.float32) + own_bias, own_rate))
+    kept = tl.exp(decay_of(tl.load(step + token * gate_stride + head).to(tl.float32) + own_bias, own_rate))
     state = state * kept
     delta = (value - tl.sum(state * key[:, None], 0)) * written
     state += key[:, None] * delta[None, :]
-    return state, tl.sum(state * query[:, None], 0), key, delta, kept
+    return state, tl.sum(state * query[:, None], 0)
 
 
 @Launcher
@@ -124,7 +124,7 @@ def _advance_tokens_kernel(
     place = place + row[:, None] * VALUE_DIM + column[None, :]
     both = known[:, None] & inside[None, :]
     own_rate, own_bias = tl.load(rate + head), tl.load(bias + head)
-    state, found, _, _, _ = advance_state(
+    state, found = _advance_state(
         tl.load(place, mask=both, other=0.0), inputs, beta, step, own_rate, own_bias, token, head, row, column,
         gate_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
     )  # fmt: skip
@@ -152,14 +152,14 @@ def advance_tokens(
 
 
 @triton.jit
-def _rows(at, token, inside, stride, column, width):
+def rows_of(at, token, inside, stride, column, width):
     return tl.load(
         at + token[:, None] * stride + column[None, :], mask=inside[:, None] & (column < width)[None, :], other=0.0
     )
 
 
 @triton.jit
-def _unit(rows):
+def unit_of(rows):
     """What gives each row a length of 1."""
     rows = rows.to(tl.float32)
     return tl.rsqrt(tl.sum(rows * rows, 1) + LENGTH_FLOOR)
@@ -207,12 +207,12 @@ def _solve_chunks_kernel(
     written = tl.load(beta + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
     written = tl.where(inside, 1.0 / (1.0 + tl.exp(-written)), 0.0)
     decay = tl.load(step + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
-    decay = _decay_of(decay + tl.load(bias + head), tl.load(rate + head))
+    decay = decay_of(decay + tl.load(bias + head), tl.load(rate + head))
     since = tl.cumsum(tl.where(inside, decay, 0.0), 0)
     whole = tl.min(since, 0)  # decays add up downwards
-    key = _rows(of_head + keys, token, inside, stride, row, KEY_DIM)
-    query = _rows(of_head, token, inside, stride, row, KEY_DIM)
-    of_key, of_query = _unit(key), _unit(query) * KEY_DIM**-0.5
+    key = rows_of(of_head + keys, token, inside, stride, row, KEY_DIM)
+    query = rows_of(of_head, token, inside, stride, row, KEY_DIM)
+    of_key, of_query = unit_of(key), unit_of(query) * KEY_DIM**-0.5
     before = tl.program_id(1).to(tl.int64) * tokens
     at, part = factors + before + token, tl.num_programs(1).to(tl.int64) * tokens
     tl.store(at, tl.exp(since) * of_key, mask=inside)
@@ -289,9 +289,9 @@ def _advance_runs_kernel(
     for begin in tl.range(0, count, CHUNK, num_stages=STAGES):
         token, inside = first + begin + place, place < count - begin
         both = inside[None, :] & within[:, None]
-        key = _rows(of_query + keys, token, inside, stride, row, KEY_DIM).to(operand)
+        key = rows_of(of_query + keys, token, inside, stride, row, KEY_DIM).to(operand)
         value = tl.load(of_value[:, None] + token[None, :] * stride, mask=both, other=0.0).to(tl.float32)
-        system = _rows(solved + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
+        system = rows_of(solved + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
         at = factors + before + token
         of_state, of_found = tl.load(at, mask=inside, other=0.0), tl.load(at + part, mask=inside, other=0.0)
         remains = tl.load(at + 2 * part, mask=inside, other=0.0)
@@ -299,9 +299,9 @@ def _advance_runs_kernel(
         held = state.to(operand)
         delta = value - tl.dot(held, tl.trans(key), input_precision=PRECISION) * of_state[None, :]
         delta = tl.dot(delta.to(operand), tl.trans(system), input_precision=PRECISION)
-        query = _rows(of_query, token, inside, stride, row, KEY_DIM).to(operand)
+        query = rows_of(of_query, token, inside, stride, row, KEY_DIM).to(operand)
         found = tl.dot(held, tl.trans(query), input_precision=PRECISION) * of_found[None, :]
-        score = _rows(scores + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
+        score = rows_of(scores + before * CHUNK, token, inside, CHUNK, place, CHUNK).to(operand)
         found = tl.dot(delta.to(operand), tl.trans(score), found, input_precision=PRECISION)
         state = tl.dot((delta * remains[None, :]).to(operand), key, state * kept, input_precision=PRECISION)
         at = (token[None, :] * VALUE_HEADS + head) * VALUE_DIM + column[:, None]

@@ -1,13 +1,35 @@
-"""Gated delta nets over drafts: tokens that read states and may be rejected (`kernels/accepted_drafts.py`)."""
+"""Gated delta nets over drafts: tokens that read states and may be rejected (`kernels/accepted_drafts.py`).
+
+A state is read once for several tokens. With S the state before them, k_i, q_i and v_i their rows, d_i what decays
+leave of S until row i, and d_ij what they leave of row j:
+
+    delta_i = beta_i (v_i - d_i S^T k_i - sum of d_ij (k_i k_j) delta_j, j < i)
+    out_i = d_i S^T q_i + sum of d_ij (q_i k_j) delta_j, j <= i
+
+Keys and queries are the rows of one tile, of which both sums are taken away token by token.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.accepted_drafts import NOTED, Written
+from kvern.kernels.accepted_drafts import NOTED, TOKENS, Written, exact_product
 from kvern.kernels.convolution import PLACES, Drafts
-from kvern.kernels.delta_net import OPENED, VALUES, Gates, Heads, advance_state
+from kvern.kernels.delta_net import LENGTH_FLOOR, OPENED, Gates, Heads, decay_of, rows_of, unit_of
 from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+
+COLUMNS = 64
+"""Of a state, that are a program's. Where they are more than the rows of a tile, its warps stand side by side."""
+WARPS = 4
+
+
+@triton.jit
+def _read_written(rows, remains, key, delta, row, column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """What rows read of what an earlier token wrote."""
+    key = tl.load(key + row, mask=row < KEY_DIM, other=0.0).to(tl.float32)
+    delta = tl.load(delta + column, mask=column < VALUE_DIM, other=0.0)
+    remains *= tl.rsqrt(tl.sum(key * key, 0) + LENGTH_FLOOR)
+    return (tl.sum(rows.to(tl.float32) * key[None, :], 1) * remains)[:, None] * delta[None, :]
 
 
 @Launcher
@@ -32,33 +54,74 @@ def _read_drafts_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A run, token after token, by a copy of its state; a program has some columns of one head's."""
+    """A run, some tokens at a time, by a copy of its state; a program has some columns of one head's."""
     if OVERLAP:
         wait_for_previous()
     run, head = tl.program_id(0), tl.program_id(1)
-    row, column = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    known, inside = row < KEY_DIM, column < VALUE_DIM
-    place = memory + (tl.load(states + run).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    place = place + row[:, None] * VALUE_DIM + column[None, :]
-    state = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
+    row, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    place, of_pair = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS)
+    asks, of_both = of_pair >= TOKENS, of_pair % TOKENS  # keys come first, then queries
+    known, within = row < KEY_DIM, column < VALUE_DIM
+    first, count = tl.load(firsts + run).to(tl.int64), tl.load(counts + run)
+    of_head = memory + (tl.load(states + run).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
+    of_head = of_head + row[:, None] * VALUE_DIM + column[None, :]
+    state = tl.load(of_head, mask=known[:, None] & within[None, :] & (count > 0), other=0.0)
     own_rate, own_bias = tl.load(rate + head), tl.load(bias + head)
+    width: tl.constexpr = KEY_HEADS * KEY_DIM
+    stride: tl.constexpr = 2 * width + VALUE_HEADS * VALUE_DIM
     of_key = head // (VALUE_HEADS // KEY_HEADS)
     notes_decay = tl.program_id(2) == 0
     notes_key = notes_decay & (head % (VALUE_HEADS // KEY_HEADS) == 0)
-    first, count = tl.load(firsts + run).to(tl.int64), tl.load(counts + run)
-    for token in range(first, first + count):
-        state, found, key, delta, kept = advance_state(
-            state, inputs, beta, step, own_rate, own_bias, token, head, row, column,
-            gate_stride, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
-        )  # fmt: skip
-        at = token * VALUE_HEADS + head
-        tl.store(out + at * VALUE_DIM + column, found, mask=inside)
-        tl.store(values + at * VALUE_DIM + column, delta, mask=inside)
-        tl.store(decays + at, kept, mask=notes_decay)
-        tl.store(keys + (token * KEY_HEADS + of_key) * KEY_DIM + row, key, mask=known & notes_key)
+    before = 0.0
+    for begin in tl.range(0, count, TOKENS, num_stages=1):
+        token, inside = first + begin + place, place < count - begin
+        either, valid = first + begin + of_both, of_both < count - begin
+        at = either * stride + tl.where(asks, 0, width) + of_key * KEY_DIM
+        pair = tl.load(inputs + at[:, None] + row[None, :], mask=valid[:, None] & known[None, :], other=0.0)
+        key = rows_of(inputs + width + of_key * KEY_DIM, token, inside, stride, row, KEY_DIM)
+        at = either * stride + 2 * width + head * VALUE_DIM
+        writes = (valid & (asks == 0))[:, None] & within[None, :]
+        value = tl.load(inputs + at[:, None] + column[None, :], mask=writes, other=0.0).to(tl.float32)
+        written = tl.load(beta + either * gate_stride + head, mask=valid, other=0.0).to(tl.float32)
+        written = tl.where(asks, -1.0, 1.0 / (1.0 + tl.exp(-written)))
+        decay = tl.load(step + token * gate_stride + head, mask=inside, other=0.0).to(tl.float32)
+        decay = tl.where(inside, decay_of(decay + own_bias, own_rate), 0.0)
+        since = tl.cumsum(decay, 0)
+        since_pair = tl.sum(tl.where(of_both[:, None] == place[None, :], since[None, :], 0.0), 1)
+        length, length_pair = unit_of(key), unit_of(pair) * tl.where(asks, KEY_DIM**-0.5, 1.0)
+
+        found = exact_product(pair, state) * (tl.exp(before + since_pair) * length_pair)[:, None]
+        between = 0.0
+        for back in range(1, begin + 1):
+            earlier = first + begin - back
+            found += _read_written(
+                pair, tl.exp(between + since_pair) * length_pair, inputs + earlier * stride + width + of_key * KEY_DIM,
+                values + (earlier * VALUE_HEADS + head) * VALUE_DIM, row, column, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
+            between += decay_of(tl.load(step + earlier * gate_stride + head).to(tl.float32) + own_bias, own_rate)
+        before += tl.sum(decay, 0)
+        found = tl.where(asks[:, None], found, (value - found) * written[:, None])
+
+        sees = place[:, None] < tl.where(asks, of_both + 1, of_both)[None, :]
+        alike = tl.dot(key, tl.trans(pair), input_precision="tf32x3")
+        alike = alike * length[:, None] * (length_pair * written)[None, :]
+        alike = tl.where(sees, alike * tl.exp(tl.where(sees, since_pair[None, :] - since[:, None], 0.0)), 0.0)
+        for turn in range(tl.minimum(count - begin, TOKENS)):
+            delta = tl.sum(tl.where((of_pair == turn)[:, None], found, 0.0), 0)
+            found -= tl.sum(tl.where((place == turn)[:, None], alike, 0.0), 0)[:, None] * delta[None, :]
+
+        at = ((either * VALUE_HEADS + head) * VALUE_DIM)[:, None] + column[None, :]
+        tl.store(values + at, found, mask=writes)
+        tl.store(out + at, found, mask=(valid & asks)[:, None] & within[None, :])
+        tl.store(decays + token * VALUE_HEADS + head, tl.exp(decay), mask=inside & notes_decay)
+        at = ((token * KEY_HEADS + of_key) * KEY_DIM)[:, None] + row[None, :]
+        noted = inside[:, None] & known[None, :] & notes_key
+        tl.store(keys + at, key.to(tl.float32) * length[:, None], mask=noted)
+        tl.debug_barrier()  # what follows reads deltas
 
 
 def read_drafts(
@@ -75,9 +138,9 @@ def read_drafts(
     `written` is to hold what they would write, keys [T, key_heads, key_dim] of length 1 and deltas [T, value_heads,
     value_dim]. Moves the states of all heads in.
     """
-    keys, overlap = next_power_of_2(heads.key_dim), overlaps(inputs.device)
-    values = min(VALUES, next_power_of_2(heads.value_dim))
-    _read_drafts_kernel[(len(drafts.states), heads.value_heads, cdiv(heads.value_dim, values))](
+    keys, overlap = max(16, next_power_of_2(heads.key_dim)), overlaps(inputs.device)
+    columns = max(16, min(COLUMNS, next_power_of_2(heads.value_dim)))
+    _read_drafts_kernel[(len(drafts.states), heads.value_heads, cdiv(heads.value_dim, columns))](
         inputs, *gates, memory, drafts.states, drafts.firsts, drafts.counts, *written, read, gates.beta.stride(0),
-        *heads, keys, values, overlap, num_warps=4, launch_pdl=overlap,
+        *heads, keys, columns, TOKENS, overlap, num_warps=WARPS, launch_pdl=overlap,
     )  # fmt: skip

@@ -30,6 +30,8 @@ from kvern.kernels.attention_latent import QUERIES
 from kvern.kernels.attention_prefill import prefill_shape
 from kvern.kernels.batch import read_tokens, write_sampled
 from kvern.kernels.sampling import sample
+from kvern.mixer_spec import RecurrentSpec
+from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder
 from kvern.step import ScheduledTokens
 from kvern.worker.cuda_graph import DecodedStep, capture
@@ -41,7 +43,7 @@ TOKENS = (64, 128, 256, 384, 512)
 RUNS = 8
 """Prompts of one step."""
 MOST_KEYS = 8192
-"""Behind more of them a run is left to kernels that the host chooses for it."""
+"""Behind more of them, if all layers attend, a run is left to kernels that the host chooses for it."""
 
 
 class PromptStep(NamedTuple):
@@ -71,6 +73,12 @@ def prompt_steps(requests: int, most: int, longest: int) -> list[PromptStep]:
     largest = next((size for size in DECODES if size >= requests), DECODES[-1])
     steps = [PromptStep(decodes, tokens) for decodes in DECODES if decodes <= largest for tokens in reversed(TOKENS)]
     return [step for step in steps if sum(step) <= most and step.tokens <= longest]
+
+
+def most_keys(spec: ModelSpec) -> int:
+    """Of a run in a graph: there a layer that attends is slow, and outside all are launched slowly."""
+    attending = sum(any(not isinstance(mixer, RecurrentSpec) for mixer in layer.mixers) for layer in spec.layers)
+    return MOST_KEYS * len(spec.layers) // max(1, attending)
 
 
 @dataclass
@@ -107,6 +115,7 @@ class PromptGraphs:
             prefill_shape(attention.head_dim, False, size).queries if attention.value_dim is None else QUERIES
             for attention in decoder.spec.attentions
         }
+        self._most_keys = most_keys(decoder.spec)
         self._tile = sizes.pop() if len(sizes) == 1 else 0
         self.missing = deque(prompt_steps(rows.scratch, most, rows.tokens.shape[1] - 1) if self._tile else [])
         self._graphs: dict[PromptStep, PromptGraph] = {}
@@ -123,7 +132,7 @@ class PromptGraphs:
         runs = scheduled[decodes:]
         if len(runs) > RUNS or tokens > TOKENS[-1] or decodes > DECODES[-1]:
             return None
-        if any(item.sampled > 1 or item.start + item.count > MOST_KEYS for item in runs):
+        if any(item.sampled > 1 or item.start + item.count > self._most_keys for item in runs):
             return None
         fitting = [step for step in self._graphs if step.fits(decodes, tokens)]
         if not fitting:
