@@ -120,8 +120,7 @@ class Run:
     alone: Alone
     drafts: tuple[int, int] = (0, 0)
     """That were verified, and that were right."""
-    repeated: RequestOutput | None = None
-    """Of a request that came again as the last one, after all of the batch."""
+    repeated: RequestOutput | None = None  # of a request that came again as the last one, behind the batch
 
 
 def at_once(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
@@ -348,13 +347,12 @@ class PrefixCache(Feature):
 
     def check(self, results: Sequence[Result], run: Run) -> None:
         if run.repeated is not None:
-            blocks = (len(run.repeated.prompt_token_ids) - 1) // OPTIONS["block_size"]
-            assert run.repeated.cached_tokens >= blocks * OPTIONS["block_size"] > 0
+            last, size = len(run.repeated.prompt_token_ids) - 1, OPTIONS["block_size"]
+            assert run.repeated.cached_tokens >= last - last % size > 0
             return
         first, second = run.cached
-        outputs = [(result.output.cached_tokens, result.cached_before) for result in results]
-        assert any(now > before for now, before in outputs) or second > first
-        assert all(now for now, _ in outputs)
+        assert any(result.output.cached_tokens > result.cached_before for result in results) or second > first
+        assert all(result.output.cached_tokens for result in results)
 
 
 class Preemption(Feature):
