@@ -148,7 +148,7 @@ def verifies_drafts(folder: Path) -> bool:
         expected = llm.generate(PROMPTS, params)
         with speculating(llm, expected, 0.7):
             found = llm.generate(PROMPTS, params)
-        statistics = llm.statistics()
+            statistics = llm.statistics()  # counted by who guesses
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     assert 0 < statistics.accepted_tokens < statistics.draft_tokens
     return True

@@ -195,6 +195,8 @@ def test_two_features(features: frozenset[str], alone: Alone) -> None:
 
 OTHERS = ("qwen3_5", "gpt_oss", "deepseek_v3")
 """Families with states, with sinks and windows, and with latents."""
+KIN = ("nemotron_h", "granitemoehybrid", "falcon_h1")
+"""Those that keep other states: all features in one batch, at night."""
 BY_DAY = ("beams+LoRA", "prefix cache+preemption")
 """What moves most of what a family keeps of a request; all other pairs are tried at night."""
 OTHER_PAIRS = [
@@ -258,7 +260,7 @@ def test_everything_at_once(alone: Alone) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("alone", OTHERS, indirect=True)
+@pytest.mark.parametrize("alone", [*OTHERS, *KIN], indirect=True)
 def test_everything_at_once_of_other_models(alone: Alone) -> None:
     check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
 
