@@ -16,14 +16,19 @@ from kvern import LLM, SamplingParams
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, UnsupportedModel
 from kvern.models.embedder import POOLING_FILE
 from kvern.models.loader import load_model
+from kvern.quantize import job
+from kvern.quantize.calibration import Calibration
+from kvern.quantize.checkpoint import Checkpoint
+from kvern.quantize.scheme import INT8
 from kvern.worker.plan import Layout
 from kvern.worker.tiered import TIERS
 from tests.cache_folder import load_kernels
 from tests.families import CPU_ALONE, FAMILIES, make_checkpoint, reference_logits, reference_state
 from tests.host_tier import HostTier
+from tests.interruptions import goes_on_where_it_was
 from tests.peft_adapters import make_adapter, merge
 from tests.speculation import speculating
 from tests.test_model_parity import PROMPT, logits
@@ -98,6 +103,23 @@ def is_deterministic(folder: Path) -> bool:
     return True
 
 
+def is_quantized(folder: Path) -> bool:
+    """What `kvern quantize` writes stays near the plain model; False: the model is refused."""
+    try:
+        checkpoint = Checkpoint(folder, torch.device("cpu"))
+    except UnsupportedModel as error:
+        if "through which calibrations do not go" not in str(error):
+            raise
+        return False
+    settings = job.Settings(job.uniform_plan(checkpoint, INT8), job.make_method("int8"))
+    plain = log_probabilities(folder, dtype="float32")
+    with tempfile.TemporaryDirectory() as made:
+        job.quantize(checkpoint, settings, Calibration(torch.tensor([PROMPTS[0]]), "a prompt"), Path(made) / "out")
+        off = (log_probabilities(Path(made) / "out", dtype="float32") - plain).abs()
+    assert 0 < off.median() < 0.1 * plain.std()
+    return True
+
+
 def takes_adapters(folder: Path) -> bool:
     """A LoRA adapter of queries and values gives the logits of the model it is merged into."""
     with tempfile.TemporaryDirectory() as made:
@@ -126,7 +148,7 @@ def verifies_drafts(folder: Path) -> bool:
         expected = llm.generate(PROMPTS, params)
         with speculating(llm, expected, 0.7):
             found = llm.generate(PROMPTS, params)
-        statistics = llm.statistics()
+            statistics = llm.statistics()  # counted by who guesses
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     assert 0 < statistics.accepted_tokens < statistics.draft_tokens
     return True
@@ -172,10 +194,12 @@ FEATURES: Mapping[str, Callable[[Path], bool]] = {
     "captured decodes": captures,
     "deterministic": is_deterministic,
     "weights in INT8": lambda folder: stays_near(folder, quantization="int8"),
+    "`kvern quantize`": is_quantized,
     "KV cache in INT8": lambda folder: stays_near(folder, kv_cache_dtype="int8"),
     "adapters": takes_adapters,
     "KV tier": uses_a_tier,
     "drafts": verifies_drafts,
+    "interruptions": goes_on_where_it_was,
     "embeddings": embeds,
 }
 """Whether the tiny model in a folder has each, which is right then; on a CPU, with kernels where there are any."""

@@ -12,6 +12,7 @@ from kvern.errors import ConfigError, UnsupportedModel
 from kvern.layers.indexed_attention import Asked, places_of, selection
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
+from kvern.quantize.checkpoint import Checkpoint
 from kvern.worker.device import check_indexers, check_kernels
 from kvern.worker.memory import bytes_of_token
 from tests.families import make_checkpoint, reference_logits
@@ -49,6 +50,11 @@ def test_of_equal_scores_the_earliest_keys_are_selected() -> None:
         products = torch.relu(keys[: query + 1] @ asked.queries[query].T) @ asked.weights[query]
         best = sorted(range(query + 1), key=lambda key: (-products[key].item(), key))[:TOP_K]
         assert row.nonzero().flatten().tolist() == sorted(best)
+
+
+def test_calibrations_are_refused(folder: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"deepseek_v32 has an indexer, .* through which calibrations do not go"):
+        Checkpoint(folder, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", [1, 4, 11])

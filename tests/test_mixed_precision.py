@@ -121,7 +121,7 @@ def measured(model: Path) -> MixedReport:
     return MixedReport("model", "float32", tuple(units), calibration={"source": "numbers"})
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen2_moe", "starcoder2", "deepseek_v3", "gemma4"])
 def test_every_matrix_belongs_to_one_unit(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(make_checkpoint(family, tmp_path), CPU)
     walk = Walk(checkpoint, ROWS)
@@ -132,7 +132,8 @@ def test_every_matrix_belongs_to_one_unit(family: str, tmp_path: Path) -> None:
         piece.shape[0] * piece.shape[1] for piece in checkpoint.matrices.values()
     )
     first = {group.name.removeprefix("model.layers.0."): len(group.pieces) for group in groups if ".0." in group.name}
-    assert first["self_attn.qkv_proj"] == (1 if family == "phi3" else 3)
+    together = first["self_attn.in_proj" if family == "deepseek_v3" else "self_attn.qkv_proj"]
+    assert together == {"phi3": 1, "deepseek_v3": 2}.get(family, 3)
     if "mlp.experts" in first:
         assert first["mlp.experts"] % 3 == 0
 

@@ -14,6 +14,10 @@ BY_DAY = {
     ("qwen3_moe", "weights in INT8"),
     ("gemma3", "KV tier"),
     ("gpt_neox", "embeddings"),
+    ("qwen3_5", "interruptions"),
+    ("gpt_oss", "interruptions"),
+    ("deepseek_v3", "interruptions"),
+    ("gemma4_vision", "interruptions"),
 }
 EACH = [
     pytest.param(family, name, marks=[] if (family, name) in BY_DAY else pytest.mark.nightly)

@@ -51,6 +51,12 @@ FAMILIES = [
     "stablelm_parallel",
     "falcon_h1",
     "nemotron_h",
+    "qwen3_5_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "gemma4",
+    "gemma4_experts",
 ]
 """Norms before, behind, offset, shared and with biases; fused, reordered and stacked weights; experts of all kinds."""
 
@@ -196,6 +202,7 @@ def logits_by_kvern(folder: Path) -> torch.Tensor:
     return logits(load_model(folder), ROWS[0].tolist())
 
 
+OWN_SIZES = {"deepseek_v2": {"q_lora_rank": 32}, "gemma4_experts": {"num_hidden_layers": 3}}
 CASES = [
     ("llama", "fp8", FP8),
     ("llama", "int8", INT8),
@@ -216,12 +223,15 @@ CASES = [
         ("phi3", "gptq", int4(32)),
         ("nemotron_h", "awq", int4(8)),
         ("nemotron_h", "int8", INT8),
+        ("deepseek_v2", "awq", int4(8)),
+        ("deepseek_v3", "int8", INT8),
+        ("gemma4_experts", "gptq", INT8),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_kvern_reads_what_is_written(family: str, method: str, scheme: Scheme, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.05, "intermediate_size": 96}
-    folder = make_checkpoint(family, tmp_path / "model", **sizes)
+    folder = make_checkpoint(family, tmp_path / "model", **sizes | OWN_SIZES.get(family, {}))
     quantize(folder, tmp_path / "out", method, scheme)
     expected = logits_by_kvern(folder)
     error = float((logits_by_kvern(tmp_path / "out") - expected).norm() / expected.norm())

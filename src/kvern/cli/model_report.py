@@ -17,6 +17,7 @@ from kvern.model_spec import ModelSpec
 from kvern.models.loader import outline_model
 from kvern.models.precision import Share, shares
 from kvern.models.weight_statistics import WeightStatistics
+from kvern.quantize.checkpoint import part_without_calibration
 from kvern.worker.memory import (
     GIGABYTE,
     GPU_MEMORY_SHARE,
@@ -90,8 +91,7 @@ class ModelReport:
     @property
     def takes_quantize(self) -> bool:
         """Whether `kvern quantize` knows the model's layers."""
-        spec = self.spec
-        return not (spec.augmented or spec.attends_to_latents or any(item.sinks for item in spec.attentions))
+        return part_without_calibration(self.spec) is None
 
     @property
     def parameters(self) -> int:

@@ -67,11 +67,15 @@ class LatentExpansion(Weighted):
 
     def finish(self) -> None:
         super().finish()
+        self.divide()
+        del self.method
+
+    def divide(self) -> None:
+        """Make both products of the matrix that was loaded."""
         matrices = self.method.dequantize().view(self.spec.heads, -1, self.spec.kv_lora_rank)
         keys, values = torch.split(matrices, [self.spec.qk_nope_head_dim, self.spec.v_head_dim], 1)
         self.absorb = multiply_heads(keys.transpose(1, 2), self._is_compiled)
         self.expand = multiply_heads(values, self._is_compiled)
-        del self.method
 
 
 def _compiled_rotation(rope: RopeSpec, spec: LatentAttentionSpec) -> Callable[[Tensor, Rotation], Tensor]:

@@ -29,7 +29,7 @@ POWERS = tuple(step / 20 for step in range(21))
 SEARCH_ROWS, SEARCH_OUTPUTS = 256, 1024
 """Of the inputs, and of the matrices, that scales are tried with."""
 
-_QKV = re.compile(r"\.self_attn\.(q|k|v|qkv)_proj\.weight$")
+_READS_NORM = re.compile(r"\.self_attn\.(q_proj|k_proj|v_proj|qkv_proj|q_a_proj|kv_a_proj_with_mqa)\.weight$")
 _BEHIND_LATENT = re.compile(r"\.mlp\.(experts\.|fc2_latent_proj\.)")
 _MLP_INPUT = re.compile(r"\.mlp\.(?!.*down_proj).*\.weight$")
 
@@ -122,7 +122,7 @@ def folds(block: Block) -> Iterator[Fold]:
     spec, layer = block.checkpoint.spec, block.checkpoint.spec.layers[block.index]
     tensors = {path: tensor for path, tensor in block.tensors.items() if tensor.dim() == 2}
     attends, alone = any(isinstance(mixer, AttentionSpec) for mixer in layer.mixers), len(layer.mixers) == 1
-    attention = [path for path in tensors if alone and _QKV.search(path)]  # else a state reads the norm, too
+    attention = [path for path in tensors if alone and _READS_NORM.search(path)]  # else a state reads the norm, too
     mlp = [path for path in tensors if _MLP_INPUT.search(path)]
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.latent:
         mlp = [path for path in mlp if not _BEHIND_LATENT.search(path)]
@@ -132,7 +132,13 @@ def folds(block: Block) -> Iterator[Fold]:
         if readers and f"{name}{WEIGHT}" in block.tensors:
             makers = [(path, slice(None)) for path in (f"{name}{WEIGHT}", f"{name}.bias") if path in block.tensors]
             yield Fold(makers, readers, offset=spec.norm.offset)
-    if attends and layer.attention.heads == layer.attention.kv_heads:  # else one value is several inputs
+    if f"{block.prefix}.self_attn.q_b_proj{WEIGHT}" in tensors:
+        yield Fold(
+            [(f"{block.prefix}.self_attn.q_a_layernorm{WEIGHT}", slice(None))],
+            [f"{block.prefix}.self_attn.q_b_proj{WEIGHT}"],
+        )
+    normal = spec.query_key_norm is not None and spec.query_key_norm.values
+    if attends and not normal and layer.attention.heads == layer.attention.kv_heads:  # else one value is several inputs
         attended = layer.attention.heads * layer.attention.head_dim
         values = rows_of(block, f"{block.prefix}.self_attn", "v_proj", "qkv_proj", slice(2 * attended, 3 * attended))
         if values:

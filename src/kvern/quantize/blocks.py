@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvern.layers.block import Memory, Places, SequentialLayer, block_class
+from kvern.layers.latent_attention import LatentExpansion
 from kvern.layers.rope import RopeTable, Rotation
 from kvern.layers.states import new_states
 from kvern.mixer_spec import AttentionSpec, RecurrentSpec
@@ -35,7 +36,7 @@ class CausalAttend:
         self._spec, self._length = spec, length
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query [T, heads, head_dim]`, `key` and `value [T, kv_heads, head_dim]` -> `[T, heads, head_dim]`."""
+        """`query [T, heads, head_dim]`, `key [T, kv_heads, head_dim]`, `value [T, kv_heads, D]` -> `[T, heads, D]`."""
         spec = self._spec
         query, key, value = (x.view(-1, self._length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
         if spec.softcap is None and (spec.window is None or spec.window >= self._length):
@@ -87,6 +88,9 @@ class Block:
     def load(self) -> None:
         """Have the layer compute with what `tensors` holds."""
         load_into(self.module, self.pieces, self.tensors, self.checkpoint)
+        for part in self.module.modules():
+            if isinstance(part, LatentExpansion):
+                part.divide()
 
     def weight(self, path: str) -> Tensor:
         """The matrix of that name, on the device, in float32."""
@@ -153,7 +157,7 @@ class Walk:
         found: list[Memory] = [
             new_states([mixer], lengths, build.dtype, build.device)
             if isinstance(mixer, RecurrentSpec)
-            else CausalAttend(layer.attention, self._length)
+            else CausalAttend(mixer if isinstance(mixer, AttentionSpec) else mixer.over_latents, self._length)
             for mixer in layer.mixers
         ]
         return found[0] if len(found) == 1 else found

@@ -15,6 +15,7 @@ from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel, shown
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.loadable import Loadable
+from kvern.mixer_spec import AttentionSpec, LatentAttentionSpec
 from kvern.model_spec import ModelSpec, Rename
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.embedder import spec_of_folder
@@ -168,18 +169,26 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_parts(spec: ModelSpec) -> None:
-    if spec.attends_to_latents:
-        raise UnsupportedModel(
-            f"{spec.model_type} attends to latents, which kvern quantize does not know: use --quantization, which "
-            "quantizes while weights are loaded, or a quantized checkpoint"
-        )
+def part_without_calibration(spec: ModelSpec) -> str | None:
+    """What a model has through which rows of a calibration do not go; None: nothing."""
+    mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
+    if any(isinstance(mixer, LatentAttentionSpec) and mixer.indexer for mixer in mixers):
+        return "an indexer, which selects keys"
     if any(attention.sinks for attention in spec.attentions):
-        raise UnsupportedModel(f"{spec.model_type}: kvern quantizes no model with attention sinks; use one in MXFP4")
-    if spec.augmented:
+        return "attention sinks"
+    if spec.per_layer is not None:
+        return "inputs of each layer's own"
+    if any(isinstance(mixer, AttentionSpec) and mixer.cache_of is not None for mixer in mixers):
+        return "layers that attend to the keys of others"
+    return None
+
+
+def _refuse_parts(spec: ModelSpec) -> None:
+    part = part_without_calibration(spec)
+    if part is not None:
         raise UnsupportedModel(
-            f"layers of {spec.model_type} have parts beside attention and MLP, through which calibrations do not go: "
-            "quantize it while it is loaded (--quantization)"
+            f"{spec.model_type} has {part}, through which calibrations do not go: quantize it while it is loaded "
+            "(--quantization), or use a quantized checkpoint"
         )
 
 
