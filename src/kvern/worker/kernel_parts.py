@@ -14,7 +14,7 @@ from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.measurements import Measurements
-from kvern.device.rows import BatchRows
+from kvern.device.rows import NO_WINDOWS, BatchRows
 from kvern.device.timing import time_calls
 from kvern.errors import ConfigError
 from kvern.kernel_list import Inputs
@@ -129,7 +129,8 @@ class KernelParts:
             attention = self._attention(*sizes, dtype, chosen, decoder, eight_bit, groups)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
-            rows = DeviceRows(requests, longest, table, self._device, layout.blocks, layout.window_tables)
+            windows = NO_WINDOWS if groups is None else groups.windows
+            rows = DeviceRows(requests, longest, table, self._device, layout.blocks, windows)
         states = None
         if layout.states:
             states = DeviceStateMemory(self._spec, layout.states, requests + 1, self._dtype, self._device)
