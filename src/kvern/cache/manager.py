@@ -63,7 +63,7 @@ class KVCacheManager:
             raise ValueError("neither a tier nor states go together with block tables for layers with a window")
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.pool = BlockPool(capacity)
+        self.pool = BlockPool(window.positions if window is not None and window.positions else capacity)
         self.tree = RadixCache(self.pool, block_size, identity)
         self.tier = None if tier is None or not prefix_cache else TierTraffic(tier, self.pool, self.tree, block_size)
         self.states = StatePool(states) if states else None
@@ -71,29 +71,37 @@ class KVCacheManager:
         """Whose state is to be kept as the step that is being planned leaves it."""
         if self.states is not None:
             self.tree.losing_state = self.states.drop
-        self.windows = None if window is None else WindowedBlocks(self.pool, block_size, window)
-        self._tables = 1
-        if self.windows is not None:
-            self._tables += self.windows.limits.tables
+        self.windows: WindowedBlocks | None = None
+        self._memory, self._window_tables = self.pool, 0
+        if window is not None:
+            self._memory, self._window_tables = BlockPool(capacity) if window.positions else self.pool, window.tables
+            self.windows = WindowedBlocks(self._memory, block_size, window)
             self.tree.losing_window = self.windows.drop
         self.statistics = CacheStatistics()
         self._groups: Counter[bytes] = Counter()  # requests alive in each private namespace
 
     @property
     def available_count(self) -> int:
-        """Blocks that are free or can be made free by eviction."""
+        """Blocks that are free or can be made free by eviction; those of the first table, if it has its own."""
         available = self.pool.free_count + self.tree.evictable_count
-        return available if self.windows is None else available + self.windows.evictable_count
+        return available + self.windows.evictable_count if self.windows is not None and self._one_pool else available
 
     @property
     def growth_count(self) -> int:
         """By how many blocks in each of their block tables sequences can grow."""
-        return self.available_count // self._tables
+        if self.windows is None or self._one_pool:
+            return self.available_count // (1 + self._window_tables)
+        return min(self.available_count, self.windows.available_count // self._window_tables)
 
     @property
     def usage(self) -> float:
         """Share of the blocks that running requests hold; what is merely cached can be evicted."""
-        return 1 - self.available_count / self.pool.capacity
+        available = self.available_count if self.windows is None or self._one_pool else self.windows.available_count
+        return 1 - available / self._memory.capacity
+
+    @property
+    def _one_pool(self) -> bool:
+        return self._memory is self.pool
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` positions."""
@@ -146,7 +154,7 @@ class KVCacheManager:
             room = self.windows.begin(request, path, len(path) * self.block_size + shared)
             of_window = self.windows.needed(request, room)
         resumed = partial if partial is not None else path[-1] if path else None
-        if needed + of_window + reserve * self._tables > self.available_count or not self._give_state(request, resumed):
+        if not self._fits(needed, of_window, reserve) or not self._give_state(request, resumed):
             if self.windows is not None:
                 self.windows.leave(request, None)
             self.tree.release(path)
@@ -154,12 +162,10 @@ class KVCacheManager:
             return None
         if partial is not None:
             self.tree.touch(partial)
-        sources = () if partial is None else (*partial.windowed, partial.block)
-        allocated = self._allocate(needed + of_window)  # may evict what is copied: before the step writes
+        sources = () if partial is None else partial.windowed  # may be evicted now: they are copied before they change
+        windowed, blocks = self._allocate(needed, of_window, partial)
         if self.windows is not None:
-            stay(allocated, sources, of_window)
-            self.windows.grow(request, allocated[:of_window])
-        blocks = allocated[of_window:]
+            self.windows.grow(request, windowed)
         self.pool.share(node.block for node in path)
         request.block_ids = [node.block for node in path] + blocks
         request.num_computed_tokens = len(path) * self.block_size + shared
@@ -175,9 +181,7 @@ class KVCacheManager:
             self.statistics.hit_tokens += request.num_computed_tokens
         if partial is None or not shared:
             return []
-        targets = (*allocated[: len(sources) - 1], blocks[0])
-        copies = [BlockCopy(source, target, shared) for source, target in zip(sources, targets, strict=True)]
-        return [copies.pop(), *copies]
+        return self._copies(partial.block, blocks[0], sources, windowed, shared)
 
     def extend(self, request: Request, tokens: int) -> list[int] | None:
         """Make room for `tokens` positions in all; the new blocks, or None and no more of them when there are none."""
@@ -187,13 +191,14 @@ class KVCacheManager:
             of_window = self.windows.needed(request, tokens)
         if needed <= 0 and not of_window:
             return []
-        if max(needed, 0) + of_window > self.available_count:
+        needed = max(needed, 0)
+        if not self._fits(needed, of_window):
             return None
-        blocks = self._allocate(max(needed, 0) + of_window)
+        windowed, blocks = self._allocate(needed, of_window)
         if self.windows is not None:
-            self.windows.grow(request, blocks[:of_window])
-        request.block_ids = request.block_ids + blocks[of_window:]
-        return blocks[of_window:]
+            self.windows.grow(request, windowed)
+        request.block_ids = request.block_ids + blocks
+        return blocks
 
     def fork(self, parent: Request, child: Request) -> list[BlockCopy] | None:
         """Let `child`, which has no blocks, share what `parent` has computed.
@@ -209,16 +214,14 @@ class KVCacheManager:
             if state is None:
                 return None
             child.state_index = state
-        own = self._allocate(self._tables) if tail else []
+        windowed, own = self._allocate(1, self._window_tables) if tail else ([], [])
         shared = parent.block_ids[:full]
         self.pool.share(shared)
         self.tree.acquire(parent.nodes)
-        child.block_ids, child.nodes = shared + own[:1], list(parent.nodes)
+        child.block_ids, child.nodes = shared + own, list(parent.nodes)
         child.num_computed_tokens = parent.num_computed_tokens
-        sources = parent.block_ids[full : full + len(own[:1])]
-        if self.windows is not None:
-            sources = [*sources, *self.windows.fork(parent, child, full, own[1:])]
-        return [BlockCopy(source, target, tail) for source, target in zip(sources, own, strict=True)]
+        sources = () if self.windows is None else self.windows.fork(parent, child, full, windowed)
+        return self._copies(parent.block_ids[full], own[0], sources, windowed, tail) if own else []
 
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
@@ -340,16 +343,19 @@ class KVCacheManager:
             self.states.check_integrity([request.state_index for request in running if request.state_index != NO_STATE])
         self.pool.check_integrity()
         self.tree.check_integrity()
+        self._memory.check_integrity()
         owners = self.tree.size + sum(len(request.block_ids) for request in running)
         if self.tier is not None:
             self.tier.check_integrity(loading)
             owners += self.tier.block_count
         if self.windows is not None:
             owners += self.windows.check_integrity(self.tree.nodes(), running)
-        counted = sum(self.pool.references(block) for block in range(self.pool.capacity))
+        pools = [self.pool] if self._one_pool else [self.pool, self._memory]
+        counted = sum(pool.references(block) for pool in pools for block in range(pool.capacity))
         assert owners == counted, f"{owners} references are known and {counted} are counted"
         if not running and (self.tier is None or not self.tier.block_count):
             assert self.available_count == self.pool.capacity, "blocks are missing although nothing runs"
+            assert self.usage == 0, "blocks of layers with a window are missing although nothing runs"
 
     def _match(
         self, namespace: bytes, contents: list[int], limit: int, step: int | None = None
@@ -375,12 +381,37 @@ class KVCacheManager:
         request.state_index = NO_STATE if state_index is None else state_index
         return state_index is not None
 
-    def _allocate(self, count: int) -> list[int]:
+    def _fits(self, needed: int, of_window: int, reserve: int = 0) -> bool:
+        """Whether there are so many blocks of both kinds, and `reserve` more in each block table."""
+        of_window += reserve * self._window_tables
+        if self.windows is None or self._one_pool:
+            return needed + reserve + of_window <= self.available_count
+        return needed + reserve <= self.available_count and of_window <= self.windows.available_count
+
+    def _allocate(self, needed: int, of_window: int, partial: Node | None = None) -> tuple[list[int], list[int]]:
+        """Blocks of layers with a window, and of the first table; the head of `partial` is copied to the first ones."""
         if self.windows is None:
-            self.tree.evict(count - self.pool.free_count)
-        else:
-            self.windows.evict(count, self.tree)
-        return self.pool.allocate(count)
+            self.tree.evict(needed - self.pool.free_count)
+            return [], self.pool.allocate(needed)
+        windowed = () if partial is None else partial.windowed
+        if not self._one_pool:
+            self.windows.evict(of_window, self.tree)
+            self.tree.evict(needed - self.pool.free_count)
+            found = self._memory.allocate(of_window)
+            stay(found, windowed, len(windowed) - 1)
+            return found, self.pool.allocate(needed)
+        self.windows.evict(needed + of_window, self.tree)
+        found = self.pool.allocate(needed + of_window)
+        stay(found, () if partial is None else (*windowed, partial.block), of_window)
+        return found[:of_window], found[of_window:]
+
+    def _copies(
+        self, source: int, target: int, windowed: Sequence[int], targets: Sequence[int], tokens: int
+    ) -> list[BlockCopy]:
+        """Of the head of a block to another, in all tables that have memory."""
+        pairs = [(source, target)] if self._one_pool else []
+        pairs += zip(windowed, targets[: len(windowed)], strict=True)
+        return [BlockCopy(*pair, tokens) for pair in pairs]
 
     def _namespace(self, request: Request) -> bytes | None:
         """Who may share with this request; None: nobody."""

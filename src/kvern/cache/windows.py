@@ -6,7 +6,8 @@
     free    --leave-->  those within a window of the sequence's end stay, as long as its nodes do
 
 A block of the pool has room for the layers without a window; those with one need `tables` block tables, and one block
-of the pool in each for every `block_size` tokens. So both take their memory from one pool.
+of the pool in each for every `block_size` tokens. So both take their memory from one pool. Where all layers have a
+window they have all of it, and what nodes are hung on are numbers (`WindowLimits.positions`).
 
 What a node has of these may go while the node stays. A request goes on behind a path only where the nodes within the
 window have theirs. Those that nobody uses are dropped first where no sequence ended and none began to differ: the
@@ -32,11 +33,16 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class WindowLimits:
-    """The keys that a query sees, its own included, in how many block tables, and the most tokens of a step."""
+    """The keys that a query sees, its own included, in how many block tables, and the most tokens of a step.
+
+    `positions`: of a model whose layers all have a window, how many blocks the first table has to number what nodes of
+    the tree and requests have: they take no memory, and nothing is stored there. 0: they are blocks of the pool.
+    """
 
     window: int
     tables: int
     step_tokens: int
+    positions: int = 0
 
     @property
     def held_tokens(self) -> int:
@@ -53,6 +59,11 @@ class WindowedBlocks:
         self._passed: OrderedDict[Node, None] = OrderedDict()
         self._ends: OrderedDict[Node, None] = OrderedDict()
         self._grown: list[GrownTable] = []
+
+    @property
+    def available_count(self) -> int:
+        """Blocks of the pool that are free or that nodes have and nobody uses."""
+        return self._pool.free_count + self.evictable_count
 
     @property
     def evictable_count(self) -> int:
