@@ -1,7 +1,7 @@
 """Which layers share block tables, and how layers divide the memory of a block."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvern.device.rows import NO_WINDOWS, WindowTables
 from kvern.mixer_spec import AttentionSpec
@@ -44,13 +44,27 @@ class LayerGroups:
         """How many block tables layers with a window have."""
         return self.windows.tables
 
+    @property
+    def whole(self) -> bool:
+        """Whether some layers keep all tokens: else blocks of table 0 are numbers without memory."""
+        return 0 in self.tables or self.windows.whole_parts > 1
+
+    @property
+    def blocks_of_column(self) -> int:
+        """Blocks of the pool that a sequence has for as many tokens as a block holds, before a window passes."""
+        return self.whole + self.window_tables
+
 
 def group_layers(layers: Sequence[AttentionSpec]) -> LayerGroups:
     """Block tables for a model's layers: several where some have a window and others have none, if blocks fit both."""
     windowed = [index for index, layer in enumerate(layers) if layer.window is not None]
     whole = [index for index, layer in enumerate(layers) if layer.window is None]
-    if not windowed or not whole:
+    if not windowed:
         return LayerGroups.one_table(layers)
+    widest = max(layer.window or 0 for layer in layers)
+    if not whole:
+        one = LayerGroups.one_table(layers)
+        return replace(one, tables=[1] * len(layers), window=widest, windows=WindowTables(1))
     kinds = [{(layers[index].stored, layers[index].width) for index in kind} for kind in (whole, windowed)]
     (stored, width), (others_stored, window_width) = (max(kind) for kind in kinds)
     wide = max(width, window_width)
@@ -72,6 +86,5 @@ def group_layers(layers: Sequence[AttentionSpec]) -> LayerGroups:
     for number, index in enumerate(windowed):
         table, within = divmod(number, size * windows_fitting)
         tables[index], (places[index], parts[index]) = 1 + table, divmod(within, windows_fitting)
-    widest = max(layer.window or 0 for layer in layers)
     owners = [(whole if fitting == 1 else windowed)[0]] * size
     return LayerGroups(tables, places, parts, owners, widest, WindowTables(count, windows_fitting, fitting))

@@ -97,7 +97,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     identity = model_identity(folder, *what, *filter(None, [layout.scales]))
     window = None
     if layout.window_tables:
-        window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens)
+        window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions)
     sizes = layout.blocks, layout.block_size
     cache = KVCacheManager(*sizes, config.prefix_cache, identity, tier, layout.states, window)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)

@@ -115,8 +115,16 @@ class KernelParts:
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
-        window, tables = self.groups.window or 0, self.groups.window_tables
-        return Room(room, token_bytes, phases, libraries, state_bytes=state_bytes, window=window, window_tables=tables)
+        return Room(
+            room,
+            token_bytes,
+            phases,
+            libraries,
+            state_bytes=state_bytes,
+            window=self.groups.window or 0,
+            window_tables=self.groups.window_tables,
+            whole=self.groups.whole,
+        )
 
     def runner(self, contents: Contents, layout: Layout) -> DeviceRunner:
         """The runner over a KV cache of this layout, and one more block that pads batches."""

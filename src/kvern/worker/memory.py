@@ -64,7 +64,7 @@ def bytes_of_token(spec: ModelSpec, dtype: torch.dtype, groups: LayerGroups | No
     """Bytes of a token's keys and values over all layers, and of places in blocks that no layer has."""
     groups = groups or LayerGroups.one_table(spec.attentions)
     owners = (spec.attentions[owner] for owner in groups.owners)
-    return sum(owner.stored * owner.width for owner in owners) * (1 + groups.window_tables) * dtype.itemsize
+    return sum(owner.stored * owner.width for owner in owners) * groups.blocks_of_column * dtype.itemsize
 
 
 def bytes_of_draft(spec: ModelSpec, plan: Plan, groups: LayerGroups) -> int:

@@ -64,6 +64,7 @@ class TorchParts:
             state_bytes=state_bytes,
             window=self.groups.window or 0,
             window_tables=self.groups.window_tables,
+            whole=self.groups.whole,
         )
 
     def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
