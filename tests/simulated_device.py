@@ -82,10 +82,8 @@ class Setup:
 
     @property
     def window(self) -> WindowLimits | None:
-        if self.windowed is None:
-            return None
         positions = -(-self.max_model_len // self.size) + self.spare_blocks if self.all_windowed else 0
-        return WindowLimits(*self.windowed, self.limits.max_batch_tokens, positions)
+        return None if self.windowed is None else WindowLimits(*self.windowed, self.limits.max_batch_tokens, positions)
 
     @property
     def states(self) -> int:
@@ -270,10 +268,9 @@ class SimulatedDevice:
         result = ModelRunnerOutput([], [], [])
         for item, prefix in zip(output.scheduled, keys, strict=True):
             row = self.rows[item.slot]
-            if not self.setup.all_windowed:
-                size = self.setup.size
-                read = [self.memory[row.table[at // size]][at % size] for at in range(len(prefix))]
-                assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
+            size, whole = self.setup.size, 0 if self.setup.all_windowed else len(prefix)
+            read = [self.memory[row.table[at // size]][at % size] for at in range(whole)]
+            assert read == prefix[:whole], f"row {item.slot} reads keys and values that are not its own"
             self._check_window(row, self._positions(item), prefix)
             kept = self._verified(row, item, prefix)
             width = row.request.params.beam_width

@@ -256,7 +256,7 @@ class SimulatedEngine:
     def check_idle(self) -> None:
         """Every block is in the tree or free, and free when the tree is cleared."""
         assert not self.scheduler.running and not self.scheduler.waiting
-        pool, tree, memory = self.cache.pool, self.cache.tree, self.cache._memory
+        pool, tree, memory = self.cache.pool, self.cache.tree, self.cache._blocks._memory
         assert all(tree.is_written(node) for node in tree._unused), "nothing is on its way, and a block is not written"
         idle = 0 if self.cache.windows is None else self.cache.windows.evictable_count
         assert tree.evictable_count == tree.size

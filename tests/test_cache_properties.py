@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,15 +39,6 @@ def nodes_of(tree: RadixCache, namespace: bytes) -> Iterator[tuple[tuple[int, ..
             pending.append((tokens + child.tokens, child))
 
 
-def shared_length(first: list[int], second: tuple[int, ...]) -> int:
-    length = 0
-    for ours, theirs in zip(first, second, strict=False):
-        if ours != theirs:
-            break
-        length += 1
-    return length
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Requests that are admitted, computed and freed in any order, with what is written in each block remembered."""
 
@@ -68,7 +61,6 @@ class CacheMachine(RuleBasedStateMachine):
         window: WindowLimits | None,
         whole: bool,
     ) -> None:
-        """`whole`: of layers beside those with the window some have none."""
         states, kept = (states, kept) if window is None else (0, None)
         columns, self.whole = -(-LIMIT // block_size), whole or window is None
         blocks = columns * (self.whole + (0 if window is None else window.tables)) + spare
@@ -373,7 +365,7 @@ class CacheMachine(RuleBasedStateMachine):
             head = tuple(request.token_ids[:limit])
             return max((len(tokens) for tokens in ends if head[: len(tokens)] == tokens), default=0)
         paths = (tokens for tokens, _ in nodes_of(self.cache.tree, self.namespace(request)))
-        return max((shared_length(request.token_ids[:limit], tokens) for tokens in paths), default=0)
+        return max((sum(takewhile(bool, map(eq, request.token_ids[:limit], tokens))) for tokens in paths), default=0)
 
     def longest_seen(self, window: int, request: Request) -> int:
         """The longest head, of those that end with a block or with all that is cached, whose window is cached."""

@@ -169,3 +169,12 @@ def test_the_start_says_why_there_is_one_table(options: dict[str, Any], reason: 
     plan = agree([Findings("cpu", "float32")], config, spec)
     [line] = report(choose_groups(config, spec, plan))
     assert reason in line
+
+
+def test_a_draft_model_keeps_all_tokens(tmp_path: Path) -> None:
+    folder = make_checkpoint("mistral", tmp_path)
+    spec = describe_model(folder, read_config(folder), "auto")
+    for draft, expected in ((None, "keep no more"), (str(folder), "a draft model keeps all tokens")):
+        config = EngineConfig(model=str(folder), draft_model=draft)
+        [line] = report(choose_groups(config, spec, agree([Findings("cpu", "float32")], config, spec)))
+        assert expected in line

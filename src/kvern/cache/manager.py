@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvern.cache.allocation import Allocation
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import contents_of
 from kvern.cache.radix import NO_STATE, Node, RadixCache
 from kvern.cache.states import StatePool, state_marks
 from kvern.cache.tier import KVTier, TierTraffic
-from kvern.cache.windows import WindowedBlocks, WindowLimits, stay
+from kvern.cache.windows import WindowedBlocks, WindowLimits
 from kvern.request import Request
 from kvern.step import BlockCopy, SchedulerOutput
 
@@ -72,36 +73,28 @@ class KVCacheManager:
         if self.states is not None:
             self.tree.losing_state = self.states.drop
         self.windows: WindowedBlocks | None = None
-        self._memory, self._window_tables = self.pool, 0
         if window is not None:
-            self._memory, self._window_tables = BlockPool(capacity) if window.positions else self.pool, window.tables
-            self.windows = WindowedBlocks(self._memory, block_size, window)
+            memory = BlockPool(capacity) if window.positions else self.pool
+            self.windows = WindowedBlocks(memory, block_size, window)
             self.tree.losing_window = self.windows.drop
+        self._blocks = Allocation(self.pool, self.tree, self.windows)
         self.statistics = CacheStatistics()
         self._groups: Counter[bytes] = Counter()  # requests alive in each private namespace
 
     @property
     def available_count(self) -> int:
         """Blocks that are free or can be made free by eviction; those of the first table, if it has its own."""
-        available = self.pool.free_count + self.tree.evictable_count
-        return available + self.windows.evictable_count if self.windows is not None and self._one_pool else available
+        return self._blocks.available_count
 
     @property
     def growth_count(self) -> int:
         """By how many blocks in each of their block tables sequences can grow."""
-        if self.windows is None or self._one_pool:
-            return self.available_count // (1 + self._window_tables)
-        return min(self.available_count, self.windows.available_count // self._window_tables)
+        return self._blocks.growth_count
 
     @property
     def usage(self) -> float:
         """Share of the blocks that running requests hold; what is merely cached can be evicted."""
-        available = self.available_count if self.windows is None or self._one_pool else self.windows.available_count
-        return 1 - available / self._memory.capacity
-
-    @property
-    def _one_pool(self) -> bool:
-        return self._memory is self.pool
+        return self._blocks.usage
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` positions."""
@@ -154,7 +147,7 @@ class KVCacheManager:
             room = self.windows.begin(request, path, len(path) * self.block_size + shared)
             of_window = self.windows.needed(request, room)
         resumed = partial if partial is not None else path[-1] if path else None
-        if not self._fits(needed, of_window, reserve) or not self._give_state(request, resumed):
+        if not self._blocks.fit(needed, of_window, reserve) or not self._give_state(request, resumed):
             if self.windows is not None:
                 self.windows.leave(request, None)
             self.tree.release(path)
@@ -163,7 +156,7 @@ class KVCacheManager:
         if partial is not None:
             self.tree.touch(partial)
         sources = () if partial is None else partial.windowed  # may be evicted now: they are copied before they change
-        windowed, blocks = self._allocate(needed, of_window, partial)
+        windowed, blocks = self._blocks.take(needed, of_window, partial)
         if self.windows is not None:
             self.windows.grow(request, windowed)
         self.pool.share(node.block for node in path)
@@ -181,7 +174,7 @@ class KVCacheManager:
             self.statistics.hit_tokens += request.num_computed_tokens
         if partial is None or not shared:
             return []
-        return self._copies(partial.block, blocks[0], sources, windowed, shared)
+        return self._blocks.copies(partial.block, blocks[0], sources, windowed, shared)
 
     def extend(self, request: Request, tokens: int) -> list[int] | None:
         """Make room for `tokens` positions in all; the new blocks, or None and no more of them when there are none."""
@@ -192,9 +185,9 @@ class KVCacheManager:
         if needed <= 0 and not of_window:
             return []
         needed = max(needed, 0)
-        if not self._fits(needed, of_window):
+        if not self._blocks.fit(needed, of_window):
             return None
-        windowed, blocks = self._allocate(needed, of_window)
+        windowed, blocks = self._blocks.take(needed, of_window)
         if self.windows is not None:
             self.windows.grow(request, windowed)
         request.block_ids = request.block_ids + blocks
@@ -214,14 +207,14 @@ class KVCacheManager:
             if state is None:
                 return None
             child.state_index = state
-        windowed, own = self._allocate(1, self._window_tables) if tail else ([], [])
+        windowed, own = self._blocks.take(1, self._blocks.window_tables) if tail else ([], [])
         shared = parent.block_ids[:full]
         self.pool.share(shared)
         self.tree.acquire(parent.nodes)
         child.block_ids, child.nodes = shared + own, list(parent.nodes)
         child.num_computed_tokens = parent.num_computed_tokens
         sources = () if self.windows is None else self.windows.fork(parent, child, full, windowed)
-        return self._copies(parent.block_ids[full], own[0], sources, windowed, tail) if own else []
+        return self._blocks.copies(parent.block_ids[full], own[0], sources, windowed, tail) if own else []
 
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
@@ -341,18 +334,14 @@ class KVCacheManager:
         """
         if self.states is not None:
             self.states.check_integrity([request.state_index for request in running if request.state_index != NO_STATE])
-        self.pool.check_integrity()
         self.tree.check_integrity()
-        self._memory.check_integrity()
         owners = self.tree.size + sum(len(request.block_ids) for request in running)
         if self.tier is not None:
             self.tier.check_integrity(loading)
             owners += self.tier.block_count
         if self.windows is not None:
             owners += self.windows.check_integrity(self.tree.nodes(), running)
-        pools = [self.pool] if self._one_pool else [self.pool, self._memory]
-        counted = sum(pool.references(block) for pool in pools for block in range(pool.capacity))
-        assert owners == counted, f"{owners} references are known and {counted} are counted"
+        self._blocks.check_integrity(owners)
         if not running and (self.tier is None or not self.tier.block_count):
             assert self.available_count == self.pool.capacity, "blocks are missing although nothing runs"
             assert self.usage == 0, "blocks of layers with a window are missing although nothing runs"
@@ -380,38 +369,6 @@ class KVCacheManager:
         state_index = self.states.begin(resumed)
         request.state_index = NO_STATE if state_index is None else state_index
         return state_index is not None
-
-    def _fits(self, needed: int, of_window: int, reserve: int = 0) -> bool:
-        """Whether there are so many blocks of both kinds, and `reserve` more in each block table."""
-        of_window += reserve * self._window_tables
-        if self.windows is None or self._one_pool:
-            return needed + reserve + of_window <= self.available_count
-        return needed + reserve <= self.available_count and of_window <= self.windows.available_count
-
-    def _allocate(self, needed: int, of_window: int, partial: Node | None = None) -> tuple[list[int], list[int]]:
-        """Blocks of layers with a window, and of the first table; the head of `partial` is copied to the first ones."""
-        if self.windows is None:
-            self.tree.evict(needed - self.pool.free_count)
-            return [], self.pool.allocate(needed)
-        windowed = () if partial is None else partial.windowed
-        if not self._one_pool:
-            self.windows.evict(of_window, self.tree)
-            self.tree.evict(needed - self.pool.free_count)
-            found = self._memory.allocate(of_window)
-            stay(found, windowed, len(windowed) - 1)
-            return found, self.pool.allocate(needed)
-        self.windows.evict(needed + of_window, self.tree)
-        found = self.pool.allocate(needed + of_window)
-        stay(found, () if partial is None else (*windowed, partial.block), of_window)
-        return found[:of_window], found[of_window:]
-
-    def _copies(
-        self, source: int, target: int, windowed: Sequence[int], targets: Sequence[int], tokens: int
-    ) -> list[BlockCopy]:
-        """Of the head of a block to another, in all tables that have memory."""
-        pairs = [(source, target)] if self._one_pool else []
-        pairs += zip(windowed, targets[: len(windowed)], strict=True)
-        return [BlockCopy(*pair, tokens) for pair in pairs]
 
     def _namespace(self, request: Request) -> bytes | None:
         """Who may share with this request; None: nobody."""

@@ -55,7 +55,7 @@ class WindowedBlocks:
 
     def __init__(self, pool: BlockPool, block_size: int, limits: WindowLimits) -> None:
         self.limits = limits
-        self._pool, self._block_size = pool, block_size
+        self.pool, self._block_size = pool, block_size
         self._passed: OrderedDict[Node, None] = OrderedDict()
         self._ends: OrderedDict[Node, None] = OrderedDict()
         self._grown: list[GrownTable] = []
@@ -63,7 +63,7 @@ class WindowedBlocks:
     @property
     def available_count(self) -> int:
         """Blocks of the pool that are free or that nodes have and nobody uses."""
-        return self._pool.free_count + self.evictable_count
+        return self.pool.free_count + self.evictable_count
 
     @property
     def evictable_count(self) -> int:
@@ -97,7 +97,7 @@ class WindowedBlocks:
         request.window_start = min(self.first_seen(position), len(path))
         for node in path[request.window_start :]:
             self._use(node)
-            self._pool.share(node.windowed)
+            self.pool.share(node.windowed)
             request.windowed.append(node.windowed)
         return min(len(request.token_ids), position + self.limits.step_tokens + self.limits.window)
 
@@ -137,7 +137,7 @@ class WindowedBlocks:
         for blocks, node in zip(child.windowed, parent.nodes[child.window_start :], strict=False):
             if node.windowed == blocks:
                 self._use(node)
-        self._pool.share(chain(*child.windowed))
+        self.pool.share(chain(*child.windowed))
         self.grow(child, own)
         return parent.windowed[full - parent.window_start] if own else ()
 
@@ -167,7 +167,7 @@ class WindowedBlocks:
 
     def evict(self, count: int, tree: RadixCache) -> None:
         """Make `count` blocks of the pool free: what was passed, then nodes, last what ends in use have."""
-        while self._pool.free_count < count:
+        while self.pool.free_count < count:
             if self._passed or not tree.evictable_count:
                 self.drop(next(iter(self._passed or self._ends)))
             else:
@@ -176,7 +176,7 @@ class WindowedBlocks:
     def drop(self, node: Node) -> None:
         """Let a node have none any more."""
         del self._idle(node)[node]
-        self._pool.release(node.windowed)
+        self.pool.release(node.windowed)
         node.windowed, node.window_end = (), False
 
     def forget_since(self, step: int) -> None:
@@ -210,7 +210,7 @@ class WindowedBlocks:
     def _give(self, node: Node, blocks: Blocks, step: int) -> None:
         if not node.windowed:
             node.windowed, node.window_step = blocks, step
-            self._pool.share(blocks)
+            self.pool.share(blocks)
 
     def _use(self, node: Node) -> None:
         if not node.window_users:
@@ -233,15 +233,4 @@ class WindowedBlocks:
             node.window_end |= end
             if not node.window_users:
                 self._idle(node)[node] = None
-        self._pool.release(blocks)
-
-
-def stay(blocks: list[int], sources: Sequence[int], last: int) -> None:
-    """Reorder blocks so that `sources` among them stand where they would be copied to: the first places, and `last`.
-
-    Else a copy's target might be the source of one behind it.
-    """
-    for place, source in enumerate(sources, 1):
-        if source in blocks:
-            target, found = last if place == len(sources) else place - 1, blocks.index(source)
-            blocks[target], blocks[found] = source, blocks[target]
+        self.pool.release(blocks)
