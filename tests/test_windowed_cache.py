@@ -105,9 +105,9 @@ def layers(
         (layers(30, lambda index: index % 6 == 5, 1024, 16), 3, (9, 1, 2)),
         (layers(24, lambda index: index % 6 == 5, 512, 4), 4, (3, 2, 1)),
     ],
-    ids=["gemma-3-27b", "gpt-oss-20b", "gemma-4-31b", "gemma-4-26b-a4b", "gemma-4-e4b"],
+    ids=["gemma-3-27b", "gpt-oss-20b", "gemma-4-31b", "without a window half as wide", "with a window half as wide"],
 )
-def test_published_models_divide_into_tables(specs: list[AttentionSpec], places: int, windows: tuple[int, ...]) -> None:
+def test_layers_divide_into_tables(specs: list[AttentionSpec], places: int, windows: tuple[int, ...]) -> None:
     groups = group_layers(specs)
     assert (len(groups.owners), groups.windows) == (places, windows)
     assert groups.window == max(layer.window or 0 for layer in specs)
