@@ -31,6 +31,9 @@ GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {
             **_GEMMA4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 12,
             "global_head_dim": 24,
             "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,
@@ -58,7 +61,7 @@ GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
                 **_GEMMA4,
                 "num_hidden_layers": 6,
                 "layer_types": ["sliding_attention", "full_attention"] * 3,
-                "global_head_dim": 24,
+                "global_head_dim": 32,
                 "hidden_size_per_layer_input": 12,
                 "vocab_size_per_layer_input": 131,
                 "num_kv_shared_layers": 3,

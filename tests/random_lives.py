@@ -42,7 +42,8 @@ def setups(draw: st.DrawFn) -> Setup:
         step_rows=draw(st.sampled_from((0, 0, 1, 3, 6))),
     )
     setup = with_states(setup, draw(st.sampled_from((None, None, 0, 1, 8))))
-    return with_window(setup, draw(st.sampled_from((None, None, (1, 1), (3, 2), (9, 1)))))
+    windowed = draw(st.sampled_from((None, None, (1, 1), (3, 2), (9, 1))))
+    return with_window(setup, windowed, draw(st.booleans()))
 
 
 def with_states(setup: Setup, kept: int | None) -> Setup:
@@ -50,11 +51,11 @@ def with_states(setup: Setup, kept: int | None) -> Setup:
     return setup if kept is None else replace(setup, kept_states=kept, tier_blocks=0)
 
 
-def with_window(setup: Setup, windowed: tuple[int, int] | None) -> Setup:
-    """The same for a model some of whose layers have a window and block tables of their own; it has no tier."""
+def with_window(setup: Setup, windowed: tuple[int, int] | None, all_windowed: bool = False) -> Setup:
+    """The same for a model some or all of whose layers have a window and block tables of their own; it has no tier."""
     if windowed is None or not setup.paged:
         return setup
-    return replace(setup, windowed=windowed, tier_blocks=0, kept_states=None)
+    return replace(setup, windowed=windowed, all_windowed=all_windowed, tier_blocks=0, kept_states=None)
 
 
 SHARED = ([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2])
@@ -199,4 +200,4 @@ def random_setup(seed: int) -> Setup:
         step_rows=dice.choice((0, 0, 1, 3, 6)),
     )
     setup = with_states(setup, dice.choice((None, None, 0, 1, 8)))
-    return with_window(setup, dice.choice((None, None, (1, 1), (3, 2), (9, 1))))
+    return with_window(setup, dice.choice((None, None, (1, 1), (3, 2), (9, 1))), dice.random() < 0.3)

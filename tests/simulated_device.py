@@ -64,6 +64,8 @@ class Setup:
     """Places for states beside those of rows; None: the model has no states."""
     windowed: tuple[int, int] | None = None
     """The window of some layers, and how many block tables they have; None: no layer has a window."""
+    all_windowed: bool = False
+    """All layers have that window: nothing is stored in the blocks of the first block table."""
     accuracy: float = 0.7
     """How probable it is that a draft is what the model says."""
 
@@ -73,14 +75,15 @@ class Setup:
 
     @property
     def blocks(self) -> int:
-        tokens = [self.max_model_len]
+        tokens = [] if self.all_windowed else [self.max_model_len]
         if self.window is not None:
             tokens += [min(self.max_model_len, self.window.held_tokens + 2 * self.size)] * self.window.tables
         return sum(-(-count // self.size) for count in tokens) + self.spare_blocks
 
     @property
     def window(self) -> WindowLimits | None:
-        return None if self.windowed is None else WindowLimits(*self.windowed, self.limits.max_batch_tokens)
+        positions = -(-self.max_model_len // self.size) + self.spare_blocks if self.all_windowed else 0
+        return None if self.windowed is None else WindowLimits(*self.windowed, self.limits.max_batch_tokens, positions)
 
     @property
     def states(self) -> int:
@@ -265,8 +268,9 @@ class SimulatedDevice:
         result = ModelRunnerOutput([], [], [])
         for item, prefix in zip(output.scheduled, keys, strict=True):
             row = self.rows[item.slot]
-            read = [self.memory[row.table[at // self.setup.size]][at % self.setup.size] for at in range(len(prefix))]
-            assert read == prefix, f"row {item.slot} reads keys and values that are not its own"
+            size, whole = self.setup.size, 0 if self.setup.all_windowed else len(prefix)
+            read = [self.memory[row.table[at // size]][at % size] for at in range(whole)]
+            assert read == prefix[:whole], f"row {item.slot} reads keys and values that are not its own"
             self._check_window(row, self._positions(item), prefix)
             kept = self._verified(row, item, prefix)
             width = row.request.params.beam_width
@@ -315,9 +319,10 @@ class SimulatedDevice:
             own |= enumerate(grown.block_ids, grown.first)
 
     def _blocks(self, row: Row, position: int) -> list[tuple[int, int]]:
-        """Where a row has a token, in each of its block tables; that of layers without a window is -1."""
+        """Where a row has a token, in each block table with memory; that of layers without a window is -1."""
         column = position // self.setup.size
-        return [(-1, row.table[column]), *((place, table[column]) for place, table in enumerate(row.windowed))]
+        whole = [] if self.setup.all_windowed else [(-1, row.table[column])]
+        return [*whole, *((place, table[column]) for place, table in enumerate(row.windowed))]
 
     def _check_window(self, row: Row, positions: range, prefix: list[int]) -> None:
         """What queries at these positions see of keys within the window."""

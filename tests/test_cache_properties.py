@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -36,15 +39,6 @@ def nodes_of(tree: RadixCache, namespace: bytes) -> Iterator[tuple[tuple[int, ..
             pending.append((tokens + child.tokens, child))
 
 
-def shared_length(first: list[int], second: tuple[int, ...]) -> int:
-    length = 0
-    for ours, theirs in zip(first, second, strict=False):
-        if ours != theirs:
-            break
-        length += 1
-    return length
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Requests that are admitted, computed and freed in any order, with what is written in each block remembered."""
 
@@ -55,6 +49,7 @@ class CacheMachine(RuleBasedStateMachine):
         kept=st.sampled_from((None, None, 2, 20)),
         states=st.sampled_from((0, 0, 1, 3, 12)),
         window=st.one_of(st.none(), st.builds(WindowLimits, *(st.integers(1, most) for most in (7, 2, 6)))),
+        whole=st.booleans(),
     )
     def start(
         self,
@@ -64,9 +59,13 @@ class CacheMachine(RuleBasedStateMachine):
         kept: int | None,
         states: int,
         window: WindowLimits | None,
+        whole: bool,
     ) -> None:
         states, kept = (states, kept) if window is None else (0, None)
-        blocks = -(-LIMIT // block_size) * (1 if window is None else 1 + window.tables) + spare
+        columns, self.whole = -(-LIMIT // block_size), whole or window is None
+        blocks = columns * (self.whole + (0 if window is None else window.tables)) + spare
+        if window is not None and not whole:
+            window = replace(window, positions=columns + spare)
         self.tier = None if kept is None or states else HostTier(kept)
         self.cache = KVCacheManager(blocks, block_size, prefix_cache, tier=self.tier, states=states, window=window)
         self.states: list[object] = [None] * states
@@ -126,11 +125,15 @@ class CacheMachine(RuleBasedStateMachine):
             new = self.cache.blocks_for(len(request.token_ids)) - expected // self.cache.block_size
             unused = sum(node.users == 0 for node in self.path_of(request))
             windows = self.cache.windows
+            lacks = new + unused + reserve > available
             if windows is not None:
-                new, unused = self.lacking(windows, request, expected)
-                reserve *= 1 + windows.limits.tables
+                tables, of_window = windows.limits.tables, self.lacking(windows, request, expected)
+                if self.whole:
+                    lacks = new + unused + of_window + reserve * (1 + tables) > available
+                else:
+                    lacks |= of_window + reserve * tables > windows.available_count
             all_states = self.cache.states is not None and len(self.running) == self.cache.states.capacity
-            assert all_states or new + unused + reserve > available, "the request would have fitted"
+            assert all_states or lacks, "the request would have fitted"
             self.cache.forget(request)
             return
         self.move()
@@ -139,7 +142,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(request.block_ids) == self.cache.blocks_for(len(request.token_ids))
         for head in copies:
             self.memory[head.target][: head.tokens] = self.memory[head.source][: head.tokens]
-        assert len(copies) in (0, 1 if self.cache.windows is None else 1 + self.cache.windows.limits.tables)
+        tables = 0 if self.cache.windows is None else self.cache.windows.limits.tables
+        assert len(copies) in (0, self.whole + tables)
         request.state = State.RUNNING
         self.running.append(request)
         self.read(request)
@@ -167,7 +171,8 @@ class CacheMachine(RuleBasedStateMachine):
             request.num_computed_tokens, min(request.num_computed_tokens + count, len(request.token_ids))
         ):
             block, offset = divmod(position, self.cache.block_size)
-            self.memory[request.block_ids[block]][offset] = self.key(request, position)
+            if self.whole:
+                self.memory[request.block_ids[block]][offset] = self.key(request, position)
             for table, part in enumerate(self.windowed(request, block)):
                 self.memory[part][offset] = (table, self.key(request, position))
             if self.states:
@@ -291,10 +296,10 @@ class CacheMachine(RuleBasedStateMachine):
         for namespace in self.cache.tree._roots:
             for tokens, node in nodes_of(self.cache.tree, namespace):
                 start = len(tokens) - len(node.tokens)
-                held = self.memory[node.block][: len(node.tokens)]
-                assert held == [(namespace, tokens[: start + offset + 1]) for offset in range(len(node.tokens))]
+                keys = [(namespace, tokens[: start + offset + 1]) for offset in range(len(node.tokens))]
+                assert not self.whole or self.memory[node.block][: len(keys)] == keys
                 for table, part in enumerate(node.windowed):
-                    assert self.memory[part][: len(held)] == [(table, key) for key in held], "not those of its node"
+                    assert self.memory[part][: len(keys)] == [(table, key) for key in keys], "not those of its node"
                 if node.state != NO_STATE:
                     assert self.states[node.state] == (namespace, tokens), "a kept state is not that of its node"
 
@@ -322,7 +327,7 @@ class CacheMachine(RuleBasedStateMachine):
     def read(self, request: Request) -> None:
         for position in range(request.num_computed_tokens):
             block, offset = divmod(position, self.cache.block_size)
-            held = self.memory[request.block_ids[block]][offset]
+            held = self.memory[request.block_ids[block]][offset] if self.whole else self.key(request, position)
             assert held == self.key(request, position), "the request would read what is not its own"
             windows = self.cache.windows
             if windows is not None and position > request.num_computed_tokens - windows.limits.window:
@@ -334,15 +339,13 @@ class CacheMachine(RuleBasedStateMachine):
         """A request's blocks of layers with a window, in the place of one of the others."""
         return () if self.cache.windows is None else request.windowed[block - request.window_start]
 
-    def lacking(self, windows: WindowedBlocks, request: Request, computed: int) -> tuple[int, int]:
-        """Blocks that a request needs besides those that it finds, and how many of these nobody uses."""
+    def lacking(self, windows: WindowedBlocks, request: Request, computed: int) -> int:
+        """Blocks of layers with a window that a request needs: those that it does not find, or that nobody uses."""
         size, limits, path = self.cache.block_size, windows.limits, self.path_of(request)
         room = min(len(request.token_ids), computed + limits.window + limits.step_tokens)
-        new = self.cache.blocks_for(len(request.token_ids)) - len(path)
-        new += (self.cache.blocks_for(room) - len(path)) * limits.tables
+        new = (self.cache.blocks_for(room) - len(path)) * limits.tables
         seen = [node for index, node in enumerate(path) if (index + 1) * size > computed + 1 - limits.window]
-        unused = sum(node.users == 0 for node in path)
-        return new, unused + limits.tables * sum(node.window_users == 0 for node in seen)
+        return new + limits.tables * sum(node.window_users == 0 for node in seen)
 
     def path_of(self, request: Request) -> list[Node]:
         if self.cache._namespace(request) is None:
@@ -362,7 +365,7 @@ class CacheMachine(RuleBasedStateMachine):
             head = tuple(request.token_ids[:limit])
             return max((len(tokens) for tokens in ends if head[: len(tokens)] == tokens), default=0)
         paths = (tokens for tokens, _ in nodes_of(self.cache.tree, self.namespace(request)))
-        return max((shared_length(request.token_ids[:limit], tokens) for tokens in paths), default=0)
+        return max((sum(takewhile(bool, map(eq, request.token_ids[:limit], tokens))) for tokens in paths), default=0)
 
     def longest_seen(self, window: int, request: Request) -> int:
         """The longest head, of those that end with a block or with all that is cached, whose window is cached."""

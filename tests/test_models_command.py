@@ -21,7 +21,7 @@ from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.scheme import FP8, INT8, int4
 from kvern.worker.memory import CPU_MEMORY_SHARE, GPU_MEMORY_SHARE, MARGIN_BYTES
-from kvern.worker.plan import lay_out, tokens_taken
+from kvern.worker.plan import lay_out, sequences_taken
 from tests.families import make_checkpoint
 from tests.gguf_files import add_tokenizer, write_gguf
 from tests.scaled_rows import quantize
@@ -115,7 +115,7 @@ def test_the_verdict_is_that_of_the_memory_there_is(tmp_path: Path) -> None:
     assert "does not fit" in large.verdict(Device("CPU", 10**10, host=True))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_next", "llama"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gpt_oss", "qwen3_next", "llama"])
 def test_what_fits_is_what_the_engine_lays_out(family: str, tmp_path: Path) -> None:
     """Layers with a window keep no more than that, and states of requests take their part."""
     folder = make_checkpoint(family, tmp_path, max_position_embeddings=1 << 20)
@@ -124,9 +124,17 @@ def test_what_fits_is_what_the_engine_lays_out(family: str, tmp_path: Path) -> N
     room, plan = device.room(report.spec, report.dtype, report.weight_bytes)
     layout = lay_out([room], plan, EngineConfig())
     assert report.cache_tokens(device, report.weight_bytes) == layout.max_model_len < 1 << 20
-    assert bool(layout.window_tables) == (family in ("gemma3", "gpt_oss"))
-    taken = tokens_taken(layout.max_model_len, room, plan, EngineConfig())
+    assert bool(layout.window_tables) == (family in ("gemma3", "gemma4", "gpt_oss"))
+    taken = sequences_taken(1, layout.max_model_len, room, plan, EngineConfig())
     assert 0 <= layout.blocks * layout.block_size // (1 + layout.window_tables) - taken < layout.block_size
+
+
+def test_a_model_of_windows_alone_fits_at_any_length(tmp_path: Path) -> None:
+    folder = make_checkpoint("mistral", tmp_path, max_position_embeddings=1 << 20)
+    report = report_of("a model", folder)
+    assert report.cache_tokens(Device("CPU", 200 << 20, host=True), report.weight_bytes) >= 1 << 20
+    assert report.context_bytes("float32") < 4096 * report.token_bytes("float32")
+    assert report.streams_bytes("float32") < 8192 * report.token_bytes("float32")
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:

@@ -17,7 +17,7 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 
 def life_setup(seed: int) -> Setup:
     any_setup = replace(random_setup(seed), paged=True, prefix_cache=True, chunked=True, block_size=1 + seed % 3)
-    return with_window(replace(any_setup, drafts=4), ((3, 1), (5, 2))[seed % 2])
+    return with_window(replace(any_setup, drafts=4), ((3, 1), (5, 2))[seed % 2], seed % 4 > 1)
 
 
 def test_without_a_mistake_nothing_is_noticed() -> None:

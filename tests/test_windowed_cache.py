@@ -9,6 +9,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.attention.groups import group_layers
+from kvern.attention.memory import zero_caches
 from kvern.config import EngineConfig
 from kvern.mixer_spec import AttentionSpec
 from kvern.models.implementation import describe_model
@@ -17,8 +18,13 @@ from kvern.worker.plan import Findings, agree
 from kvern.worker.windows import choose_groups, report
 from tests.families import make_checkpoint
 
-NIGHTLY = ("gemma2", "gpt_oss", "cohere2", "olmo3", "exaone4", "ministral")
-FAMILIES = ["gemma3", *(pytest.param(family, marks=pytest.mark.nightly) for family in NIGHTLY)]
+NIGHTLY = ("mixtral", "phi3", "gemma2", "gpt_oss", "cohere2", "olmo3", "exaone4", "ministral")
+FAMILIES = [
+    "gemma3",
+    "gemma4",
+    "gemma4_vision",
+    *(pytest.param(family, marks=pytest.mark.nightly) for family in NIGHTLY),
+]
 LENGTH = 120
 
 
@@ -81,25 +87,64 @@ def test_answers_are_those_of_one_table(folder: Path) -> None:
         assert (found.preemptions > 0) == ("kv_cache_tokens" in options)
 
 
-def layers(count: int, whole: Callable[[int], bool], window: int, kv_heads: int = 8) -> list[AttentionSpec]:
-    return [AttentionSpec(8, kv_heads, 64, 1.0, None if whole(index) else window) for index in range(count)]
+def layers(
+    count: int, whole: Callable[[int], bool], window: int, kv_heads: int = 8, whole_width: int = 512
+) -> list[AttentionSpec]:
+    return [
+        AttentionSpec(8, 1, whole_width, 1.0) if whole(index) else AttentionSpec(8, kv_heads, 64, 1.0, window)
+        for index in range(count)
+    ]
 
 
-def test_published_models_divide_into_tables() -> None:
-    gemma = group_layers(layers(62, lambda index: index % 6 == 5, 1024))
-    assert (len(gemma.owners), gemma.window_tables, gemma.window) == (10, 6, 1024)
-    oss = group_layers(layers(24, lambda index: index % 2 == 1, 128))
-    assert (len(oss.owners), oss.window_tables) == (12, 1)
-    for groups in (gemma, oss):
-        assert len(set(zip(groups.tables, groups.places, strict=True))) == len(groups.tables), "two layers in one place"
+@pytest.mark.parametrize(
+    ("specs", "places", "windows"),
+    [
+        (layers(62, lambda index: index % 6 == 5, 1024), 10, (6, 1, 1)),
+        (layers(24, lambda index: index % 2 == 1, 128), 12, (1, 1, 1)),
+        (layers(60, lambda index: index % 6 == 5, 1024, 16), 5, (10, 1, 2)),
+        (layers(30, lambda index: index % 6 == 5, 1024, 16), 3, (9, 1, 2)),
+        (layers(24, lambda index: index % 6 == 5, 512, 4), 4, (3, 2, 1)),
+    ],
+    ids=["gemma-3-27b", "gpt-oss-20b", "gemma-4-31b", "without a window half as wide", "with a window half as wide"],
+)
+def test_layers_divide_into_tables(specs: list[AttentionSpec], places: int, windows: tuple[int, ...]) -> None:
+    groups = group_layers(specs)
+    assert (len(groups.owners), groups.windows) == (places, windows)
+    assert groups.window == max(layer.window or 0 for layer in specs)
+    held = set(zip(groups.tables, groups.places, groups.parts, strict=True))
+    assert len(held) == len(specs), "two layers in one place"
+
+
+def test_layers_that_all_have_a_window_share_one_table_of_their_own() -> None:
+    groups = group_layers(layers(32, lambda index: False, 4096))
+    assert set(groups.tables) == {1} and groups.windows == (1, 1, 1) and not groups.whole
+    assert list(groups.places) == list(groups.owners) == list(range(32))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8, 16])
+def test_no_two_layers_have_the_same_memory_of_a_block(kv_heads: int) -> None:
+    specs, blocks, size = layers(7, lambda index: index % 3 == 2, 9, kv_heads), 7, 4
+    groups = group_layers(specs)
+    pools, caches = zero_caches(specs, groups, blocks, size, torch.float32)
+    assert sum(pool.nbytes for pool in pools) == sum(
+        specs[owner].stored * specs[owner].width * 4 * blocks * size for owner in groups.owners
+    )
+    free = iter(range(blocks))
+    blocks_of = {table: next(free) for table in sorted(set(groups.tables))}
+    for mark, (layer, table, cache) in enumerate(zip(specs, groups.tables, caches, strict=True), 1):
+        cache[:, blocks_of[table] * (cache.shape[1] // blocks)] += mark
+        assert cache.shape == (2, cache.shape[1], size, layer.kv_heads, layer.head_dim)
+    for mark, (table, cache) in enumerate(zip(groups.tables, caches, strict=True), 1):
+        assert (cache[:, blocks_of[table] * (cache.shape[1] // blocks)] == mark).all()
+    outside = [block for block in range(blocks) if block not in blocks_of.values()]
+    assert all((pool[:, block] == 0).all() for pool in pools for block in outside)
 
 
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
         (layers(4, lambda index: True, 9), ""),
-        (layers(4, lambda index: False, 9), ""),
-        (layers(2, lambda index: True, 9, kv_heads=2) + layers(2, lambda index: False, 9), "different shapes"),
+        (layers(4, lambda index: index % 2 == 0, 9, kv_heads=3), "do not divide"),
         (layers(4, lambda index: index > 0, 9), "do not divide"),
         (layers(24, lambda index: index == 0, 9), "do not divide"),
     ],
@@ -124,3 +169,12 @@ def test_the_start_says_why_there_is_one_table(options: dict[str, Any], reason: 
     plan = agree([Findings("cpu", "float32")], config, spec)
     [line] = report(choose_groups(config, spec, plan))
     assert reason in line
+
+
+def test_a_draft_model_keeps_all_tokens(tmp_path: Path) -> None:
+    folder = make_checkpoint("mistral", tmp_path)
+    spec = describe_model(folder, read_config(folder), "auto")
+    for draft, expected in ((None, "keep no more"), (str(folder), "a draft model keeps all tokens")):
+        config = EngineConfig(model=str(folder), draft_model=draft)
+        [line] = report(choose_groups(config, spec, agree([Findings("cpu", "float32")], config, spec)))
+        assert expected in line

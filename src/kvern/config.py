@@ -74,8 +74,7 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep the keys and values of finished requests and reuse them for prompts that begin alike."""
     windowed_kv_cache: Literal["auto", "on", "off"] = "auto"
-    """Give blocks of layers that see a window of keys back as it passes, in models that have others, too; auto: where
-    it is possible."""
+    """Give blocks of layers that see a window of keys back as it passes; auto: where it is possible."""
     batching: Literal["continuous", "static"] = "continuous"
     """continuous lets requests join and leave at every step; static runs a batch until its last request ends."""
     chunked_prefill: bool = True

@@ -53,6 +53,11 @@ class AttentionSpec:
         """How many vectors of each token and KV head a cache holds: key and value, or one that is both."""
         return 2 if self.value_dim is None else 1
 
+    @property
+    def width(self) -> int:
+        """Entries of a key over all KV heads."""
+        return self.kv_heads * self.head_dim
+
 
 @dataclass(frozen=True)
 class IndexerSpec:

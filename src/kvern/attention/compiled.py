@@ -1,6 +1,7 @@
 """Attention through kernels for CPUs: the cache is read in place, and what a token gets is the same in any batch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -46,10 +47,10 @@ class CompiledAttention:
         groups: LayerGroups | None = None,
     ) -> None:
         groups = groups or LayerGroups.one_table(layers)
+        if one_cache:
+            groups = replace(groups, places=[0] * len(layers), owners=[0])
         self.tables = list(groups.tables)
-        places = [0] * len(layers) if one_cache else groups.places
-        self._stores = zero_caches(layers, [0] if one_cache else groups.owners, blocks, block_size, cache_dtype)
-        self.caches = [self._stores[place] for place in places]
+        self._pools, self.caches = zero_caches(layers, groups, blocks, block_size, cache_dtype)
         self.layer_scales = [None] * len(layers) if eight_bit is None else list(eight_bit.scales)
         self.layers = [
             CachedLayer(
@@ -70,7 +71,7 @@ class CompiledAttention:
         ]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self._stores, copies)
+        copy_cache_blocks(self._pools, copies)
 
     def plan(self, batch: InputBatch) -> "CompiledAttend":
         requests = torch.tensor([batch.slots, batch.starts, batch.counts])

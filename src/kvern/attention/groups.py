@@ -1,11 +1,12 @@
 """Which layers share block tables, and how layers divide the memory of a block."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvern.device.rows import NO_WINDOWS, WindowTables
 from kvern.mixer_spec import AttentionSpec
 
-MOST_TABLES = 8
+MOST_TABLES = 12
 """Of layers with a window: each costs a step a little."""
 MOST_WASTE = 0.25
 """Of the memory of a token that all layers keep: what blocks without a use may take besides."""
@@ -13,52 +14,77 @@ MOST_WASTE = 0.25
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """For each layer its block table, 0 or one of those of layers with a window from 1 on, and its place in a block.
+    """For each layer its block table, its place in a block, and its part of that place.
 
-    A block of the pool has as many places as there are layers without a window; those with one are dealt out to as many
-    tables as they need. Two layers of different tables have the same memory, and never the same block of it.
+    A block of the pool has as many places as layers without a window need; those with one are dealt out to as many
+    tables as they then need. Two layers of different tables have the same memory, and never the same block of it. A
+    place is as wide as the wider kind of layer; narrower ones, as many as fit, have parts of it: see
+    `attention/memory.py`. Table 0 names blocks of the pool; what the others are, `windows` says.
     """
 
     tables: Sequence[int]
     places: Sequence[int]
+    parts: Sequence[int]
+    owners: Sequence[int]
+    """For each place in a block a layer that is as wide as it."""
     window: int | None = None
     """The widest, where there are such tables."""
+    windows: WindowTables = NO_WINDOWS
     reason: str = field(default="", compare=False)
-    """Why layers with a window have none of their own, if there are both kinds."""
+    """Why layers with a window have no tables of their own, if there are such layers."""
 
     @classmethod
     def one_table(cls, layers: Sequence[AttentionSpec], reason: str = "") -> "LayerGroups":
         """All layers share one, and each has its place."""
-        return cls([0] * len(layers), range(len(layers)), None, reason)
+        places = range(len(layers))
+        return cls([0] * len(layers), places, [0] * len(layers), places, reason=reason)
 
     @property
     def window_tables(self) -> int:
         """How many block tables layers with a window have."""
-        return max(self.tables, default=0)
+        return self.windows.tables
 
     @property
-    def owners(self) -> list[int]:
-        """For each place in a block the first layer that has it."""
-        return [self.places.index(place) for place in range(max(self.places, default=-1) + 1)]
+    def whole(self) -> bool:
+        """Whether some layers keep all tokens: else blocks of table 0 are numbers without memory."""
+        return 0 in self.tables or self.windows.whole_parts > 1
+
+    @property
+    def blocks_of_column(self) -> int:
+        """Blocks of the pool that a sequence has for as many tokens as a block holds, before a window passes."""
+        return self.whole + self.window_tables
 
 
 def group_layers(layers: Sequence[AttentionSpec]) -> LayerGroups:
     """Block tables for a model's layers: several where some have a window and others have none, if blocks fit both."""
     windowed = [index for index, layer in enumerate(layers) if layer.window is not None]
-    whole = len(layers) - len(windowed)
-    if not windowed or not whole:
+    whole = [index for index, layer in enumerate(layers) if layer.window is None]
+    if not windowed:
         return LayerGroups.one_table(layers)
-    if len({(layer.stored, layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
-        return LayerGroups.one_table(layers, "layers store keys and values of different shapes")
-    count = -(-len(windowed) // whole)
-    padded = whole * (1 + count)
-    if count > MOST_TABLES or padded > len(layers) * (1 + MOST_WASTE):
+    widest = max(layer.window or 0 for layer in layers)
+    if not whole:
+        one = LayerGroups.one_table(layers)
+        return replace(one, tables=[1] * len(layers), window=widest, windows=WindowTables(1))
+    kinds = [{(layers[index].stored, layers[index].width) for index in kind} for kind in (whole, windowed)]
+    (stored, width), (others_stored, window_width) = (max(kind) for kind in kinds)
+    wide = max(width, window_width)
+    if max(map(len, kinds)) > 1 or stored != others_stored or wide % width or wide % window_width:
+        return LayerGroups.one_table(layers, "layers store keys and values of shapes that do not divide")
+    fitting, windows_fitting = wide // width, wide // window_width
+    size = -(-len(whole) // fitting)
+    count = -(-len(windowed) // (size * windows_fitting))
+    used = len(whole) / fitting + len(windowed) / windows_fitting
+    if count > MOST_TABLES or size * (1 + count) > used * (1 + MOST_WASTE):
         return LayerGroups.one_table(
-            layers, f"{len(windowed)} layers with a window do not divide into runs of {whole}, as many as have none"
+            layers,
+            f"{len(windowed)} layers with a window do not divide into runs of what {len(whole)} without one take",
         )
-    tables, places = [0] * len(layers), [0] * len(layers)
-    for place, index in enumerate(index for index, layer in enumerate(layers) if layer.window is None):
-        places[index] = place
+    tables, places, parts = ([0] * len(layers) for _ in range(3))
+    for number, index in enumerate(whole):
+        tables[index] = 0 if fitting == 1 else 1 + count
+        places[index], parts[index] = divmod(number, fitting)
     for number, index in enumerate(windowed):
-        tables[index], places[index] = 1 + number // whole, number % whole
-    return LayerGroups(tables, places, max(layer.window or 0 for layer in layers))
+        table, within = divmod(number, size * windows_fitting)
+        tables[index], (places[index], parts[index]) = 1 + table, divmod(within, windows_fitting)
+    owners = [(whole if fitting == 1 else windowed)[0]] * size
+    return LayerGroups(tables, places, parts, owners, widest, WindowTables(count, windows_fitting, fitting))

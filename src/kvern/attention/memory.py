@@ -1,9 +1,22 @@
-"""The memory of keys and values."""
+"""The memory of keys and values.
+
+Layers that have the same place in a block, in different block tables, have the same memory. Where one kind of layer is
+narrower than the other, several have parts of a place: of a block of the pool, which is one of the wider layer's,
+
+    wider layer       |  block 0   |  block 1   |  ...        of block_size * width entries, keys before values
+    part 0 of 2       | 0    |     | 2    |     |             blocks of half as many
+    part 1 of 2       |      | 0   |      | 2   |             the same, from where part 1 begins
+
+so the narrower layer's blocks are the pool's times two, in a tensor that begins where its part does: kernels see the
+layout that they know, and block tables tell the numbers (`WindowTables` in `device/rows.py`).
+"""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
+from kvern.attention.groups import LayerGroups
 from kvern.cpu.large_pages import zeros
 from kvern.mixer_spec import AttentionSpec
 
@@ -20,13 +33,30 @@ def zero_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 def zero_caches(
     layers: Sequence[AttentionSpec],
-    owners: Sequence[int],
+    groups: LayerGroups,
     blocks: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device = CPU,
-) -> list[torch.Tensor]:
-    """`zero_cache` for each place in a block, of which the first layer that has it is given."""
-    owning = [layers[owner] for owner in owners]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The memory of `blocks` blocks, and each layer's `[stored, its blocks, block_size, kv_heads, head_dim]` there.
+
+    The memory is that of places alike in one piece, `[parts, blocks, block_size, kv_heads, head_dim]`: what is to be
+    copied with a block.
+    """
+    owning = [layers[owner] for owner in groups.owners]
     shapes = [(layer.stored, blocks, block_size, layer.kv_heads, layer.head_dim) for layer in owning]
-    return [zero_cache(shape, dtype, device) for shape in shapes]
+    memory = {}
+    for shape in dict.fromkeys(shapes):
+        beyond = prod(shape[2:]) if max(groups.parts, default=0) else 0  # where a part's tensor ends
+        memory[shape] = zero_cache((shapes.count(shape) * prod(shape) + beyond,), dtype, device)
+    firsts = [shapes[:place].count(shape) * prod(shape) for place, shape in enumerate(shapes)]
+    caches = []
+    for layer, place, part in zip(layers, groups.places, groups.parts, strict=True):
+        owner, size = owning[place], prod(shapes[place])
+        first = firsts[place] + part * block_size * layer.width
+        own = memory[shapes[place]][first : first + size]
+        fitting = owner.width // layer.width
+        caches.append(own.view(layer.stored, blocks * fitting, block_size, layer.kv_heads, layer.head_dim))
+    pools = [numbers[: shapes.count(shape) * prod(shape)].view(-1, *shape[1:]) for shape, numbers in memory.items()]
+    return pools, caches

@@ -9,6 +9,7 @@ from kvern.attention.base import AttentionKernels, OwnKernels, PlannedAttention,
 from kvern.attention.eight_bit import EightBit, store_tokens
 from kvern.attention.expanded import ExpandedRuns
 from kvern.attention.groups import LayerGroups
+from kvern.attention.memory import zero_caches
 from kvern.attention.triton import LONG_CONTEXT
 from kvern.device.device_batch import DeviceBatch, Queries
 from kvern.device.transfer import upload
@@ -64,18 +65,7 @@ class PagedAttention:
         self._eight_bit = eight_bit
         self.sinks = sinks_of(layers, sinks)
         self.value_dims = [layer.value_dim or layer.head_dim for layer in layers]
-        owning = [layers[owner] for owner in groups.owners]
-        shapes = [(layer.stored, layer.kv_heads, layer.head_dim) for layer in owning]
-        pools = {
-            shape: torch.zeros(
-                shapes.count(shape), shape[0], blocks, block_size, *shape[1:], dtype=dtype, device=device
-            )
-            for shape in dict.fromkeys(shapes)
-        }
-        self._pools = [pool.flatten(0, 1) for pool in pools.values()]  # of layers alike, copied by one launch
-        parts = {shape: iter(pool.unbind(0)) for shape, pool in pools.items()}
-        memory = [next(parts[shape]) for shape in shapes]
-        self.caches = [memory[place] for place in groups.places]
+        self._pools, self.caches = zero_caches(layers, groups, blocks, block_size, dtype, device)
 
     def scales(self, layer: int) -> torch.Tensor | None:
         """[2, kv_heads] float32 of a cache in 8 bits."""

@@ -108,11 +108,10 @@ class TorchAttention:
         self._block_size = block_size
         self._dtype = dtype if eight_bit is None else eight_bit.compute
         self._eight_bit = eight_bit
-        token_bytes = max(layer.stored * layer.kv_heads * layer.head_dim for layer in layers) * self._dtype.itemsize
+        token_bytes = max(layer.stored * layer.width for layer in layers) * self._dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
-        self._memory = zero_caches(layers, groups.owners, blocks, block_size, dtype, device)
-        self.caches = [self._memory[place] for place in groups.places]
+        self._pools, self.caches = zero_caches(layers, groups, blocks, block_size, dtype, device)
         self._stores = [tuple(map(LayerStore.of, cache)) for cache in self.caches]
 
     def scales(self, layer: int) -> torch.Tensor | None:
@@ -120,7 +119,7 @@ class TorchAttention:
         return None if self._eight_bit is None else self._eight_bit.scales[layer]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self._memory, copies)
+        copy_cache_blocks(self._pools, copies)
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
         tables = [batch.block_table, *(table for table, _ in batch.windows)]

@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvern.cache.allocation import Allocation
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import contents_of
 from kvern.cache.radix import NO_STATE, Node, RadixCache
 from kvern.cache.states import StatePool, state_marks
 from kvern.cache.tier import KVTier, TierTraffic
-from kvern.cache.windows import WindowedBlocks, WindowLimits, stay
+from kvern.cache.windows import WindowedBlocks, WindowLimits
 from kvern.request import Request
 from kvern.step import BlockCopy, SchedulerOutput
 
@@ -65,7 +66,7 @@ class KVCacheManager:
             raise ValueError("neither a tier nor states go together with block tables for layers with a window")
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.pool = BlockPool(capacity)
+        self.pool = BlockPool(window.positions if window is not None and window.positions else capacity)
         self.tree = RadixCache(self.pool, block_size, identity)
         self.tier = None if tier is None or not prefix_cache else TierTraffic(tier, self.pool, self.tree, block_size)
         self.states = StatePool(states) if states else None
@@ -74,29 +75,29 @@ class KVCacheManager:
         """Whose state is to be kept as the step that is being planned leaves it."""
         if self.states is not None:
             self.tree.losing_state = self.states.drop
-        self.windows = None if window is None else WindowedBlocks(self.pool, block_size, window)
-        self._tables = 1
-        if self.windows is not None:
-            self._tables += self.windows.limits.tables
+        self.windows: WindowedBlocks | None = None
+        if window is not None:
+            memory = BlockPool(capacity) if window.positions else self.pool
+            self.windows = WindowedBlocks(memory, block_size, window)
             self.tree.losing_window = self.windows.drop
+        self._blocks = Allocation(self.pool, self.tree, self.windows)
         self.statistics = CacheStatistics()
         self._groups: Counter[bytes] = Counter()  # requests alive in each private namespace
 
     @property
     def available_count(self) -> int:
-        """Blocks that are free or can be made free by eviction."""
-        available = self.pool.free_count + self.tree.evictable_count
-        return available if self.windows is None else available + self.windows.evictable_count
+        """Blocks that are free or can be made free by eviction; those of the first table, if it has its own."""
+        return self._blocks.available_count
 
     @property
     def growth_count(self) -> int:
         """By how many blocks in each of their block tables sequences can grow."""
-        return self.available_count // self._tables
+        return self._blocks.growth_count
 
     @property
     def usage(self) -> float:
         """Share of the blocks that running requests hold; what is merely cached can be evicted."""
-        return 1 - self.available_count / self.pool.capacity
+        return self._blocks.usage
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` positions."""
@@ -149,7 +150,7 @@ class KVCacheManager:
             room = self.windows.begin(request, path, len(path) * self.block_size + shared)
             of_window = self.windows.needed(request, room)
         resumed = partial if partial is not None else path[-1] if path else None
-        if needed + of_window + reserve * self._tables > self.available_count or not self._give_state(request, resumed):
+        if not self._blocks.fit(needed, of_window, reserve) or not self._give_state(request, resumed):
             if self.windows is not None:
                 self.windows.leave(request, None)
             self.tree.release(path)
@@ -157,12 +158,10 @@ class KVCacheManager:
             return None
         if partial is not None:
             self.tree.touch(partial)
-        sources = () if partial is None else (*partial.windowed, partial.block)
-        allocated = self._allocate(needed + of_window)  # may evict what is copied: before the step writes
+        sources = () if partial is None else partial.windowed  # may be evicted now: they are copied before they change
+        windowed, blocks = self._blocks.take(needed, of_window, partial)
         if self.windows is not None:
-            stay(allocated, sources, of_window)
-            self.windows.grow(request, allocated[:of_window])
-        blocks = allocated[of_window:]
+            self.windows.grow(request, windowed)
         self.pool.share(node.block for node in path)
         request.block_ids = [node.block for node in path] + blocks
         request.num_computed_tokens = len(path) * self.block_size + shared
@@ -179,9 +178,7 @@ class KVCacheManager:
             self.statistics.hit_tokens += request.num_computed_tokens
         if partial is None or not shared:
             return []
-        targets = (*allocated[: len(sources) - 1], blocks[0])
-        copies = [BlockCopy(source, target, shared) for source, target in zip(sources, targets, strict=True)]
-        return [copies.pop(), *copies]
+        return self._blocks.copies(partial.block, blocks[0], sources, windowed, shared)
 
     def extend(self, request: Request, tokens: int) -> list[int] | None:
         """Make room for `tokens` positions in all; the new blocks, or None and no more of them when there are none."""
@@ -191,13 +188,14 @@ class KVCacheManager:
             of_window = self.windows.needed(request, tokens)
         if needed <= 0 and not of_window:
             return []
-        if max(needed, 0) + of_window > self.available_count:
+        needed = max(needed, 0)
+        if not self._blocks.fit(needed, of_window):
             return None
-        blocks = self._allocate(max(needed, 0) + of_window)
+        windowed, blocks = self._blocks.take(needed, of_window)
         if self.windows is not None:
-            self.windows.grow(request, blocks[:of_window])
-        request.block_ids = request.block_ids + blocks[of_window:]
-        return blocks[of_window:]
+            self.windows.grow(request, windowed)
+        request.block_ids = request.block_ids + blocks
+        return blocks
 
     def fork(self, parent: Request, child: Request) -> list[BlockCopy] | None:
         """Let `child`, which has no blocks, share what `parent` has computed.
@@ -213,16 +211,14 @@ class KVCacheManager:
             if state is None:
                 return None
             child.state_index = state
-        own = self._allocate(self._tables) if tail else []
+        windowed, own = self._blocks.take(1, self._blocks.window_tables) if tail else ([], [])
         shared = parent.block_ids[:full]
         self.pool.share(shared)
         self.tree.acquire(parent.nodes)
-        child.block_ids, child.nodes = shared + own[:1], list(parent.nodes)
+        child.block_ids, child.nodes = shared + own, list(parent.nodes)
         child.num_computed_tokens = parent.num_computed_tokens
-        sources = parent.block_ids[full : full + len(own[:1])]
-        if self.windows is not None:
-            sources = [*sources, *self.windows.fork(parent, child, full, own[1:])]
-        return [BlockCopy(source, target, tail) for source, target in zip(sources, own, strict=True)]
+        sources = () if self.windows is None else self.windows.fork(parent, child, full, windowed)
+        return self._blocks.copies(parent.block_ids[full], own[0], sources, windowed, tail) if own else []
 
     def publish(self, request: Request, step: int) -> None:
         """Enter the request's full blocks into the prefix tree, as far as their tokens are known and scheduled."""
@@ -342,7 +338,6 @@ class KVCacheManager:
         """
         if self.states is not None:
             self.states.check_integrity([request.state_index for request in running if request.state_index != NO_STATE])
-        self.pool.check_integrity()
         self.tree.check_integrity()
         owners = self.tree.size + sum(len(request.block_ids) for request in running)
         if self.tier is not None:
@@ -350,10 +345,10 @@ class KVCacheManager:
             owners += self.tier.block_count
         if self.windows is not None:
             owners += self.windows.check_integrity(self.tree.nodes(), running)
-        counted = sum(self.pool.references(block) for block in range(self.pool.capacity))
-        assert owners == counted, f"{owners} references are known and {counted} are counted"
+        self._blocks.check_integrity(owners)
         if not running and (self.tier is None or not self.tier.block_count):
             assert self.available_count == self.pool.capacity, "blocks are missing although nothing runs"
+            assert self.usage == 0, "blocks of layers with a window are missing although nothing runs"
 
     def _match(
         self, namespace: bytes, contents: list[int], limit: int, step: int | None = None
@@ -378,13 +373,6 @@ class KVCacheManager:
         state_index = self.states.begin(resumed)
         request.state_index = NO_STATE if state_index is None else state_index
         return state_index is not None
-
-    def _allocate(self, count: int) -> list[int]:
-        if self.windows is None:
-            self.tree.evict(count - self.pool.free_count)
-        else:
-            self.windows.evict(count, self.tree)
-        return self.pool.allocate(count)
 
     def _namespace(self, request: Request) -> bytes | None:
         """Who may share with this request; None: nobody."""

@@ -6,7 +6,8 @@
     free    --leave-->  those within a window of the sequence's end stay, as long as its nodes do
 
 A block of the pool has room for the layers without a window; those with one need `tables` block tables, and one block
-of the pool in each for every `block_size` tokens. So both take their memory from one pool.
+of the pool in each for every `block_size` tokens. So both take their memory from one pool. Where all layers have a
+window they have all of it, and what nodes are hung on are numbers (`WindowLimits.positions`).
 
 What a node has of these may go while the node stays. A request goes on behind a path only where the nodes within the
 window have theirs. Those that nobody uses are dropped first where no sequence ended and none began to differ: the
@@ -32,11 +33,16 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class WindowLimits:
-    """The keys that a query sees, its own included, in how many block tables, and the most tokens of a step."""
+    """The keys that a query sees, its own included, in how many block tables, and the most tokens of a step.
+
+    `positions`: of a model whose layers all have a window, how many blocks the first table has to number what nodes of
+    the tree and requests have: they take no memory, and nothing is stored there. 0: they are blocks of the pool.
+    """
 
     window: int
     tables: int
     step_tokens: int
+    positions: int = 0
 
     @property
     def held_tokens(self) -> int:
@@ -49,10 +55,15 @@ class WindowedBlocks:
 
     def __init__(self, pool: BlockPool, block_size: int, limits: WindowLimits) -> None:
         self.limits = limits
-        self._pool, self._block_size = pool, block_size
+        self.pool, self._block_size = pool, block_size
         self._passed: OrderedDict[Node, None] = OrderedDict()
         self._ends: OrderedDict[Node, None] = OrderedDict()
         self._grown: list[GrownTable] = []
+
+    @property
+    def available_count(self) -> int:
+        """Blocks of the pool that are free or that nodes have and nobody uses."""
+        return self.pool.free_count + self.evictable_count
 
     @property
     def evictable_count(self) -> int:
@@ -86,7 +97,7 @@ class WindowedBlocks:
         request.window_start = min(self.first_seen(position), len(path))
         for node in path[request.window_start :]:
             self._use(node)
-            self._pool.share(node.windowed)
+            self.pool.share(node.windowed)
             request.windowed.append(node.windowed)
         return min(len(request.token_ids), position + self.limits.step_tokens + self.limits.window)
 
@@ -126,7 +137,7 @@ class WindowedBlocks:
         for blocks, node in zip(child.windowed, parent.nodes[child.window_start :], strict=False):
             if node.windowed == blocks:
                 self._use(node)
-        self._pool.share(chain(*child.windowed))
+        self.pool.share(chain(*child.windowed))
         self.grow(child, own)
         return parent.windowed[full - parent.window_start] if own else ()
 
@@ -156,7 +167,7 @@ class WindowedBlocks:
 
     def evict(self, count: int, tree: RadixCache) -> None:
         """Make `count` blocks of the pool free: what was passed, then nodes, last what ends in use have."""
-        while self._pool.free_count < count:
+        while self.pool.free_count < count:
             if self._passed or not tree.evictable_count:
                 self.drop(next(iter(self._passed or self._ends)))
             else:
@@ -165,7 +176,7 @@ class WindowedBlocks:
     def drop(self, node: Node) -> None:
         """Let a node have none any more."""
         del self._idle(node)[node]
-        self._pool.release(node.windowed)
+        self.pool.release(node.windowed)
         node.windowed, node.window_end = (), False
 
     def forget_since(self, step: int) -> None:
@@ -199,7 +210,7 @@ class WindowedBlocks:
     def _give(self, node: Node, blocks: Blocks, step: int) -> None:
         if not node.windowed:
             node.windowed, node.window_step = blocks, step
-            self._pool.share(blocks)
+            self.pool.share(blocks)
 
     def _use(self, node: Node) -> None:
         if not node.window_users:
@@ -222,15 +233,4 @@ class WindowedBlocks:
             node.window_end |= end
             if not node.window_users:
                 self._idle(node)[node] = None
-        self._pool.release(blocks)
-
-
-def stay(blocks: list[int], sources: Sequence[int], last: int) -> None:
-    """Reorder blocks so that `sources` among them stand where they would be copied to: the first places, and `last`.
-
-    Else a copy's target might be the source of one behind it.
-    """
-    for place, source in enumerate(sources, 1):
-        if source in blocks:
-            target, found = last if place == len(sources) else place - 1, blocks.index(source)
-            blocks[target], blocks[found] = source, blocks[target]
+        self.pool.release(blocks)

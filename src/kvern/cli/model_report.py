@@ -35,8 +35,8 @@ from kvern.worker.plan import (
     agree,
     longest_fitting,
     running_requests,
+    sequences_taken,
     states_of_a_request,
-    tokens_taken,
 )
 from kvern.worker.windows import choose_groups
 
@@ -44,6 +44,9 @@ EIGHT_BIT = "int8"
 DEFAULTS = EngineConfig()
 SMALLER = {"fp8": 8.0, "int4": 4.125}
 """Bits per weight of methods of `kvern quantize`, scales included."""
+STREAMS = 64
+"""Sequences at a time of which it is said what they take."""
+STREAM_TOKENS = 8192
 KEPT = ("embeddings", "output layer", "routers", "norms, biases")
 """Kinds that quantizing leaves as they are."""
 
@@ -68,8 +71,9 @@ class Device:
         state_bytes, left = bytes_of_state(spec, getattr(torch, dtype)), max(self.free - weights, 0)
         gpu_bytes = max(int((left - MARGIN_BYTES) * GPU_MEMORY_SHARE), 0)
         cache = host_cache_bytes(left, token_bytes, state_bytes) if self.host else gpu_bytes
-        window, tables = groups.window or 0, groups.window_tables
-        return Room(cache, token_bytes, state_bytes=state_bytes, window=window, window_tables=tables), plan
+        window, tables, whole = groups.window or 0, groups.window_tables, groups.whole
+        room = Room(cache, token_bytes, state_bytes=state_bytes, window=window, window_tables=tables, whole=whole)
+        return room, plan
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,19 @@ class ModelReport:
 
     def context_bytes(self, dtype: str) -> int:
         """Of those of a sequence as long as the context, where layers with a window may keep no more than that."""
+        return self._cache_bytes(dtype, 1, self.context)
+
+    def streams_bytes(self, dtype: str) -> int:
+        """Of those of STREAMS sequences of `stream_tokens`, one of which is at its prompt; the others decode."""
+        return self._cache_bytes(dtype, STREAMS, self.stream_tokens)
+
+    @property
+    def stream_tokens(self) -> int:
+        return min(STREAM_TOKENS, self.context)
+
+    def _cache_bytes(self, dtype: str, count: int, length: int) -> int:
         room, plan = Device("CPU", 0, host=True).room(self.spec, self.dtype, 0)
-        tokens = tokens_taken(self.context, room, plan, DEFAULTS)
+        tokens = sequences_taken(count, length, room, plan, DEFAULTS)
         given, wanted = (int(getattr(torch, name).itemsize) for name in (plan.cache_dtype, dtype))
         return tokens * room.token_bytes * wanted // given
 
@@ -160,6 +175,9 @@ class ModelReport:
                 "dtype": self.dtype,
                 "token_bytes": self.token_bytes(self.dtype),
                 "context_bytes": self.context_bytes(self.dtype),
+                "streams": STREAMS,
+                "stream_tokens": self.stream_tokens,
+                "streams_bytes": self.streams_bytes(self.dtype),
                 "token_bytes_8bit": None if self.spec.attends_to_latents else self.token_bytes(EIGHT_BIT),
                 "context_bytes_8bit": None if self.spec.attends_to_latents else self.context_bytes(EIGHT_BIT),
             },
@@ -179,10 +197,12 @@ class ModelReport:
     def print(self, console: Console) -> None:
         """Two tables and a verdict for each device."""
         console.print(_precision_table(self))
-        memory = _table("keys and values", "per token", f"context of {self.context:,}", "with the weights")
+        streams = f"{STREAMS} of {self.stream_tokens:,}"
+        memory = _table("keys and values", "per token", f"context of {self.context:,}", "with the weights", streams)
         for dtype in [self.dtype] if self.spec.attends_to_latents else [self.dtype, EIGHT_BIT]:
             cache, name = self.context_bytes(dtype), "8 bits" if dtype == EIGHT_BIT else dtype
-            memory.add_row(name, _size(self.token_bytes(dtype)), _size(cache), _size(cache + self.weight_bytes))
+            sizes = self.token_bytes(dtype), cache, cache + self.weight_bytes, self.streams_bytes(dtype)
+            memory.add_row(name, *map(_size, sizes))
         console.print(memory)
         for method, size in self.smaller().items():
             console.print(f"kvern quantize --method {method} would make about {_size(size)} of the weights")

@@ -9,10 +9,11 @@ import torch
 
 from kvern.device.input_batch import InputBatch, TableSlots, sampled_tokens
 from kvern.device.row_lists import ListedRows
+from kvern.device.rows import NO_WINDOWS, WindowTables
 from kvern.device.transfer import send, upload
 from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.batch import read_decodes, read_slots, read_tokens, write_runs
-from kvern.step import ScheduledTokens
+from kvern.step import GrownTable, ScheduledTokens
 
 
 class DeviceRows(ListedRows):
@@ -25,12 +26,14 @@ class DeviceRows(ListedRows):
         max_blocks: int,
         device: torch.device,
         scratch_block: int,
-        window_tables: int = 0,
+        windows: WindowTables = NO_WINDOWS,
     ) -> None:
-        super().__init__(slots + 1, max_model_len, max_blocks, device, window_tables)
+        super().__init__(slots + 1, max_model_len, max_blocks, device, windows)
         self.scratch = slots
-        for table in (self.block_table, *self.window_tables):
-            table[slots] = scratch_block
+        self.grow([(slots, 0, [scratch_block] * max_blocks)])
+        self.grow_windows(
+            [GrownTable(slots, table, 0, [scratch_block] * max_blocks) for table in range(windows.tables)]
+        )
 
     def _write(self, target: torch.Tensor, runs: Sequence[tuple[int, int, list[int]]]) -> None:  # type: ignore[override]
         lengths = [len(values) for _, _, values in runs]

@@ -6,7 +6,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from kvern.device.rows import BatchRows
+from kvern.device.rows import NO_WINDOWS, BatchRows, WindowTables
 from kvern.device.transfer import send
 from kvern.step import Fork, NewRequest
 
@@ -15,9 +15,14 @@ class ListedRows(BatchRows):
     """Rows whose lists are on the device, for kernels that read them by their addresses."""
 
     def __init__(
-        self, slots: int, max_model_len: int, max_blocks: int, device: torch.device, window_tables: int = 0
+        self,
+        slots: int,
+        max_model_len: int,
+        max_blocks: int,
+        device: torch.device,
+        windows: WindowTables = NO_WINDOWS,
     ) -> None:
-        super().__init__(slots, max_model_len, max_blocks, device, window_tables)
+        super().__init__(slots, max_model_len, max_blocks, device, windows)
         self._lists: list[torch.Tensor | None] = [None] * slots
 
     def fork(self, forked: Sequence[Fork]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -10,12 +11,28 @@ from kvern.device.transfer import upload
 from kvern.step import Fork, GrownTable, NewRequest, ScheduledTokens
 
 
+class WindowTables(NamedTuple):
+    """The block tables beside the first one, where layers with a window have `tables` of their own.
+
+    A block of the pool may be several of a layer's: `parts` of one with a window, `whole_parts` of one without. Tables
+    have the number of the first. Where `whole_parts` is above 1, layers without a window have the last table, with the
+    blocks of the first, whose numbers remain the pool's.
+    """
+
+    tables: int = 0
+    parts: int = 1
+    whole_parts: int = 1
+
+
+NO_WINDOWS = WindowTables()
+
+
 class BatchRows:
     """Tensors with a row for each slot; a step reads and advances them in place.
 
     tokens       [slots, max_model_len + 1] int32   prompt, output, and the token sampled last
     block_table  [slots, max_blocks] int32          the KV blocks of the sequence in order
-    window_tables  each [slots, max_blocks] int32   those of layers with a window; what lies behind it means nothing
+    window_tables  each [slots, max_blocks] int32   others, as `WindowTables` says; what a window passed means nothing
     seeds        [slots] int64                      key of the request's random numbers
     top_k        [slots] int64                      0: all
     adapters     [slots] int64                      index of the adapter; -1: none
@@ -28,12 +45,18 @@ class BatchRows:
     """
 
     def __init__(
-        self, slots: int, max_model_len: int, max_blocks: int, device: torch.device, window_tables: int = 0
+        self,
+        slots: int,
+        max_model_len: int,
+        max_blocks: int,
+        device: torch.device,
+        windows: WindowTables = NO_WINDOWS,
     ) -> None:
         self.device = device
         self.tokens = _zeros(slots, max_model_len + 1, torch.int32, device)
-        self._tables = _zeros((1 + window_tables) * slots, max_blocks, torch.int32, device)
-        self.block_table, *self.window_tables = self._tables.view(1 + window_tables, slots, max_blocks).unbind(0)
+        tables = 1 + windows.tables + (windows.whole_parts > 1)
+        self._windows, self._tables = windows, _zeros(tables * slots, max_blocks, torch.int32, device)
+        self.block_table, *self.window_tables = self._tables.view(tables, slots, max_blocks).unbind(0)
         self.num_computed_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
         self._integers = _zeros(7, slots, torch.int64, device)
         self._numbers = _zeros(7, slots, torch.float32, device)
@@ -125,14 +148,22 @@ class BatchRows:
 
     def grow(self, grown: Sequence[tuple[int, int, list[int]]]) -> None:
         """Append blocks to block tables: (slot, index of the first new entry, block ids)."""
-        if grown:
-            self._write(self.block_table, grown)
+        if not grown:
+            return
+        parts, last = self._windows.whole_parts, len(self.window_tables) * len(self.block_table)
+        runs = list(grown)
+        if parts > 1:
+            runs += [(last + slot, first, [block * parts for block in blocks]) for slot, first, blocks in grown]
+        self._write(self._tables, runs)
 
     def grow_windows(self, grown: Sequence[GrownTable]) -> None:
         """Append blocks to block tables of layers with a window."""
         if grown:
-            slots = len(self.block_table)
-            runs = [((1 + item.table) * slots + item.slot, item.first, item.block_ids) for item in grown]
+            slots, parts = len(self.block_table), self._windows.parts
+            runs = [
+                ((1 + item.table) * slots + item.slot, item.first, [block * parts for block in item.block_ids])
+                for item in grown
+            ]
             self._write(self._tables, runs)
 
     def draft(self, drafts: Sequence[tuple[int, int, list[int]]]) -> None:

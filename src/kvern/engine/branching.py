@@ -42,7 +42,7 @@ class Branching:
         for parent, token_id in first.items():
             if parent.state is State.RUNNING:
                 fork = Fork(parent.slot, parent.slot, len(parent.token_ids), token_id, parent.state_index)
-                self._scheduler.forks.add(fork, [])
+                self._scheduler.forks.add(fork)
             self._scheduler.go_on(parent, token_id)
         for member in spare:
             self._retire(member, requests[0])
@@ -60,7 +60,8 @@ class Branching:
             return
         scheduler.enter(child)
         fork = Fork(child.slot, parent.slot, len(parent.token_ids), token_id, child.state_index)
-        scheduler.forks.add(fork, copies)
+        own = [child.block_ids[-1], *(child.windowed[-1] if child.windowed else ())] if copies else []
+        scheduler.forks.add(fork, copies, own)
 
     def _sibling(self, parent: Request) -> Request:
         """One more beam of the same search; it reports nothing of the prompt, which its first beam computes."""

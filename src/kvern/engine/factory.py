@@ -99,7 +99,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
     identity = model_identity(folder, *what, *filter(None, [layout.scales]))
     window = None
     if layout.window_tables:
-        window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens)
+        window = WindowLimits(layout.window, layout.window_tables, layout.max_batch_tokens, layout.positions)
     sizes = layout.blocks, layout.block_size
     apart = STATES_APART if layout.device == "cuda" else 1
     cache = KVCacheManager(*sizes, config.prefix_cache, identity, tier, layout.states, window, apart)

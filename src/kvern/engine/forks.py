@@ -1,5 +1,7 @@
 """Rows that go on behind others: planned when a beam search has chosen, done by the next step before all else."""
 
+from collections.abc import Sequence
+
 from kvern.step import BlockCopy, Fork, GrownTable, SchedulerOutput
 
 
@@ -8,27 +10,27 @@ class PendingForks:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._forks: dict[int, tuple[Fork, list[BlockCopy]]] = {}
+        self._forks: dict[int, tuple[Fork, Sequence[BlockCopy], Sequence[int]]] = {}
 
-    def add(self, fork: Fork, copies: list[BlockCopy]) -> None:
-        """Let a row fork; `copies` are of the head of its last block, one in each block table, or none."""
-        self._forks[fork.slot] = fork, copies
+    def add(self, fork: Fork, copies: Sequence[BlockCopy] = (), blocks: Sequence[int] = ()) -> None:
+        """Let a row fork; its last `blocks`, one in each block table, have heads that are copies, or are shared."""
+        self._forks[fork.slot] = fork, copies, blocks
 
     def cancel(self, slot: int) -> bool:
         """The row's request loses its place; whether what it was forked from has not been copied."""
-        fork, _ = self._forks.pop(slot, (None, []))
+        fork, *_ = self._forks.pop(slot, (None,))
         return fork is not None and fork.source != slot
 
     def tell(self, output: SchedulerOutput) -> None:
         """Let a step that was planned do it."""
         forks = self._forks.values()
-        output.forked = [fork for fork, _ in forks]
-        output.copies[:0] = [copied for _, copies in forks for copied in copies]
-        for fork, copies in forks:
+        output.forked = [fork for fork, _, _ in forks]
+        output.copies[:0] = [copied for _, copies, _ in forks for copied in copies]
+        for fork, _, blocks in forks:
             column = fork.length // self._block_size
-            for table, copied in enumerate(copies, -1):
+            for table, block in enumerate(blocks, -1):
                 if table < 0:
-                    output.grown.append((fork.slot, column, [copied.target]))
+                    output.grown.append((fork.slot, column, [block]))
                 else:
-                    output.grown_windows.append(GrownTable(fork.slot, table, column, [copied.target]))
+                    output.grown_windows.append(GrownTable(fork.slot, table, column, [block]))
         self._forks.clear()

@@ -14,7 +14,7 @@ from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.measurements import Measurements
-from kvern.device.rows import BatchRows
+from kvern.device.rows import NO_WINDOWS, BatchRows
 from kvern.device.timing import time_calls
 from kvern.errors import ConfigError
 from kvern.kernel_list import Inputs
@@ -116,8 +116,16 @@ class KernelParts:
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
-        window, tables = self.groups.window or 0, self.groups.window_tables
-        return Room(room, token_bytes, phases, libraries, state_bytes=state_bytes, window=window, window_tables=tables)
+        return Room(
+            room,
+            token_bytes,
+            phases,
+            libraries,
+            state_bytes=state_bytes,
+            window=self.groups.window or 0,
+            window_tables=self.groups.window_tables,
+            whole=self.groups.whole,
+        )
 
     def runner(self, contents: Contents, layout: Layout) -> DeviceRunner:
         """The runner over a KV cache of this layout, and one more block that pads batches."""
@@ -130,7 +138,8 @@ class KernelParts:
             attention = self._attention(*sizes, dtype, chosen, decoder, eight_bit, groups)
             table = -(-layout.max_model_len // layout.block_size)
             requests, longest = layout.max_batch_requests, layout.max_model_len
-            rows = DeviceRows(requests, longest, table, self._device, layout.blocks, layout.window_tables)
+            windows = NO_WINDOWS if groups is None else groups.windows
+            rows = DeviceRows(requests, longest, table, self._device, layout.blocks, windows)
         states = None
         if layout.states:
             states = DeviceStateMemory(self._spec, layout.states, requests + 1, self._dtype, self._device)

@@ -63,9 +63,9 @@ def left_of_share(free: int, total: int, held: int, share: float | None) -> int:
 
 def bytes_of_token(spec: ModelSpec, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
     """Bytes of a token's keys and values over all layers, and of places in blocks that no layer has."""
-    owners = range(len(spec.attentions)) if groups is None else groups.owners * (1 + groups.window_tables)
-    layers = (spec.attentions[owner] for owner in owners)
-    return sum(layer.stored * layer.kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+    groups = groups or LayerGroups.one_table(spec.attentions)
+    owners = (spec.attentions[owner] for owner in groups.owners)
+    return sum(owner.stored * owner.width for owner in owners) * groups.blocks_of_column * dtype.itemsize
 
 
 def bytes_of_draft(spec: ModelSpec, plan: Plan, groups: LayerGroups) -> int:

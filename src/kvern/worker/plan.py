@@ -29,6 +29,8 @@ LARGEST_HEAD = 512
 """Of the Triton attention: larger heads do not fit into registers."""
 EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
 """By the option's name, the dtypes of a cache that has scales."""
+MOST_POSITIONS = 16
+"""Blocks that are numbered for each that has memory."""
 BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 
@@ -72,7 +74,8 @@ class Room(msgspec.Struct, frozen=True):
 
     States of recurrent layers are to be had there, too: a request's take `state_bytes`.
     `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there. `scales`: a
-    digest of those of a cache in 8 bits. `window`: of layers that have `window_tables` block tables of their own.
+    digest of those of a cache in 8 bits. `window`: of layers that have `window_tables` block tables of their own;
+    `whole`: whether there are others, which keep all tokens.
     """
 
     cache_bytes: int
@@ -83,6 +86,12 @@ class Room(msgspec.Struct, frozen=True):
     state_bytes: int = 0
     window: int = 0
     window_tables: int = 0
+    whole: bool = True
+
+    @property
+    def blocks_of_column(self) -> int:
+        """As of `LayerGroups`."""
+        return self.whole + self.window_tables
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -92,6 +101,7 @@ class Layout(msgspec.Struct, frozen=True):
     layers with a `window` have `window_tables` of their own.
     `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
+    `positions`: as of `WindowLimits`.
     """
 
     max_model_len: int
@@ -109,6 +119,7 @@ class Layout(msgspec.Struct, frozen=True):
     states: int = 0
     window: int = 0
     window_tables: int = 0
+    positions: int = 0
 
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
@@ -181,7 +192,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         longest = reach
     paged = config.kv_cache == "paged"
     block_size = config.block_size if paged else longest
-    blocks = -(-tokens // block_size) * (1 + room.window_tables) if paged else tokens // max(block_size, 1)
+    blocks = -(-tokens // block_size) * room.blocks_of_column if paged else tokens // max(block_size, 1)
     if reach < longest or not blocks:
         raise ConfigError(
             f"the KV cache has room for {reach} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
@@ -204,24 +215,40 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         states=requests * states_each if any(room.state_bytes for room in rooms) else 0,
         window=room.window,
         window_tables=room.window_tables,
+        positions=0 if room.whole else _positions(blocks, -(-longest // block_size), longest / room.window),
     )
 
 
 def longest_fitting(tokens: int, room: Room, plan: Plan, config: EngineConfig) -> int:
     """The longest sequence that fits into the memory of so many tokens of which all layers keep something."""
     held = _held_in_windows(room, plan, config)
-    return tokens if tokens <= held else tokens + (tokens - held) * room.window_tables
+    if tokens <= held:
+        return tokens
+    return tokens + (tokens - held) * room.window_tables if room.whole else max(tokens, plan.max_model_len)
 
 
-def tokens_taken(length: int, room: Room, plan: Plan, config: EngineConfig) -> int:
-    """Of how many tokens, of which all layers keep something, a sequence of this length takes the memory."""
-    held = _held_in_windows(room, plan, config)
-    return length if length <= held else -(-(length + held * room.window_tables) // (1 + room.window_tables))
+def sequences_taken(count: int, length: int, room: Room, plan: Plan, config: EngineConfig) -> int:
+    """Of how many tokens, of which all layers keep something, so many sequences of this length take the memory.
+
+    One of them is at its prompt, where it holds most; the others decode.
+    """
+    tables, most = room.window_tables, min(length, _held_in_windows(room, plan, config))
+    decoding = min(length, room.window + 2 * config.block_size) if tables else 0
+    blocks = count * length * room.whole + (most + (count - 1) * decoding) * tables
+    return -(-blocks // room.blocks_of_column)
 
 
 def _held_in_windows(room: Room, plan: Plan, config: EngineConfig) -> int:
     limits = WindowLimits(room.window, room.window_tables, plan.max_batch_tokens)
     return limits.held_tokens + 3 * config.block_size  # parts of blocks at the ends
+
+
+def _positions(blocks: int, longest: int, windows: float) -> int:
+    """How many blocks are numbered for sequences and nodes that have memory for windows alone.
+
+    What has memory reaches as far as the longest sequence has windows; but nodes take the host's memory.
+    """
+    return max(longest, int(blocks * min(max(windows, 1), MOST_POSITIONS)))
 
 
 def states_of_a_request(config: EngineConfig) -> int:

@@ -15,7 +15,7 @@ from kvern.cpu import sampling as cpu
 from kvern.cpu.library import DTYPES
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.row_lists import ListedRows
-from kvern.device.rows import BatchRows
+from kvern.device.rows import NO_WINDOWS, BatchRows
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
@@ -65,6 +65,7 @@ class TorchParts:
             state_bytes=state_bytes,
             window=self.groups.window or 0,
             window_tables=self.groups.window_tables,
+            whole=self.groups.whole,
         )
 
     def runner(self, contents: Contents, layout: Layout) -> ModelRunner:
@@ -74,7 +75,8 @@ class TorchParts:
         if layout.states:
             states = StateMemory(self._spec, layout.states, slots, getattr(torch, self._plan.dtype), device)
         make_rows = ListedRows if self._compiled else BatchRows
-        rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, layout.window_tables)
+        windows = self.groups.windows if layout.window_tables else NO_WINDOWS
+        rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
         decoder, captured, draft = contents.decoder, None, contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
         if self._compiled and states is None and isinstance(attention, CompiledAttention):

@@ -18,6 +18,7 @@ def choose_groups(config: EngineConfig, spec: ModelSpec, plan: Plan, libraries: 
         "the contiguous cache has one block for each sequence": config.kv_cache != "paged",
         f"the tier {config.kv_tier} keeps blocks of one table": config.kv_tier is not None,
         "states of recurrent layers are kept at other places": bool(spec.recurrent),
+        "a draft model keeps all tokens": config.draft_model is not None and not groups.whole,
         "flashinfer plans for one block table": "flashinfer" in libraries,
         "its kernel does not work": plan.on_device and "windows" not in plan.kernels,
         f"no sequence is longer than the window of {groups.window}": plan.max_model_len <= groups.window,
