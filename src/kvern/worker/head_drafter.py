@@ -11,7 +11,6 @@ which costs some drafts at most. Keys of tokens that were computed while nobody 
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
 from typing import Generic, TypeVar
 
 import torch
@@ -86,20 +85,10 @@ class HeadDrafter(Generic[Batch]):
         assert step.hidden is not None
         device, scheduled, tokens = self._rows.device, step.scheduled, self._rows.tokens
         batch = self._build_batch(scheduled, step.starts)
-        firsts = accumulate((item.count for item in scheduled), initial=0)
-        lost = [0 if step.kept is None else item.sampled for item in scheduled]
-        places = [
-            (place, first + item.count - 1 - lost[place])
-            for place, (item, first) in enumerate(zip(scheduled, firsts, strict=False))
-            if item.sampled and item.guesses
-        ]
-        requests, wanted = upload([*chain(*zip(*(places or [(0, 0)]), strict=True))], torch.int64, device).view(2, -1)
-        if step.kept is not None and places:
-            wanted = wanted + step.kept[requests]
         rows = upload([item.slot for item in scheduled for _ in range(item.count)], torch.int64, device)
         following = tokens[rows, (batch.positions + 1).clamp(max=tokens.shape[1] - 1)].long()
         attend = self._attention.plan(batch)
-        return self._head.forward(following, self._head.enter(step.hidden), batch.positions, attend)[wanted]
+        return self._head.forward(following, self._head.enter(step.hidden), batch.positions, attend)[step.last_kept()]
 
     def _draw(self, states: Tensor, asking: Sequence[ScheduledTokens], slots: Tensor, newest: Tensor) -> Tensor:
         """Draw what follows some states, behind the positions `newest` [N], and let the rows go on with it."""

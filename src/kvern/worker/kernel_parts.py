@@ -26,6 +26,7 @@ from kvern.layers.tuning import tune
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.draft_head import DraftHead
+from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.weighted import WeightedModel
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample.rejection import Drawn
@@ -40,6 +41,7 @@ from kvern.worker.draft_graphs import DraftGraphs
 from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.head_drafter import HeadDrafter
+from kvern.worker.medusa_drafter import MedusaDrafter
 from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
@@ -78,11 +80,8 @@ class KernelParts:
     def prepare(self, decoder: WeightedModel) -> None:
         """Time how to multiply and who attends, or look it up."""
         config, plan, device = self._config, self._plan, self._device
+        self.tune(decoder)
         measurements = Measurements(config.cache_folder, device)
-        if device.type == "cuda":
-            with self._startup.stage("tuning"), torch.inference_mode():
-                timed = tune(decoder, time_calls, measurements.section("linear"))
-                measurements.remember("linear", timed)
         if plan.attention_backend != "torch_sdpa":
             with self._startup.stage("attention"), torch.inference_mode():
                 longest = plan.max_model_len
@@ -93,6 +92,14 @@ class KernelParts:
                 shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest, hopper)
                 self._choice = choose(plan.attention_backend, config, shapes, measurements)
                 self._startup.report(self._choice.table)
+        measurements.save()
+
+    def tune(self, model: WeightedModel) -> None:
+        """Time how to multiply, or look it up."""
+        measurements = Measurements(self._config.cache_folder, self._device)
+        if self._device.type == "cuda":
+            with self._startup.stage("tuning"), torch.inference_mode():
+                measurements.remember("linear", tune(model, time_calls, measurements.section("linear")))
         measurements.save()
 
     def room(self, contents: Contents) -> Room:
@@ -149,17 +156,19 @@ class KernelParts:
             self._verifies(contents),
         )
 
-    def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:
+    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
         """The model or head of these parts as a drafter over another's blocks and rows."""
         assert isinstance(rows, DeviceRows), "the other's steps run elsewhere"
+        drawn = Drawn() if self._config.acceptance == "rejection" else None
+        if isinstance(decoder, MedusaHeads):
+            return MedusaDrafter(decoder, rows, partial(_draw, rows, drawn), drawn)
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
         if isinstance(decoder, DraftHead):
             return HeadDrafter(
-                decoder, attention, rows, partial(_build_batch, rows, layout.block_size), partial(_draw, rows)
+                decoder, attention, rows, partial(_build_batch, rows, layout.block_size), partial(_draw, rows, None)
             )
-        drawn = Drawn() if self._config.acceptance == "rejection" else None
         graphs = None
         if drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda":
             graphs = DraftGraphs(decoder, attention, rows, layout.block_size)
@@ -252,8 +261,16 @@ def _build_batch(
 
 
 def _draw(
-    rows: DeviceRows, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
+    rows: DeviceRows,
+    drawn: Drawn | None,
+    logits: torch.Tensor,
+    slots: Sequence[int],
+    index: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
-    chosen = sample(logits, None, index, positions, rows)
+    if drawn is not None:
+        chosen = drawn.draw(logits, rows, slots, positions)
+    else:
+        chosen = sample(logits, None, index, positions, rows)
     write_sampled(rows.tokens, index, positions, chosen)
     return chosen

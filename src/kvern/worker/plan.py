@@ -73,6 +73,7 @@ class Room(msgspec.Struct, frozen=True):
     States of recurrent layers are to be had there, too: a request's take `state_bytes`.
     `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there. `scales`: a
     digest of those of a cache in 8 bits. `window`: of layers that have `window_tables` block tables of their own.
+    `most_drafts`: of a request in a step, by who guesses on the device; None: it makes any number.
     """
 
     cache_bytes: int
@@ -83,6 +84,7 @@ class Room(msgspec.Struct, frozen=True):
     state_bytes: int = 0
     window: int = 0
     window_tables: int = 0
+    most_drafts: int | None = None
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -92,6 +94,7 @@ class Layout(msgspec.Struct, frozen=True):
     layers with a `window` have `window_tables` of their own.
     `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
+    `most_drafts`: as of a `Room`.
     """
 
     max_model_len: int
@@ -109,6 +112,7 @@ class Layout(msgspec.Struct, frozen=True):
     states: int = 0
     window: int = 0
     window_tables: int = 0
+    most_drafts: int | None = None
 
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
@@ -204,6 +208,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         states=requests * states_each if any(room.state_bytes for room in rooms) else 0,
         window=room.window,
         window_tables=room.window_tables,
+        most_drafts=room.most_drafts,
     )
 
 
