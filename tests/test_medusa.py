@@ -106,7 +106,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"3 missing: heads\.3\.0\.linear\.weight"):
         load_medusa(folder, decoder)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 0}))
-    with pytest.raises(UnsupportedModel, match="medusa_num_heads is 0"):
+    with pytest.raises(UnsupportedModel, match="medusa_num_heads is 0: it must be from 1 to 64"):
+        load_medusa(folder, decoder)
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1}))
+    save_file(stored | {"99999999.0.linear.weight": torch.zeros(48, 48)}, folder / FILE)
+    with pytest.raises(UnsupportedModel, match="files' number of heads is 100000000"):
+        load_medusa(folder, decoder)
+    save_file({"0.0.linear.weight": torch.tensor(1.0), "0.1.weight": torch.tensor(1.0)}, folder / FILE)
+    with pytest.raises(CorruptCheckpoint, match=r"0\.0\.linear\.weight has \[\]"):
         load_medusa(folder, decoder)
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 4, "medusa_num_layers": 2}))
     heads = load_medusa(folder, decoder, load_format="dummy")

@@ -7,6 +7,7 @@
 The first number is the head's, the second that of its layer. Without output layers heads use the model's.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,6 +40,8 @@ _RENAMES = (
     Rename(r"^(?:(\d+)\.\d+|(\d+)\.lm_head|lm_heads\.(\d+))\.(?=weight$)", r"heads.\1\2\3.lm_head."),
     Rename(r"^token_map$", "d2t", _differences),
 )
+MOST = 64
+"""Heads, and layers of each: beyond any that were trained."""
 _OUTPUT = r"(lm_head|token_map|\d\.\d+\.weight)"
 """What is not read where heads use the model's output layer."""
 
@@ -61,11 +64,7 @@ def load_medusa(
 
     Options as those of `load_model`. Raises ModelNotFound, UnsupportedModel or CorruptCheckpoint.
     """
-    config, stored = read_config(folder), None
-    if load_format != "dummy":
-        saved = folder / MEDUSA
-        stored = read_torch_file(saved) if saved.is_file() and not any(folder.glob("*.safetensors")) else None
-        stored = read_headers(folder) if stored is None else stored
+    config, stored = read_config(folder), None if load_format == "dummy" else _stored(folder)
     medusa = read_medusa(config, target.spec, stored)
     ignored = () if medusa.own_output else (_OUTPUT,)
     model = replace(
@@ -74,6 +73,11 @@ def load_medusa(
     linear = stored_methods(config, model, stored or [], unquantized)
     build = replace(target.build, linear=linear)
     return filled_model(lambda model, build: MedusaHeads(medusa, target, model, build), model, build, folder, stored)
+
+
+def _stored(folder: Path) -> list[StoredTensor]:
+    saved = folder / MEDUSA
+    return read_torch_file(saved) if saved.is_file() and not any(folder.glob("*.safetensors")) else read_headers(folder)
 
 
 def read_medusa(config: Config, target: ModelSpec, stored: Sequence[StoredTensor] | None) -> MedusaSpec:
@@ -91,13 +95,13 @@ def read_medusa(config: Config, target: ModelSpec, stored: Sequence[StoredTensor
     named = {llama_name(tensor.name, _RENAMES)[0]: tensor.shape for tensor in stored}
     places = [re.match(r"heads\.(\d+)\.(\d+)\.linear\.", name) for name in named]
     found = [(int(place[1]), int(place[2])) for place in places if place is not None]
-    heads = max([heads, *(head + 1 for head, _ in found)])
-    layers = max([layers, *(layer + 1 for _, layer in found)])
-    outputs = [shape for name, shape in named.items() if name.endswith(".lm_head.weight")]
-    drafted = named["d2t"][0] if "d2t" in named else None
+    heads = _checked("the files' number of heads", max([heads, *(head + 1 for head, _ in found)]))
+    layers = _checked("the files' number of layers", max([layers, *(layer + 1 for _, layer in found)]))
+    outputs = [shape for name, shape in named.items() if name.endswith(".lm_head.weight") and shape]
+    drafted = math.prod(named["d2t"]) if "d2t" in named else None
     own_output = own_output and bool(outputs)
-    width = next((shape[-1] for name, shape in named.items() if name.endswith(".linear.weight")), target.hidden_size)
-    if width != target.hidden_size:
+    width = next((shape[-1] for name, shape in named.items() if name.endswith(".linear.weight") and shape), None)
+    if width is not None and width != target.hidden_size:
         raise UnsupportedModel(
             f"the Medusa heads read states of {width} numbers, and the model's have {target.hidden_size}"
         )
@@ -111,7 +115,10 @@ def read_medusa(config: Config, target: ModelSpec, stored: Sequence[StoredTensor
 
 def _count(config: Config, *names: str) -> int:
     """The first of these that a configuration has. Raises UnsupportedModel."""
-    found = next(((name, config[name]) for name in names if name in config), (names[0], None))
-    if type(found[1]) is not int or found[1] < 1:
-        raise UnsupportedModel(f"{found[0]} is {found[1]!r:.60}: Medusa heads need a number from 1 on")
-    return found[1]
+    return _checked(*next(((name, config[name]) for name in names if name in config), (names[0], None)))
+
+
+def _checked(name: str, count: object) -> int:
+    if type(count) is not int or not 1 <= count <= MOST:
+        raise UnsupportedModel(f"{name} is {count!r:.60}: it must be from 1 to {MOST} for Medusa heads")
+    return count
