@@ -192,3 +192,58 @@ def eagle3_logits(weights: Weights, config: dict[str, Any], states: Tensor) -> T
     all_scores = torch.full((len(states), config["vocab_size"]), float("-inf"))
     all_scores[:, places] = scores
     return all_scores
+
+
+MEDUSA_NAMES = {
+    "authors": ("{head}.{layer}.linear", "{head}.{layers}"),
+    "vllm": ("blocks.{head}.layers.{layer}", "lm_heads.{head}"),
+    "tensorrt": ("medusa_heads.{head}.medusa_layers.{layer}.linear", "medusa_heads.{head}.lm_head"),
+}
+"""What those who write Medusa heads call residual layers and output layers."""
+
+
+def write_medusa(
+    folder: Path, target: Path, *, names: str = "authors", heads: int = 3, layers: int = 1, drafted: int | None = None
+) -> Weights:
+    """Write heads for the model of `target`; their tensors by the authors' names."""
+    model = read_config(target)
+    size, vocabulary = model["hidden_size"], model["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        for layer in range(layers):
+            shapes |= {f"{head}.{layer}.linear.weight": (size, size), f"{head}.{layer}.linear.bias": (size,)}
+        shapes[f"{head}.{layers}.weight"] = (drafted or vocabulary, size)
+    weights = random_weights(shapes)
+    residual, output = MEDUSA_NAMES[names]
+    stored: Weights = {}
+    for name, tensor in weights.items():
+        head, layer, *_ = name.split(".")
+        pattern = residual if "linear" in name else output
+        stored[pattern.format(head=head, layer=layer, layers=layers) + "." + name.rpartition(".")[2]] = tensor
+    if drafted:
+        generator = torch.Generator().manual_seed(5)
+        weights["token_map"] = torch.randperm(vocabulary, generator=generator)[:drafted].sort().values
+        stored["token_map"] = weights["token_map"]
+    config: dict[str, Any] = {"medusa_num_heads": min(heads, 2), "medusa_num_layers": layers}
+    if names == "vllm":
+        config = {"model_type": "medusa", "num_heads": heads, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(stored, folder / "medusa_lm_head.safetensors")
+    return weights
+
+
+def medusa_logits(weights: Weights, states: Tensor, vocabulary: int) -> Tensor:
+    """What heads of the authors' names say behind `states [T, hidden]`: `[T, heads, vocabulary]` float64."""
+    own = {name: tensor.double() for name, tensor in weights.items()}
+    heads = 1 + max(int(name.split(".")[0]) for name in weights if name[0].isdigit())
+    found = torch.full((len(states), heads, vocabulary), float("-inf"), dtype=torch.float64)
+    for head in range(heads):
+        hidden, layer = states.double(), 0
+        while f"{head}.{layer}.linear.weight" in own:
+            place = f"{head}.{layer}.linear"
+            hidden = hidden + silu(linear(hidden, own[f"{place}.weight"], own[f"{place}.bias"]))
+            layer += 1
+        scores = linear(hidden, own[f"{head}.{layer}.weight"])
+        found[:, head, weights.get("token_map", torch.arange(vocabulary))] = scores
+    return found

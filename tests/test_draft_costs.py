@@ -51,6 +51,17 @@ def test_one_request_finds_out_what_rows_take() -> None:
     assert [wanted(request) for request in requests(2)] == [3, 0]
 
 
+def test_a_drafter_that_makes_a_few_is_asked_for_no_more() -> None:
+    """And what they cost is found out behind as many."""
+    (request,), costs, wanted = requests(1), DraftCosts(8, 2), list[int]()
+    for rows in (1, 1, 1, 1, 3, 3, 3, 3):
+        wanted.append(costs.wanted(1)(request))
+        costs.learn([ScheduledTokens(0, 9, rows, rows)], float(rows), 0.0)
+        costs.verified(0, True)
+    assert wanted == [0] * 4 + [2] * 4
+    assert costs.wanted(1)(request) == 0
+
+
 def test_a_long_prompt_is_made_up_for_only_if_answers_are_long() -> None:
     (request,) = requests(1, prompt=20_000)
     costs = learnt(10.0, 0.1, 0.1, 4, 1)

@@ -13,12 +13,15 @@ from kvern.models.loader import load_model, read_config
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.head_drafter import HeadDrafter
 from kvern.worker.head_graphs import HeadGraphs, HeadSteps
-from tests.draft_heads import add_prediction, write_eagle
+from tests.draft_heads import add_prediction, write_eagle, write_medusa
 from tests.families import make_checkpoint
 from tests.kernels.test_device_engine import OPTIONS, WITH_STATES
 from tests.kernels.test_verify_graphs import Recorded
 from tests.test_head_drafting import drafting, eagle3_drafts
+from tests.test_medusa import medusa_drafts
 from tests.tiny_model import make_tiny_model
+
+PROMPTS = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
 
 pytestmark = pytest.mark.usefixtures("few_products")
 
@@ -54,12 +57,11 @@ def test_eagle3_with_two_steps_in_flight(
     weights = write_eagle(tmp_path / "head", target, drafted=150)
     config, decoder = read_config(tmp_path / "head"), load_model(target)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompts = [[5, 9, 17, 33, 2, 81], [7, 9, 17, 33, 2, 80, *range(40, 60)]]
-    expected = LLM(str(target), device="cpu", **OPTIONS).generate(prompts, params)
+    expected = LLM(str(target), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(target, draft_model=str(tmp_path / "head"), cuda_graphs=captured, **OPTIONS)
     graphs = record(llm, monkeypatch) if captured and not torch.cuda.is_available() else None
     with drafting(llm, 2) as found:
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(PROMPTS, params)
     assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in expected]
     early = [(text, drafts) for text, drafts in found if len(drafts) == 2]  # later ones are not asked behind each step
     assert len(early) > 6
@@ -102,3 +104,19 @@ def test_graphs_of_the_models_own_layer_draft_as_a_cpu_does(
     both = drafts[0].keys() & drafts[1].keys()
     assert len(both) > 2
     assert [drafts[0][text] for text in both] == [drafts[1][text] for text in both]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@torch.inference_mode()
+def test_medusa_with_two_steps_in_flight(acceptance: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
+    target = make_tiny_model(tmp_path / "target")
+    weights, decoder = write_medusa(tmp_path / "heads", target), load_model(target)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = LLM(str(target), device="cpu", **OPTIONS).generate(PROMPTS, params)
+    llm = on_device(target, draft_model=str(tmp_path / "heads"), acceptance=acceptance, **OPTIONS)
+    with drafting(llm, 3) as found:
+        outputs = llm.generate(PROMPTS, params)
+    assert [item.outputs[0].token_ids for item in outputs] == [item.outputs[0].token_ids for item in expected]
+    assert len(found) > 6
+    assert all(drafts == medusa_drafts(decoder, weights, text, len(drafts)) for text, drafts in found)

@@ -170,7 +170,7 @@ class Speculation(Refused):
             return [("proposer", method)]
         if method.endswith("mtp"):
             return [("draft_model", "mtp")]
-        if model and method in ("", "draft_model", "eagle", "eagle3"):
+        if model and method in ("", "draft_model", "eagle", "eagle3", "medusa"):
             return [("draft_model", model)]
         return super().options(values, on)
 

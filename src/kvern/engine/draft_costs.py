@@ -74,10 +74,10 @@ class LeastTimes:
 
 
 class DraftCosts:
-    """Of a drafter beside a model; no step with drafts has more than `most_rows`."""
+    """Of a drafter beside a model: up to `most` drafts of a request; no step with drafts has more than `most_rows`."""
 
-    def __init__(self, most_rows: int) -> None:
-        self._most_rows = most_rows
+    def __init__(self, most_rows: int, most: int = MOST) -> None:
+        self._most_rows, self._most = most_rows, most
         self._steps, self._passes = LeastTimes(), LeastTimes()
         self._right, self._wrong = 2.0, 1.0
         self._length, self._seconds, self._probed = 64.0, 0.0, 0.0
@@ -108,7 +108,7 @@ class DraftCosts:
     def wanted(self, running: int) -> Wanted:
         """How many drafts each of so many requests should get."""
         steps, explored = self._steps, 0
-        most = min(MOST, self._most_rows // running - 1)
+        most = min(self._most, self._most_rows // running - 1)
         if most < 1 or not steps.largest:
             return lambda request: 0
         plain, one_pass = steps.of(running), self._passes.of(running) if self._passes.largest else 0.0

@@ -115,10 +115,16 @@ class Drafting:
         clock: Callable[[], float] = time.perf_counter,
         *,
         device: str | None = None,
+        most: int | None = None,
     ) -> None:
-        """`device`: "cpu" or "cuda", where it guesses, and no proposer, but for what clients have predicted."""
+        """`device`: "cpu" or "cuda", where it guesses, and no proposer, but for what clients have predicted.
+
+        `most`: drafts of a request that it makes there in a step; None: any number.
+        """
         self._proposer = proposer
-        self._costs = None if device is None else DraftCosts(MOST_ROWS[device])
+        self._costs = (
+            None if device is None else DraftCosts(MOST_ROWS[device], MOST if most is None else min(MOST, most))
+        )
         self._predictions = PredictionProposer()
         self._predicted: WeakSet[Request] = WeakSet()
         """Requests whose drafts are of their predictions."""

@@ -69,7 +69,7 @@ def build_core(
     if config.speculation != "off":
         proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
         device = layout.device if proposer is None and draft is not None else None
-        drafting = Drafting(proposer, spec.vocab_size, device=device)
+        drafting = Drafting(proposer, spec.vocab_size, device=device, most=layout.most_drafts)
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)

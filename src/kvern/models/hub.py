@@ -13,7 +13,9 @@ from kvern.models.gguf.files import choose
 EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 WEIGHTS = "*.safetensors"
 GGUF = "*.gguf"
-NEEDED_FILES = (WEIGHTS, "*.json", "tokenizer*", "*.jinja")
+MEDUSA = "medusa_lm_head.pt"
+"""What the authors of Medusa save heads as."""
+NEEDED_FILES = (WEIGHTS, MEDUSA, "*.json", "tokenizer*", "*.jinja")
 OTHER_FORMATS = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors", "consolidated*")
 
 
@@ -66,7 +68,7 @@ def resolve_model(
         )
     repository, _, ending = name.partition(":")
     path = Path("") if ending else _download(repository, revision, token, offline, cache_folder, weights)
-    if ending or (weights and not any(path.glob(WEIGHTS))):
+    if ending or (weights and not any(path.glob(WEIGHTS)) and not (path / MEDUSA).is_file()):
         return _download_gguf(repository, ending, revision, token, offline, cache_folder)
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"model {name!r} has no config.json on the hub: kvern cannot tell what it is")
@@ -128,7 +130,7 @@ def _download(
             cache_dir=cache_folder,
             local_files_only=offline,
             allow_patterns=list(files or NEEDED_FILES),
-            ignore_patterns=None if files else [*OTHER_FORMATS, *([] if weights else [WEIGHTS])],
+            ignore_patterns=None if files else [*OTHER_FORMATS, *([] if weights else [WEIGHTS, MEDUSA])],
         )
     except Exception as error:  # the hub's client raises the errors of its HTTP library, which share no base class
         raise ModelNotFound(_explain(error, repository, revision, offline)) from error

@@ -12,6 +12,7 @@ from kvern.device.rows import BatchRows
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.draft_head import DraftHead
+from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.weighted import WeightedModel
 from kvern.step import SchedulerOutput, StepResult
 from kvern.structured.masks import GrammarRows
@@ -23,9 +24,9 @@ from kvern.worker.processor_rows import ProcessorRows
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model or head, and how its steps run."""
+    """What guesses beside the model, and how its steps run; Medusa heads run by the model's own parts."""
 
-    decoder: Decoder | DraftHead
+    decoder: Decoder | DraftHead | MedusaHeads
     parts: "Parts"
 
 
@@ -83,6 +84,10 @@ class Parts(Protocol):
         """Choose what fits these weights and this device best."""
         ...
 
+    def tune(self, model: WeightedModel) -> None:
+        """The same of how weights are multiplied alone: `prepare` does it, too."""
+        ...
+
     def room(self, contents: Contents) -> Room:
         """What the device has left beside weights and the largest steps."""
         ...
@@ -91,6 +96,9 @@ class Parts(Protocol):
         """The runner over a KV cache of this layout."""
         ...
 
-    def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:
-        """A drafter of these parts' model or head, with a cache over the blocks of the layout, which is another's."""
+    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
+        """A drafter of these parts' model or head, with a cache over the blocks of the layout, which is another's.
+
+        Medusa heads have no cache.
+        """
         ...

@@ -11,10 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from kvern.device.transfer import upload
 from kvern.models.decoder import LayerInputs
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens, SchedulerOutput
@@ -47,6 +49,18 @@ class ComputedStep:
     kept: torch.Tensor | None
     hidden: torch.Tensor | None
     read: bool = False
+
+    def last_kept(self) -> torch.Tensor:
+        """The last token that is kept of each entry that asks for drafts: indices `[A]` int64 of the T tokens."""
+        firsts = accumulate((item.count for item in self.scheduled), initial=0)
+        places = [
+            (place, first + item.count - 1 - (0 if self.kept is None else item.sampled))
+            for place, (item, first) in enumerate(zip(self.scheduled, firsts, strict=False))
+            if item.sampled and item.guesses
+        ]
+        sent = upload([*chain(*zip(*places, strict=True))], torch.int64, self.starts.device).view(2, len(places))
+        requests, last = sent.unbind()
+        return last if self.kept is None else last + self.kept[requests]
 
 
 class StepReader(Protocol):

@@ -11,7 +11,6 @@ which costs some drafts at most. Keys of tokens that decodes computed while nobo
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -98,19 +97,7 @@ class HeadDrafter(Generic[Batch]):
     def _read(self, step: ComputedStep) -> Tensor:
         """Read a step's tokens: the states `[N, hidden]` behind the last that is kept of each that asks for drafts."""
         assert step.hidden is not None
-        scheduled = step.scheduled
-        firsts = accumulate((item.count for item in scheduled), initial=0)
-        lost = [0 if step.kept is None else item.sampled for item in scheduled]
-        places = [
-            (place, first + item.count - 1 - lost[place])
-            for place, (item, first) in enumerate(zip(scheduled, firsts, strict=False))
-            if item.sampled and item.guesses
-        ]
-        numbers = [*chain(*zip(*(places or [(0, 0)]), strict=True))]
-        requests, wanted = upload(numbers, torch.int64, self._rows.device).view(2, -1)
-        if step.kept is not None and places:
-            wanted = wanted + step.kept[requests]
-        return self._forward(scheduled, step.starts, step.hidden, told=True)[wanted]
+        return self._forward(step.scheduled, step.starts, step.hidden, told=True)[step.last_kept()]
 
     def _forward(self, scheduled: Sequence[ScheduledTokens], starts: Tensor, states: Tensor, *, told: bool) -> Tensor:
         """What `states` [T] and the tokens behind those scheduled lead to, `[T, hidden]`; `told`: by the model."""

@@ -26,6 +26,7 @@ from kvern.layers.tuning import tune
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.draft_head import DraftHead
+from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.weighted import WeightedModel
 from kvern.request import PromptInput, RequestSpec
 from kvern.sample.rejection import Drawn
@@ -41,6 +42,7 @@ from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.head_drafter import HeadDrafter
 from kvern.worker.head_graphs import HeadGraphs, HeadSteps
+from kvern.worker.medusa_drafter import MedusaDrafter
 from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
@@ -79,11 +81,8 @@ class KernelParts:
     def prepare(self, decoder: WeightedModel) -> None:
         """Time how to multiply and who attends, or look it up."""
         config, plan, device = self._config, self._plan, self._device
+        self.tune(decoder)
         measurements = Measurements(config.cache_folder, device)
-        if device.type == "cuda":
-            with self._startup.stage("tuning"), torch.inference_mode():
-                timed = tune(decoder, time_calls, measurements.section("linear"))
-                measurements.remember("linear", timed)
         if plan.attention_backend != "torch_sdpa":
             with self._startup.stage("attention"), torch.inference_mode():
                 longest = plan.max_model_len
@@ -94,6 +93,14 @@ class KernelParts:
                 shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest, hopper)
                 self._choice = choose(plan.attention_backend, config, shapes, measurements)
                 self._startup.report(self._choice.table)
+        measurements.save()
+
+    def tune(self, model: WeightedModel) -> None:
+        """Time how to multiply, or look it up."""
+        measurements = Measurements(self._config.cache_folder, self._device)
+        if self._device.type == "cuda":
+            with self._startup.stage("tuning"), torch.inference_mode():
+                measurements.remember("linear", tune(model, time_calls, measurements.section("linear")))
         measurements.save()
 
     def room(self, contents: Contents) -> Room:
@@ -159,9 +166,12 @@ class KernelParts:
             self._verifies(contents),
         )
 
-    def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:
+    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
         """The model or head of these parts as a drafter over another's blocks and rows."""
         assert isinstance(rows, DeviceRows), "the other's steps run elsewhere"
+        drawn = Drawn() if self._config.acceptance == "rejection" else None
+        if isinstance(decoder, MedusaHeads):
+            return MedusaDrafter(decoder, rows, partial(_draw, rows, drawn), drawn)
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(layout.blocks + 1, layout.block_size, dtype, chosen, decoder, None)
@@ -170,9 +180,8 @@ class KernelParts:
         if isinstance(decoder, DraftHead):
             graphs = HeadGraphs(HeadSteps(decoder, attention, rows, size), rows) if captures else None
             return HeadDrafter(
-                decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, rows), graphs
+                decoder, attention, rows, partial(_build_batch, rows, size), partial(_draw, rows, None), graphs
             )
-        drawn = Drawn() if self._config.acceptance == "rejection" else None
         steps = ModelSteps(decoder, attention, rows, size)
         model_graphs = DraftGraphs(steps, rows) if captures and drawn is None else None
         return DeviceDraftModel(decoder, attention, rows, size, layout.max_batch_tokens, model_graphs, drawn)
@@ -264,7 +273,15 @@ def _build_batch(
 
 
 def _draw(
-    rows: DeviceRows, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
+    rows: DeviceRows,
+    drawn: Drawn | None,
+    logits: torch.Tensor,
+    slots: Sequence[int],
+    index: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
-    chosen = sample(logits, None, index, positions, rows)
+    if drawn is not None:
+        chosen = drawn.draw(logits, rows, slots, positions)
+    else:
+        chosen = sample(logits, None, index, positions, rows)
     write_sampled(rows.tokens, index, positions, chosen)

@@ -20,6 +20,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.draft_head import DraftHead
+from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.weighted import WeightedModel
 from kvern.sample.rejection import Drawn
 from kvern.step import ScheduledTokens
@@ -30,6 +31,7 @@ from kvern.worker.contents import Contents
 from kvern.worker.draft_model import DraftModel
 from kvern.worker.drafter import Drafter
 from kvern.worker.head_drafter import HeadDrafter
+from kvern.worker.medusa_drafter import MedusaDrafter
 from kvern.worker.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
 from kvern.worker.needs import Needs
 from kvern.worker.plan import Layout, Plan, Room
@@ -51,6 +53,9 @@ class TorchParts:
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 
     def prepare(self, decoder: WeightedModel) -> None:
+        """Nothing is chosen."""
+
+    def tune(self, model: WeightedModel) -> None:
         """Nothing is chosen."""
 
     def room(self, contents: Contents) -> Room:
@@ -96,20 +101,22 @@ class TorchParts:
             drafter,
         )
 
-    def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:
+    def drafter(self, decoder: Decoder | DraftHead | MedusaHeads, layout: Layout, rows: BatchRows) -> Drafter:
         """The model or head of these parts as a drafter over another's blocks and rows."""
+        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
+        drawn = Drawn() if self._rejection else None
+        if isinstance(decoder, MedusaHeads):
+            return MedusaDrafter(decoder, rows, partial(_draw, sampling, rows, drawn), drawn)
         layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
         attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
-        sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
         if isinstance(decoder, DraftHead):
-            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
+            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling, rows, None)
             head = None
             if self._compiled and isinstance(attention, CompiledAttention):
                 head = CapturedHead(decoder, attention, rows, size)
             return HeadDrafter(decoder, attention, rows, build, draw, captured=head)
         if self._compiled and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size)
-        drawn = Drawn() if self._rejection else None
         return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
 
     def _attention(
@@ -137,7 +144,16 @@ def _build_batch(
 
 
 def _draw(
-    sampling: Sampling, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
+    sampling: Sampling,
+    rows: BatchRows,
+    drawn: Drawn | None,
+    logits: torch.Tensor,
+    slots: Sequence[int],
+    index: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
-    chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
+    if drawn is not None:
+        chosen = drawn.draw(logits, rows, slots, positions)
+    else:
+        chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
     sampling.write(index, positions, chosen)

@@ -29,6 +29,8 @@ from kvern.models.draft import OWN_LAYER, read_draft
 from kvern.models.draft_formats import is_draft_head, load_draft_head
 from kvern.models.implementation import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, read_config, stored_methods
+from kvern.models.medusa_formats import is_medusa, load_medusa
+from kvern.models.medusa_heads import MedusaHeads
 from kvern.models.weighted import WeightedModel
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
@@ -155,9 +157,14 @@ class Worker:
     def _room(self) -> Room:
         room = self._parts.room(self._contents)
         self._startup.report(report(self._parts.groups))
+        draft = self._contents.draft
+        if draft is not None and isinstance(draft.decoder, MedusaHeads):
+            return msgspec.structs.replace(room, most_drafts=draft.decoder.count)
         return room
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
+        if self._config.draft_model != OWN_LAYER and is_medusa(folder):
+            return self._load_medusa(folder, model)
         if self._config.draft_model == OWN_LAYER or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
             return self._load_head(folder, plan, model)
         spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
@@ -166,14 +173,23 @@ class Worker:
         parts.prepare(decoder)
         return Draft(decoder, parts)
 
+    def _load_medusa(self, folder: Path, model: LanguageModel) -> Draft:
+        with self._startup.stage("weights"):
+            heads = load_medusa(
+                folder,
+                _with_states(model, folder),
+                load_format=self._config.load_format,
+                unquantized=self._parts.unquantized,
+            )
+        self._parts.tune(heads)
+        return Draft(heads, self._parts)
+
     def _load_head(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
-        if not isinstance(model, Decoder):
-            raise ConfigError(f"draft_model {str(folder)!r} is a head: it reads states of models that kvern computes")
         config = self._config
         with self._startup.stage("weights"):
             head = load_draft_head(
                 folder,
-                model,
+                _with_states(model, folder),
                 load_format=config.load_format,
                 unquantized=self._parts.unquantized,
                 quantization=config.quantization if folder == self._folder else None,
@@ -262,6 +278,13 @@ class Worker:
         pinned = self._device.type == "cuda"
         self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned)
         return Adapters(bank, self._store)
+
+
+def _with_states(model: LanguageModel, head: Path) -> Decoder:
+    """A model whose states a head can read. Raises ConfigError."""
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"draft_model {str(head)!r} is a head: it reads states of models that kvern computes")
+    return model
 
 
 def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> None:
