@@ -96,8 +96,8 @@ class DrawingDrafter(Drafter, Protocol):
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none."""
 
-    def __init__(self, drafter: Drafter | None) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._drafter, self.clock = drafter, clock
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.inputs = None if drafter is None else drafter.inputs
         self.seconds = 0.0
@@ -124,10 +124,10 @@ class GuardedDrafter:
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does, for a step behind which something is to be guessed."""
-        begun = time.perf_counter()
+        begun = self.clock()
         if self._drafter is not None and self.is_asked(step.scheduled):
             self._attempt(self._drafter.draft, step)
-        self.seconds = time.perf_counter() - begun
+        self.seconds = self.clock() - begun
 
     def _attempt(self, call: Callable[[Asked], None], asked: Asked) -> None:
         try:
