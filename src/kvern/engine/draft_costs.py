@@ -58,6 +58,8 @@ RESTED = 16
 """Steps in which nobody is asked behind one in which nobody got any: beside a small model to ask takes time, too."""
 LOOKED_AT = 8
 """Of steps while nobody gets any, one in so many is learnt from."""
+LARGEST_FIRST_LOSS = 2
+"""What the first step of its size may draw from the balance, in the same: what it makes is made once."""
 LONGEST = 5.0
 """Times what was expected: of a step that took longer, something else held up the rest."""
 
@@ -70,13 +72,19 @@ class LeastTimes:
         self._visits: dict[int, int] = {}
         self._known: list[int] = []
 
-    def add(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+    def add(self, rows: int, seconds: float) -> bool:
+        """A step of so many rows took so long; whether it is the first of its size, which makes what the others need."""
         visits = self._visits[rows] = self._visits.get(rows, 0) + 1
         if visits > 1:
             self._least[rows] = min(seconds, FORGOTTEN * self._least.get(rows, math.inf))
         if visits == VISITS:
             insort(self._known, rows)
+        return visits == 1
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was any step."""
+        return bool(self._visits)
 
     @property
     def largest(self) -> int:
@@ -157,13 +165,14 @@ class DraftCosts:
 
     def learn(self, step: TimedStep) -> None:
         """A step has ended."""
+        is_first = step.drafting > 0 and not self._passes.seen
         if not step.has_prompts:
             times = self._verifying if step.drafts else self._plain
-            times.add(step.rows, step.seconds - step.drafting)
+            is_first = times.add(step.rows, step.seconds - step.drafting) or is_first
         guessed = [item for item in step.guessed if item.guesses]
         if guessed and all(item.sampled > 1 for item in guessed):
             most = max(item.guesses for item in guessed)
-            self._passes.add(len(guessed), step.drafting / most)
+            is_first = self._passes.add(len(guessed), step.drafting / most) or is_first
         elif sum(item.count for item in guessed) > SHORT:
             caught_up = step.drafting / sum(item.count for item in guessed)
             self._caught_up = min(caught_up, FORGOTTEN * self._caught_up)
@@ -177,8 +186,11 @@ class DraftCosts:
         if self._balance is None:
             self._balance = FIRST_BALANCE * self._plain.of(self._plain.largest)
         else:
-            largest = LARGEST_BALANCE * self._plain.of(max(1, step.decodes))
-            self._balance = min(self._balance + self._gained(step), max(self._balance, largest))
+            plain, gained = self._plain.of(max(1, step.decodes)), self._gained(step)
+            if is_first:
+                gained = max(gained, -LARGEST_FIRST_LOSS * plain)
+            gained -= step.proposing
+            self._balance = min(self._balance + gained, max(self._balance, LARGEST_BALANCE * plain))
 
     def _gained(self, step: TimedStep) -> float:
         """Seconds that a step took less than its tokens would have taken without drafts, and those that it may lose."""
@@ -189,7 +201,7 @@ class DraftCosts:
             # Rows of prompts take time, each of them.
             without = without * (1 - step.drafts / step.rows) if step.has_prompts else plain
             without += step.right * plain / step.decodes
-        return (1 + ALLOWED) * without - took - step.proposing
+        return (1 + ALLOWED) * without - took
 
     def verified(self, right: int, wrong: bool) -> None:
         """Of a request's drafts so many were right, and the one behind them was not."""
@@ -241,7 +253,7 @@ class DraftCosts:
             count, rate = self._best(request, costs)
             if not count:
                 is_due = request.output_length % PROBED >= PROBED - RESTED or self._since_drafts >= PROBED
-                return int(is_due and behind <= SHORT and LEAST_GAIN * costs[1] < 2)
+                return int(is_due and behind <= SHORT and len(costs) > 1 and LEAST_GAIN * costs[1] < 2)
             left = max(min(self._length, request.max_tokens) - request.output_length, self._length / 4)
             return count if catching_up < left * plain / running * (1 - 1 / rate) else 0
 
