@@ -117,7 +117,7 @@ GUESSING: dict[str, dict[str, Any]] = {
     "proposer": {"asked": 0.02},
     "seldom": {"asked": 0.3, "share": 0.1},
     "device": {"one_pass": 0.5},
-    "slow": {"one_pass": 1.5, "first": 3.0},
+    "slow": {"one_pass": 1.5, "first": 2.0},
 }
 
 

@@ -50,7 +50,7 @@ SHORT = 32
 """Tokens that are caught up with in any case."""
 PROBED = 64
 """Tokens after which a request whose drafts were not worth it gets one again."""
-ALLOWED = 0.01
+ALLOWED = 0.008
 """Share of the time that drafts may lose in the long run."""
 FIRST_BALANCE, LARGEST_BALANCE = 12, 256
 """What they may lose in addition, at first and behind what they have gained: as steps without drafts take."""
@@ -73,7 +73,7 @@ class LeastTimes:
         self._known: list[int] = []
 
     def add(self, rows: int, seconds: float) -> bool:
-        """A step of so many rows took so long; whether it is the first of its size, which makes what the others need."""
+        """A step of so many rows took so long; whether it is the first of its size, which takes longer."""
         visits = self._visits[rows] = self._visits.get(rows, 0) + 1
         if visits > 1:
             self._least[rows] = min(seconds, FORGOTTEN * self._least.get(rows, math.inf))
