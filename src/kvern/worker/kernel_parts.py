@@ -36,7 +36,7 @@ from kvern.worker.contents import Contents
 from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.draft_graphs import DraftGraphs
+from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, padded_rows
 from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.head_drafter import HeadDrafter
@@ -44,6 +44,7 @@ from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
     bytes_of_draft,
+    bytes_of_drafting,
     bytes_of_state,
     bytes_of_token,
     cache_bytes,
@@ -112,6 +113,8 @@ class KernelParts:
                     f"that is left beside the weights {error}: lower max_batch_tokens or max_batch_requests, raise "
                     "gpu_memory_share, or free memory"
                 ) from error
+            if contents.draft is not None and isinstance(contents.draft.decoder, Decoder):
+                graphs += self._drafting_bytes(contents.draft.decoder)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
@@ -164,6 +167,13 @@ class KernelParts:
         if drawn is None and self._config.cuda_graphs and attention.captures and self._device.type == "cuda":
             graphs = DraftGraphs(decoder, attention, rows, layout.block_size)
         return DeviceDraftModel(decoder, attention, rows, layout.block_size, layout.max_batch_tokens, graphs, drawn)
+
+    def _drafting_bytes(self, draft: Decoder) -> int:
+        """What the steps of a draft model take beside those of the model."""
+        rows = padded_rows(min(self._plan.max_batch_requests, MOST_ROWS))
+        graphs = 2 * rows.bit_length() if self._config.cuda_graphs else 0
+        drawn = MOST_ROWS if self._config.acceptance == "rejection" else 0
+        return bytes_of_drafting(draft.spec, self._dtype.itemsize, rows, graphs, drawn)
 
     def _verifies(self, contents: Contents) -> bool:
         """Whether somebody guesses."""
