@@ -91,6 +91,7 @@ class Drafting:
     def forget(self) -> None:
         """Steps in flight are abandoned."""
         self._begun.clear()
+        self._guessed = ()
 
     def ended(
         self,

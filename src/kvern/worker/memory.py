@@ -75,8 +75,8 @@ def bytes_of_draft(spec: ModelSpec, plan: Plan, groups: LayerGroups) -> int:
 def bytes_of_drafting(spec: ModelSpec, itemsize: int, rows: int, graphs: int, drawn: int) -> int:
     """Bytes that a draft model takes on a GPU beside the model's steps, with activations of `itemsize` bytes.
 
-    Either `graphs` and the scores of their `rows`, and these again as float32 while they are sampled from; or, of `drawn`
-    drafts, what each was drawn from, and three times as much while they are verified, all of it float32.
+    Either `graphs` and the scores of their `rows`, also as float32. Or, of `drawn` drafts, what each was drawn from and
+    three times as much while they are verified, all of it float32.
     """
     if drawn:
         return 4 * 4 * drawn * spec.vocab_size
