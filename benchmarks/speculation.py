@@ -1,6 +1,7 @@
 """Answers with guesses at them and without, by engines in turn: tokens a second, and how many guesses were right.
 
     python benchmarks/speculation.py --proposer ngram suffix --task copy template story
+    python benchmarks/speculation.py --draft-model kvern-1m --task chat --temperature 0 1
 
 Tasks, as far as the embedded model can do them:
 
@@ -10,20 +11,23 @@ Tasks, as far as the embedded model can do them:
     template    the same, of a few people again and again
     story       tales of all kinds, in which nothing repeats
     predicted   tales, whose clients predict them but for every 20th token
+    chat        tales, sums, lists and facts, in turn
 
-Times are the processor's, also those from which engines learn what a draft costs: other programs do not count.
+On a CPU times are the processor's, also those from which engines learn what a draft costs: other programs do not count.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from kvern import LLM, RequestOutput, SamplingParams
-from kvern.engine.core import EngineCore
 from kvern.observe.drafts import DraftFigures
 
 PLAIN = "none"
@@ -43,6 +47,7 @@ class Tasks:
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self._llm, self._params = llm, params
         self._dice = random.Random(0)
+        self._asked = 0
 
     def draw(self, task: str, count: int) -> Asked:
         """So many prompts with predictions."""
@@ -70,6 +75,16 @@ class Tasks:
         for place in range(10, len(tale), 20):
             tale[place] = self._dice.randrange(300, 2000)
         return prompt, tale
+
+    def chat(self) -> tuple[list[int], list[int]]:
+        self._asked += 1
+        return [self._sum, self.story, self._list, self.extract][self._asked % 4]()
+
+    def _sum(self) -> tuple[list[int], list[int]]:
+        return self._chat(f"What is {self._dice.randrange(100)} plus {self._dice.randrange(100)}?"), []
+
+    def _list(self) -> tuple[list[int], list[int]]:
+        return self._chat(f"List {self._dice.randrange(3, 8)} things that a {self._dice.choice(TRADES)} needs."), []
 
     def _extract(self, names: Sequence[str], cities: Sequence[str], trades: Sequence[str]) -> list[int]:
         choose = self._dice.choice
@@ -101,62 +116,84 @@ def answered(llm: LLM, asked: Asked, params: SamplingParams, seed: int) -> Itera
     yield from outputs
 
 
+def engines(arguments: argparse.Namespace) -> dict[str, LLM]:
+    """By who guesses in them, all of the same model."""
+    guessing: dict[str, dict[str, Any]] = {name: {"proposer": name} for name in arguments.proposer}
+    guessing |= {name: {"draft_model": name} for name in arguments.draft_model}
+    common: dict[str, Any] = {"threads": arguments.threads, "max_model_len": 1024}
+    common |= {"max_batch_requests": max(arguments.requests), "load_format": arguments.load_format}
+    return {
+        name: LLM(arguments.model, **common, **options)
+        for name, options in (guessing | {PLAIN: {"speculation": "off"}}).items()
+    }
+
+
+def use_clock(llm: LLM, clock: Callable[[], float]) -> None:
+    """Have an engine learn from this clock what drafts cost."""
+    core: Any = llm._engine.core
+    if core.drafting is not None:
+        core.drafting._clock = clock
+        core.executor._worker.runner._drafter.clock = clock
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or Hugging Face id; the embedded model if left out")
-    parser.add_argument("--proposer", nargs="+", default=["ngram"])
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--proposer", nargs="+", default=[])
+    parser.add_argument("--draft-model", nargs="+", default=[], help="folders, Hugging Face ids, or embedded models")
     parser.add_argument("--task", nargs="+", default=["run"])
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     arguments = parser.parse_args()
-    options: dict[str, Any] = {"threads": arguments.threads, "max_model_len": 1024}
-    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.output)
-    for count in arguments.requests:
-        for task in arguments.task:
-            params = params.replace(ignore_eos=task in ENDLESS)
-            llms = {name: LLM(arguments.model, proposer=name, **options) for name in arguments.proposer}
-            llms[PLAIN] = LLM(arguments.model, speculation="off", **options)
-            for llm in llms.values():
-                core = llm._engine.core
-                if isinstance(core, EngineCore) and core.drafting is not None:
-                    core.drafting._clock = time.process_time
-            tasks = Tasks(llms[PLAIN], params)
-            before = {name: copy.copy(llm.statistics()) for name, llm in llms.items()}
-            rates: dict[str, list[float]] = {name: [] for name in llms}
-            same = True
-            for turn in range(arguments.rounds + 1):
-                asked = tasks.draw(task, count)
-                answers = []
-                for name, llm in llms.items():
-                    unpredicted: Asked = [(prompt, []) for prompt, _ in asked]
-                    start = time.process_time()
-                    outputs = answered(llm, unpredicted if name == PLAIN else asked, params, turn * count)
-                    answers.append([output.outputs[0].token_ids for output in outputs])
-                    seconds = time.process_time() - start
-                    if turn:
-                        rates[name].append(sum(map(len, answers[-1])) / seconds)
-                same = same and all(answer == answers[0] for answer in answers)
-            for name in arguments.proposer:
-                figures = DraftFigures.between(before[name], llms[name].statistics())
-                ratios = sorted(mine / plain for mine, plain in zip(rates[name], rates[PLAIN], strict=True))
-                found = {
-                    "task": task,
-                    "requests": count,
-                    "proposer": name,
-                    "tok/s": round(max(rates[name]), 1),
-                    "without": round(max(rates[PLAIN]), 1),
-                    "ratio, median of rounds": round(ratios[len(ratios) // 2], 2),
-                    "drafts": figures.count,
-                    "right": figures.accepted,
-                    "tokens a step with drafts": round(figures.tokens_a_step, 2),
-                    "same answers": same,
-                }
-                print(json.dumps(found), flush=True)
-            for llm in llms.values():
-                llm.close()
+    llms = engines(arguments)
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    for llm in llms.values():
+        use_clock(llm, clock)
+    for count, task, temperature in itertools.product(arguments.requests, arguments.task, arguments.temperature):
+        params = SamplingParams(temperature=temperature, max_tokens=arguments.output, ignore_eos=task in ENDLESS)
+        tasks = Tasks(llms[PLAIN], params)
+        before = {name: copy.copy(llm.statistics()) for name, llm in llms.items()}
+        tokens, seconds = 0, {name: [0.0] * arguments.rounds for name in llms}
+        same = True
+        for turn in range(arguments.rounds + 1):
+            asked = tasks.draw(task, count)
+            unpredicted: Asked = [(prompt, []) for prompt, _ in asked]
+            answers = []
+            for name, llm in llms.items():
+                start = clock()
+                outputs = answered(llm, unpredicted if name == PLAIN else asked, params, turn * count)
+                answers.append([output.outputs[0].token_ids for output in outputs])
+                if turn:
+                    seconds[name][turn - 1] = clock() - start
+            tokens += sum(map(len, answers[-1])) if turn else 0
+            same = same and all(answer == answers[0] for answer in answers)
+        for name, llm in llms.items():
+            if name == PLAIN:
+                continue
+            figures = DraftFigures.between(before[name], llm.statistics())
+            ratios = sorted(plain / mine for mine, plain in zip(seconds[name], seconds[PLAIN], strict=True))
+            found = {
+                "task": task,
+                "requests": count,
+                "temperature": temperature,
+                "guessed by": name,
+                "tok/s": round(tokens / sum(seconds[name]), 1),
+                "without": round(tokens / sum(seconds[PLAIN]), 1),
+                "ratio": round(sum(seconds[PLAIN]) / sum(seconds[name]), 2),
+                "median of rounds": round(ratios[len(ratios) // 2], 2),
+                "least and most": [round(ratios[0], 2), round(ratios[-1], 2)],
+                "drafts": figures.count,
+                "right": figures.accepted,
+                "tokens a step with drafts": round(figures.tokens_a_step, 2),
+                "same answers": same,
+            }
+            print(json.dumps(found), flush=True)
+    for llm in llms.values():
+        llm.close()
 
 
 if __name__ == "__main__":

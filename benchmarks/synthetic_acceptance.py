@@ -1,6 +1,7 @@
 """Tokens a second with a draft model whose drafts are right as often as is asked, and without drafts, in one engine.
 
-    python benchmarks/synthetic_acceptance.py --model MODEL --draft-model DRAFT --load-format dummy --requests 1 32 256
+    python benchmarks/synthetic_acceptance.py --model MODEL --draft-model DRAFT --load-format dummy \\
+        --requests 1 32 256 --drafts 5 auto
 
 The model's head is zeroed, so that it always says token 0, as fast as before, however steps are rounded. The draft
 model guesses as it would, and then each of its drafts becomes right or wrong by a die that is cast once for each
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--draft-model", required=True, help="the same")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--drafts", type=int, help="of each step; as many as are worth their time if left out")
+    parser.add_argument("--drafts", nargs="+", default=["auto"], help="of each step; auto: as many as pay")
     parser.add_argument("--accuracy", type=float, default=0.8)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
@@ -112,30 +113,36 @@ def main() -> None:
             weight.zero_()
     real = runner._drafter
     runner._drafter = GuardedDrafter(SyntheticDrafter(real._drafter, runner, arguments.accuracy))
-    adaptive = core.drafting.wanted
+    wanted = {"none": partial(always, 0), "auto": core.drafting.wanted}
+    wanted |= {count: partial(always, int(count)) for count in arguments.drafts if count != "auto"}
     for requests in arguments.requests:
-        rates: dict[str, list[float]] = {"plain": [], "drafting": []}
-        before = llm.statistics()
-        drafts, accepted = before.draft_tokens, before.accepted_tokens
+        rates: dict[str, list[float]] = {"none": []} | {count: [] for count in arguments.drafts}
+        drafts, accepted = dict.fromkeys(rates, 0), dict.fromkeys(rates, 0)
         for turn in range(arguments.rounds + 1):
             for name, found in rates.items():
-                count = arguments.drafts if name == "drafting" else 0
-                core.drafting.wanted = adaptive if count is None else partial(always, count)
+                core.drafting.wanted = wanted[name]
+                before = llm.statistics()
+                drafts[name] -= before.draft_tokens
+                accepted[name] -= before.accepted_tokens
                 measured = rate(llm, requests, arguments.context, arguments.output)
+                after = llm.statistics()
+                drafts[name] += after.draft_tokens
+                accepted[name] += after.accepted_tokens
                 if turn:
                     found.append(measured)
-        after = llm.statistics()
-        plain, drafting = (statistics.median(found) for found in rates.values())
-        drafts, accepted = after.draft_tokens - drafts, after.accepted_tokens - accepted
-        shown = {
-            "requests": requests,
-            "plain tok/s": round(plain, 1),
-            "drafting tok/s": round(drafting, 1),
-            "ratio": round(drafting / plain, 3),
-            "drafts": drafts,
-            "right": round(accepted / max(1, drafts), 3),
-        }
-        print(json.dumps(shown), flush=True)
+        plain = statistics.median(rates.pop("none"))
+        for name, found in rates.items():
+            measured = statistics.median(found)
+            shown = {
+                "requests": requests,
+                "drafts of a step": name,
+                "plain tok/s": round(plain, 1),
+                "drafting tok/s": round(measured, 1),
+                "ratio": round(measured / plain, 3),
+                "drafts": drafts[name],
+                "right": round(accepted[name] / max(1, drafts[name]), 3),
+            }
+            print(json.dumps(shown), flush=True)
 
 
 if __name__ == "__main__":

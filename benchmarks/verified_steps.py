@@ -1,8 +1,10 @@
 """Milliseconds of steps that verify drafts, against those of plain decodes of as many requests, as CUDA graphs.
 
-    python benchmarks/verified_steps.py --model MODEL --load-format dummy --rows 1 32 --tokens 2 5 9
+    python benchmarks/verified_steps.py --model MODEL --load-format dummy --rows 1 32 --tokens 2 5 9 \\
+        --draft-model DRAFT --drafts 1 5
 
-Every request has `--context` tokens. Times are those of the GPU, medians of 9 runs of 20 replays.
+Every request has `--context` tokens. With a draft model, how long it takes to guess so many tokens is told as well.
+Times are those of the GPU, medians of 9 runs of 20 replays.
 """
 
 import argparse
@@ -18,11 +20,14 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.step import ScheduledTokens
 from kvern.worker.device_runner import DeviceRunner
+from kvern.worker.draft_graphs import DraftGraphs
 
 
+@torch.inference_mode()
 def milliseconds(step: Callable[[], object]) -> float:
     """Of one step, on the GPU."""
     found = []
+    step()
     for _ in range(9):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begun.record()
@@ -37,17 +42,20 @@ def milliseconds(step: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hugging Face id")
+    parser.add_argument("--draft-model", help="the same; none guesses if left out")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2, 5, 9], help="verified for each request")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 5], help="guessed for each request")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--options", action="store_true", help="requests filter what they sample from")
     arguments = parser.parse_args()
     most, context = max(arguments.rows), arguments.context
     llm = LLM(
         arguments.model,
+        draft_model=arguments.draft_model,
         load_format=arguments.load_format,
-        proposer="ngram",
+        proposer=None if arguments.draft_model else "ngram",
         max_batch_requests=most,
         max_model_len=context + 256,
         prefix_cache=False,
@@ -62,18 +70,23 @@ def main() -> None:
         llm._engine.step()
     runner = core.executor._worker.runner
     assert isinstance(runner, DeviceRunner) and runner._graphs is not None and runner._verify_graphs is not None
-    decodes, verifies = runner._graphs, runner._verify_graphs
+    decodes, verifies, drafts = runner._graphs, runner._verify_graphs, runner._drafter.graphs
+    most_tokens = max(step.tokens for step in verifies._graphs)
     for rows in arguments.rows:
         slots = list(range(rows))
         plain = milliseconds(partial(decodes.run, slots, [context] * rows, arguments.options))
         for tokens in arguments.tokens:
-            scheduled = [ScheduledTokens(slot, context, tokens, tokens) for slot in slots]
-            step = partial(verifies.run, scheduled, arguments.options, False)
-            if step() is None:
+            if rows * tokens > most_tokens:
                 continue
-            verified = milliseconds(step)
+            scheduled = [ScheduledTokens(slot, context, tokens, tokens) for slot in slots]
+            verified = milliseconds(partial(verifies.run, scheduled, arguments.options, False))
             found = {"rows": rows, "tokens": tokens, "plain ms": round(plain, 3), "verified ms": round(verified, 3)}
             print(json.dumps(found | {"ratio": round(verified / plain, 3)}), flush=True)
+        if isinstance(drafts, DraftGraphs):
+            guessed = {
+                count: round(milliseconds(partial(drafts.run, slots, [count] * rows)), 3) for count in arguments.drafts
+            }
+            print(json.dumps({"rows": rows, "ms of drafts": guessed}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,22 @@
 """How much of a device's memory an engine takes."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kvern import EngineConfig
 from kvern.errors import ConfigError
-from kvern.worker.memory import CONTEXT_BYTES, DeviceMemory, cache_bytes, left_of_share
+from kvern.worker.memory import (
+    CONTEXT_BYTES,
+    GRAPH_BYTES,
+    DeviceMemory,
+    bytes_of_drafting,
+    cache_bytes,
+    left_of_share,
+)
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -60,3 +69,10 @@ def test_what_an_earlier_engine_gave_back_is_not_held(monkeypatch: pytest.Monkey
     memory = DeviceMemory(torch.device("cuda"), 0.4)
     torch.cuda.empty_cache()
     assert memory.free_and_total() == (left_of_share(TOTAL, TOTAL, 0, 0.4), TOTAL)
+
+
+def test_what_drafts_take_is_counted() -> None:
+    """Scores of all rows and graphs; or what drafts were drawn from, which no graph draws."""
+    spec: Any = SimpleNamespace(vocab_size=1000)
+    assert bytes_of_drafting(spec, 2, 64, 14, 0) == 14 * GRAPH_BYTES + 64 * 1000 * 6
+    assert bytes_of_drafting(spec, 2, 64, 14, 256) == 4 * 256 * 1000 * 4

@@ -1,11 +1,15 @@
 """As many drafts as pay, by what steps took: and none where they would make anything slower."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from kvern.engine.draft_costs import DraftCosts, LeastTimes
+from kvern.engine.draft_costs import MOST, DraftCosts, LeastTimes, TimedStep
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
 from kvern.step import ScheduledTokens
+from tests.simulated_drafts import Acceptance, SimulatedSteps
 
 
 def requests(count: int, prompt: int = 3) -> list[Request]:
@@ -13,16 +17,22 @@ def requests(count: int, prompt: int = 3) -> list[Request]:
     return [Request(spec, generated=[4]) for _ in range(count)]
 
 
-def learnt(base: float, row: float, one_pass: float, right: int, running: int) -> DraftCosts:
+def learnt(base: float, row: float, one_pass: float, right: int, running: int, most: int = MOST) -> DraftCosts:
     """What is known behind steps with none to four drafts a request, of which so many were right."""
-    costs = DraftCosts(8)
+    costs = DraftCosts(8, most, on_device=True)
     for drafts in (0, 1, 2, 3, 4) * 5:
         scheduled = [ScheduledTokens(0, 9, 1 + drafts, 1 + drafts, guesses=drafts) for _ in range(running)]
-        took = base + row * running * (1 + drafts)
-        costs.learn(scheduled, took + one_pass * drafts, one_pass * drafts)
+        accepted, guessing = min(right, drafts) * running, one_pass * drafts
+        seconds = base + row * running * (1 + drafts) + guessing
+        costs.learn(TimedStep(scheduled, seconds, accepted, guessing, scheduled))
         if drafts:
             costs.verified(min(right, drafts), right < drafts)
     return costs
+
+
+def counts(costs: DraftCosts, asked: list[Request]) -> list[int]:
+    wanted = costs.wanted(len(asked))
+    return [0 if wanted is None else wanted(request) for request in asked]
 
 
 @pytest.mark.parametrize(
@@ -39,37 +49,39 @@ def learnt(base: float, row: float, one_pass: float, right: int, running: int) -
 def test_drafts_are_as_many_as_pay(
     base: float, row: float, one_pass: float, right: int, running: int, expected: int
 ) -> None:
-    wanted = learnt(base, row, one_pass, right, running).wanted(running)
-    assert [wanted(request) for request in requests(running)] == [expected] * running
+    assert counts(learnt(base, row, one_pass, right, running), requests(running)) == [expected] * running
 
 
 def test_one_request_finds_out_what_rows_take() -> None:
-    costs = DraftCosts(8)
+    costs = DraftCosts(8, on_device=True)
     for _ in range(5):
-        costs.learn([ScheduledTokens(0, 9, 1, 1), ScheduledTokens(1, 9, 1, 1)], 1.0, 0.0)
-    wanted = costs.wanted(2)
-    assert [wanted(request) for request in requests(2)] == [3, 0]
+        costs.learn(TimedStep([ScheduledTokens(0, 9, 1, 1), ScheduledTokens(1, 9, 1, 1)], 1.0))
+    assert counts(costs, requests(2)) == [3, 0]
 
 
 def test_a_drafter_that_makes_a_few_is_asked_for_no_more() -> None:
-    """And what they cost is found out behind as many."""
-    (request,), costs, wanted = requests(1), DraftCosts(8, 2), list[int]()
-    for rows in (1, 1, 1, 1, 3, 3, 3, 3):
-        wanted.append(costs.wanted(1)(request))
-        costs.learn([ScheduledTokens(0, 9, rows, rows)], float(rows), 0.0)
-        costs.verified(0, True)
-    assert wanted == [0] * 4 + [2] * 4
-    assert costs.wanted(1)(request) == 0
+    assert counts(learnt(10.0, 0.1, 0.1, 4, 1, most=2), requests(1)) == [2]
 
 
 def test_a_long_prompt_is_made_up_for_only_if_answers_are_long() -> None:
-    (request,) = requests(1, prompt=20_000)
+    (request,) = requests(1, prompt=2_000)
     costs = learnt(10.0, 0.1, 0.1, 4, 1)
     for _ in range(60):
         costs.answered(5)
     assert costs.wanted(1)(request) == 0
     for _ in range(60):
         costs.answered(90)
+    assert costs.wanted(1)(request) == 7
+
+
+def test_what_a_drafter_takes_for_a_prompt_is_learnt() -> None:
+    """Reading it takes a card next to nothing, and a CPU as long as all passes behind it."""
+    (request,) = requests(1, prompt=20_000)
+    costs = learnt(10.0, 0.1, 0.1, 4, 1)
+    assert costs.wanted(1)(request) == 0
+    prompt = [ScheduledTokens(0, 0, 1000, 1, guesses=1)]
+    costs.learn(TimedStep(prompt, 80.0, 0, 0.5, prompt))
+    costs.answered(90)
     assert costs.wanted(1)(request) == 7
 
 
@@ -81,3 +93,71 @@ def test_times_are_the_least_of_late() -> None:
     times.add(5, 7.0)
     assert times.of(1) == pytest.approx(2.0, rel=0.05) and times.of(5) == pytest.approx(4.0, rel=0.05)
     assert times.of(3) == pytest.approx(3.0, rel=0.05) and times.of(9) == pytest.approx(6.0, rel=0.05)
+
+
+def reads_weights(rows: int, verifying: bool) -> float:
+    """As of a GPU, or a large model."""
+    return 4.0 + 0.05 * rows
+
+
+def computes(rows: int, verifying: bool) -> float:
+    """As of a CPU: behind some rows each takes its time."""
+    return 1.0 + 0.15 * rows + 0.3 * max(0, rows - 8)
+
+
+def in_tiles(rows: int, verifying: bool) -> float:
+    """Steps that verify are others than those of as many requests."""
+    return 4.0 * -(-rows // 8) + verifying
+
+
+ACCEPTANCES: dict[str, Acceptance] = {
+    "never": lambda request, token: 0.0,
+    "half": lambda request, token: 0.5,
+    "falls": lambda request, token: 1.0 if token < 3000 else 0.0,
+    "mixed": lambda request, token: 0.9 if request % 4 == 0 else 0.0,
+    "waves": lambda request, token: float(token // 600 % 2),
+}
+GUESSING: dict[str, dict[str, Any]] = {
+    "proposer": {"asked": 0.02},
+    "seldom": {"asked": 0.3, "share": 0.1},
+    "device": {"one_pass": 0.5},
+    "slow": {"one_pass": 1.5, "first": 2.0},
+}
+
+
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize("seconds", [computes, *(pytest.param(f, marks=NIGHTLY) for f in (reads_weights, in_tiles))])
+@pytest.mark.parametrize("guessing", GUESSING.values(), ids=GUESSING)
+@pytest.mark.parametrize("acceptance", ACCEPTANCES.values(), ids=ACCEPTANCES)
+@pytest.mark.parametrize("running", [1, *(pytest.param(n, marks=NIGHTLY) for n in (4, 16, 64))])
+def test_nothing_is_slower(
+    seconds: Callable[[int, bool], float], guessing: dict[str, Any], acceptance: Acceptance, running: int
+) -> None:
+    """By more than two in a hundred, whatever steps take and drafts come to."""
+    steps = SimulatedSteps(running, seconds, acceptance, **guessing)
+    steps.run(2500)
+    assert steps.now < 1.02 * steps.without
+
+
+@pytest.mark.parametrize(("running", "least"), [(1, 3.0), (8, 2.0), (64, 1.1)])
+def test_right_drafts_pay_in_every_batch(running: int, least: float) -> None:
+    steps = SimulatedSteps(running, reads_weights, lambda request, token: 0.9)
+    steps.run(600)
+    assert steps.now * least < steps.without
+
+
+def test_drafts_are_tried_again() -> None:
+    """Where none was right for long, they are soon many again if they become right."""
+    steps = SimulatedSteps(1, reads_weights, lambda request, token: float(token > 3000))
+    steps.run(3500)
+    assert steps.tokens > 5000, "drafts were given up"
+
+
+def test_the_balance_of_all_drafts_bounds_what_they_lose() -> None:
+    """Drafts that are always thought to be right, and are not."""
+    steps = SimulatedSteps(1, reads_weights, lambda request, token: 0.0)
+    steps.drafting._costs._best = lambda request, costs: (MOST, 2.0)  # type: ignore[method-assign]
+    steps.run(4000)
+    assert steps.drafts > 0 and steps.now < 1.02 * steps.without

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.layers.linear_method import LinearMethod
 from tests.peft_adapters import make_adapter
 from tests.speculation import AnyLength
 from tests.test_speculation import EVERYTHING, PROMPTS, answers, logprobs
@@ -115,3 +117,22 @@ def test_who_cannot_guess_is_named(tiny_model: Path, other_model: Path, tmp_path
         LLM(str(tiny_model), draft_model="kvern-1m", **OPTIONS)
     with LLM(str(tiny_model), draft_model=str(draft), speculation="off", kv_cache_tokens=128, **OPTIONS) as llm:
         assert llm._engine.core.drafting is None
+
+
+def test_a_draft_is_quantized_as_is_asked(plain: LLM, tiny_model: Path) -> None:
+    """Whatever the model is; answers are the model's."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = answers(plain.generate(PROMPTS, params))
+    options: dict[str, Any] = {"kv_cache_tokens": 512, "max_batch_requests": 8, "draft_quantization": "int8"}
+    with guessing(tiny_model, tiny_model, **OPTIONS, **options) as llm:
+        drafter: Any = llm._engine.core.executor._worker.runner._drafter._drafter  # type: ignore[attr-defined]
+        names = {method.name for method in drafter._decoder.modules() if isinstance(method, LinearMethod)}
+        assert answers(llm.generate(PROMPTS, params)) == expected
+        assert llm.statistics().accepted_tokens > 0
+    assert any("int8" in name.lower() for name in names), names
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_model": "mtp"}])
+def test_there_must_be_a_draft_to_quantize(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"draft_quantization is int8, and draft_model names .*: name a draft model"):
+        EngineConfig("somewhere", draft_quantization="int8", **options)

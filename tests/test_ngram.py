@@ -1,6 +1,5 @@
 """Guesses by what a text says twice, and how many of them are worth their rows."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ from hypothesis import strategies as st
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.engine import ngram
-from kvern.engine.drafting import MOST, Drafting, StepTimes
 from kvern.engine.ngram import LONGEST, PLACES, Text
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.request import PromptInput, Request, RequestSpec
 from kvern.sampling_params import ResolvedParams
-from kvern.step import ScheduledTokens, SchedulerOutput
 
 
 def as_it_read(token_ids: list[int], count: int) -> list[int]:
@@ -67,97 +64,6 @@ def test_long_prompts_are_read_in_parts(tiny_model: Path, monkeypatch: pytest.Mo
         found.append(proposer.propose(going, [2, 2, 2]))
     assert [guesses[0] for guesses in found] == [[5, 6]] * 4
     assert [guesses[1] for guesses in found] == [[], [0, 1], [0, 1], [0, 1]]
-
-
-class Nothing:
-    """Guesses nothing."""
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
-        return [[] for _ in requests]
-
-
-class Steps:
-    """Steps that take so many seconds, and so many more for each token, and what is learnt of them."""
-
-    def __init__(self, base: float, row: float) -> None:
-        self._base, self._row, self._now = base, row, 0.0
-        self.seen: set[int] = set()
-        self.drafting = Drafting(Nothing(), 100, lambda: self._now)
-
-    def run(self, requests: list[Request], drafts: int, right: int, late: float = 0.0) -> None:
-        self.seen.add(drafts)
-        output = SchedulerOutput(1)
-        output.scheduled = [ScheduledTokens(slot, 9, drafts + 1, drafts + 1) for slot in range(len(requests))]
-        self.drafting.began(output, requests)
-        self._now += self._base + self._row * len(requests) * (drafts + 1) + late
-        self.drafting.ended(output, requests, [[0] * (right + 1)] * len(requests))
-
-
-def requests(count: int) -> list[Request]:
-    return [
-        Request(RequestSpec(str(i), PromptInput([1, 2, 3]), ResolvedParams(), 100), generated=[4]) for i in range(count)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("base", "row", "count", "right", "expected"),
-    [
-        (10.0, 0.1, 1, 4, MOST),  # rows cost next to nothing, and all drafts are right
-        (10.0, 0.1, 1, 0, 0),  # none is right: only now and then one is tried
-        (0.0, 1.0, 8, 4, 0),  # a row costs what a token costs: nothing can be gained
-        (10.0, 1.0, 30, 2, 0),  # of four drafts two are right, and a row costs three quarters of a token
-    ],
-)
-def test_drafts_are_as_many_as_pay(base: float, row: float, count: int, right: int, expected: int) -> None:
-    steps, running = Steps(base, row), requests(count)
-    for _ in range(40):
-        steps.run(running, 4, right)
-        steps.run(running, 0, 0)
-    assert steps.drafting.positions.drafts == [40 * count] * 4
-    assert steps.drafting.positions.accepted == [40 * count] * right + [0] * (4 - right)
-    assert set(steps.drafting.most(running, count)) == {expected}
-
-
-def test_new_requests_are_judged_by_others() -> None:
-    """Where drafts are right they begin with many, and where they are not with none; after a while they begin anew."""
-    for right, expected in ((4, 16), (0, 0)):
-        steps = Steps(10.0, 1.0)
-        assert steps.drafting.most(requests(1), 1) == [2]
-        for _ in range(20):
-            steps.run(requests(1), 4, right)
-            steps.run(requests(1), 0, 0)
-        assert steps.drafting.most(requests(1), 1) == [expected]
-        for _ in range(300):
-            steps.run(requests(1), 0, 0)
-        assert steps.drafting.most(requests(1), 1)[0] in (1, 2, 3)
-
-
-def test_the_first_step_of_its_size_says_nothing() -> None:
-    """It is captured."""
-    steps, running = Steps(3.0, 0.5), requests(1)
-    for drafts in (0, 0, 0, 4, 0, 4, 0):
-        first = drafts not in steps.seen
-        steps.run(running, drafts, drafts, 90.0 * first)
-    assert steps.drafting._times.share_of_row(1) == pytest.approx(0.5 / 3.5)
-
-
-def test_times_of_steps_are_a_line() -> None:
-    times = StepTimes()
-    for rows in (1, 4, 2, 9) * 30:
-        times.add(rows, 3.0 + 0.5 * rows)
-    times.add(4, 500.0)  # somebody else had the machine
-    assert times.share_of_row(1) == pytest.approx(0.5 / 3.5)
-    assert times.share_of_row(6) == pytest.approx(6 * 0.5 / 6.0)
-
-
-def test_steps_that_stay_long_are_no_outliers() -> None:
-    """As those of a long text behind short ones are."""
-    times = StepTimes()
-    for rows in (1, 4) * 30:
-        times.add(rows, 3.0 + 0.01 * rows)
-    for rows in (1, 4) * 150:
-        times.add(rows, 30.0 * rows)
-    assert times.share_of_row(1) > 0.9
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,35 @@ def test_kills_in_quick_succession_blame_nobody(expected: list[str]) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "guessing", [["--draft-model", "kvern-1m"], pytest.param(["--proposer", "ngram"], marks=pytest.mark.nightly)]
+)
+def test_streams_whose_drafts_die_with_the_engine(guessing: list[str]) -> None:
+    """Greedy and drawn, they go on as without drafts, and with others."""
+    prompts = ["one two three four five six seven " * 4, "Once upon a time"]
+    params = [SamplingParams(temperature=float(i % 2), seed=9, max_tokens=LENGTH, ignore_eos=True) for i in range(4)]
+    with LLM("kvern-12m", threads=1, dtype="float32", max_model_len=512, speculation="off") as llm:
+        outputs = llm.generate([prompts[i // 2] for i in range(4)], params)
+    expected = [output.outputs[0].text for output in outputs]
+    with serving("kvern-12m", *SMALL[1:], *guessing) as served, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        begun = threading.Barrier(5)
+
+        def read(place: int) -> str:
+            asked = STORY | {"model": "kvern-12m", "max_tokens": LENGTH, "temperature": place % 2}
+            stream = served.client().completions.create(prompt=prompts[place // 2], seed=9, stream=True, **asked)
+            text = "".join(next(stream).choices[0].text for _ in range(10))
+            begun.wait(60)
+            return text + "".join(chunk.choices[0].text for chunk in stream)
+
+        texts = [pool.submit(read, place) for place in range(4)]
+        begun.wait(60)
+        kill(served, signal.SIGKILL)
+        assert [text.result(200) for text in texts] == expected
+        assert served.figure("engine_restarts_total") == 1
+        assert served.figure("spec_decode_num_draft_tokens_total") > 0
+
+
+@pytest.mark.timeout(300)
 def test_an_engine_that_stops_while_it_loads_is_replaced(expected: list[str]) -> None:
     with serving(*SMALL, "--engine-timeout", "3") as served, concurrent.futures.ThreadPoolExecutor(32) as pool:
         streams = Streams(served.client(), pool)

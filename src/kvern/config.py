@@ -114,6 +114,8 @@ class EngineConfig:
     """A smaller model with the same vocabulary that guesses at tokens, or a draft head: a folder, Hugging Face id, or
     embedded model; mtp: the layer of the model's own checkpoint. None: the one that was made for an embedded model, or
     nobody."""
+    draft_quantization: Literal["fp8", "int8", "int4"] | None = None
+    """What plain weights of draft_model become while they are loaded, whatever the model's are, as by quantization."""
     speculation: Literal["auto", "off"] = "auto"
     """auto guesses as many tokens as are worth their time, where somebody guesses; off guesses none."""
     acceptance: Literal["coupled", "rejection"] = "coupled"
@@ -193,6 +195,13 @@ class EngineConfig:
         if self.proposer is not None and self.draft_model is not None:
             raise ConfigError(
                 f"proposer is {self.proposer} and draft_model {self.draft_model}: leave one out, one alone can guess"
+            )
+        if self.draft_quantization is not None and self.draft_model in (None, "mtp"):
+            named = (
+                "nobody" if self.draft_model is None else "mtp, a layer of the model's own, which quantization is for"
+            )
+            raise ConfigError(
+                f"draft_quantization is {self.draft_quantization}, and draft_model names {named}: name a draft model"
             )
         if self.proposer == "remote" and self.draft_url is None:
             raise ConfigError("proposer is remote, which asks another server: name it by draft_url")

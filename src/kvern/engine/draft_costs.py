@@ -1,14 +1,23 @@
-"""How many drafts the device should guess: what guessing and verifying take is learnt, as is how often it was right.
+"""How many drafts are worth their time: what guessing and verifying take is learnt, as is how often guesses are right.
 
-A step with k drafts of each of N requests computes N * (1 + k) rows, and takes k passes of the drafter. With drafts
-that are right with probability a, it gives (1 - a ** (k + 1)) / (1 - a) tokens of a request. The k that gives the most
-in the time is taken, if it gives more than none by `LEAST_GAIN`. A drafter that has fallen behind has to catch up
-first: it does where what an answer still gains is more than that.
+    step ended --what it took, what was right--> DraftCosts --wanted--> drafts of the next step, none while the
+                                                                        balance of all earlier ones is empty
+
+A step of N requests with k drafts of each computes N * (1 + k) rows, and a drafter on the device takes k passes. With
+drafts that are right with probability a, it gives (1 - a ** (k + 1)) / (1 - a) tokens of a request. The k that gives
+the most in the time is taken, if it gives more than none by `LEAST_GAIN`. A drafter that has fallen behind has to catch
+up first: it does where what an answer still gains is more than that.
+
+Such an estimate may be wrong, and whoever asks may see to it that it is. So drafts live on what they have gained: what
+a step with them takes longer than its tokens take without is drawn from a balance, which gets what it takes shorter,
+and `ALLOWED` of all time.
 """
 
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from kvern.engine.draft_room import Wanted
 from kvern.engine.proposer import takes_drafts
@@ -18,24 +27,41 @@ from kvern.step import ScheduledTokens
 MOST = 16
 """Drafts of a request in a step."""
 MOST_ROWS = {"cpu": 8, "cuda": 256}
-"""Of a step with drafts, by the device: behind them it computes for longer than it reads weights."""
+"""Of a step whose drafts the device guesses: behind them it computes for longer than it reads weights."""
+MOST_ROWS_OF_PROPOSERS = 256
 LEAST_GAIN = 1.08
 KEPT_OF_ALL = 0.98
 """Of the weight of what became of all earlier drafts, by each step with others."""
+KEPT_OF_SHARE = 0.9
+"""Of how many requests had drafts in earlier steps, by each step with others."""
 FORGOTTEN = 1.01
 """By which what steps of a size take at least is raised with each that follows."""
 VISITS = 4
 """Steps of a size before it is known what they take: others share the machine, and the first makes what it needs."""
 EXPLORED = 4
 """Drafts of a request in steps that find out what more rows take."""
+REMEASURED = 64
+"""Steps with drafts behind which one has none: what they gain is told by what such steps take now."""
+FIRST_PASS = 0.125
+"""What a pass of a drafter is taken to take, as a share of a step, before there was one."""
 CAUGHT_UP = 0.25
-"""What a token takes that is caught up with, as a share of a pass: many are computed at once."""
+"""What a token takes at most that is caught up with, as a share of a pass: many are computed at once."""
 SHORT = 32
 """Tokens that are caught up with in any case."""
 PROBED = 64
 """Tokens after which a request whose drafts were not worth it gets one again."""
-PROBES = 0.01
-"""Share of the time that such probes may take."""
+ALLOWED = 0.008
+"""Share of the time that drafts may lose in the long run."""
+FIRST_BALANCE, LARGEST_BALANCE = 12, 256
+"""What they may lose in addition, at first and behind what they have gained: as steps without drafts take."""
+RESTED = 16
+"""Steps in which nobody is asked behind one in which nobody got any: beside a small model to ask takes time, too."""
+LOOKED_AT = 8
+"""Of steps while nobody gets any, one in so many is learnt from."""
+LARGEST_FIRST_LOSS = 2
+"""What the first step of its size may draw from the balance, in the same: what it makes is made once."""
+LONGEST = 5.0
+"""Times what was expected: of a step that took longer, something else held up the rest."""
 
 
 class LeastTimes:
@@ -46,13 +72,19 @@ class LeastTimes:
         self._visits: dict[int, int] = {}
         self._known: list[int] = []
 
-    def add(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+    def add(self, rows: int, seconds: float) -> bool:
+        """A step of so many rows took so long; whether it is the first of its size, which takes longer."""
         visits = self._visits[rows] = self._visits.get(rows, 0) + 1
         if visits > 1:
             self._least[rows] = min(seconds, FORGOTTEN * self._least.get(rows, math.inf))
         if visits == VISITS:
             insort(self._known, rows)
+        return visits == 1
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was any step."""
+        return bool(self._visits)
 
     @property
     def largest(self) -> int:
@@ -73,24 +105,106 @@ class LeastTimes:
         return least[low] + slope * (rows - low)
 
 
+@dataclass(frozen=True)
+class TimedStep:
+    """A step that took so many `seconds`, of which the device guessed behind the step `guessed` for `drafting`.
+
+    It waited for a proposer for `proposing` besides. Of the drafts that it verified so many were `right`.
+    """
+
+    scheduled: Sequence[ScheduledTokens]
+    seconds: float
+    right: int = 0
+    drafting: float = 0.0
+    guessed: Sequence[ScheduledTokens] = ()
+    proposing: float = 0.0
+
+    @cached_property
+    def rows(self) -> int:
+        return sum(item.count for item in self.scheduled)
+
+    @cached_property
+    def decodes(self) -> int:
+        return sum(item.count == item.sampled for item in self.scheduled)
+
+    @cached_property
+    def drafts(self) -> int:
+        return sum(item.sampled - 1 for item in self.scheduled if item.sampled > 1)
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.decodes < len(self.scheduled)
+
+
 class DraftCosts:
-    """Of a drafter beside a model: up to `most` drafts of a request; no step with drafts has more than `most_rows`."""
+    """Of drafts that a proposer guesses, or the device: there no step with drafts has more than `most_rows`.
 
-    def __init__(self, most_rows: int, most: int = MOST) -> None:
-        self._most_rows, self._most = most_rows, most
-        self._steps, self._passes = LeastTimes(), LeastTimes()
+    A request gets up to `most` drafts.
+    """
+
+    def __init__(self, most_rows: int = MOST_ROWS_OF_PROPOSERS, most: int = MOST, *, on_device: bool = False) -> None:
+        self._most_rows, self._most, self._on_device = most_rows, most, on_device
+        self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(), LeastTimes()
+        self._share = 1.0
+        """Of the requests, those that have drafts where any has."""
         self._right, self._wrong = 2.0, 1.0
-        self._length, self._seconds, self._probed = 64.0, 0.0, 0.0
+        self._length, self._caught_up = 64.0, math.inf
+        """Tokens of an answer, and what a drafter takes for each token of a prompt."""
+        self._balance: float | None = None
+        """Seconds that drafts may still lose; None: it is not known yet what steps take."""
+        self._since_plain = self._since_drafts = 0
+        """Steps behind the last without drafts, and with."""
+        self._resting = self._running = 0
+        """Steps in which nobody is asked, as long as so many run."""
 
-    def learn(self, scheduled: Sequence[ScheduledTokens], seconds: float, drafting: float) -> None:
-        """A step without prompts took so long, of which guessing behind it took `drafting`."""
-        guesses = [item.guesses for item in scheduled if item.guesses]
-        self._steps.add(sum(item.count for item in scheduled), seconds - drafting)
-        self._seconds += seconds
-        if guesses == [1]:
-            self._probed += drafting
-        if guesses and drafting and all(item.sampled > 1 or not item.guesses for item in scheduled):
-            self._passes.add(len(guesses), drafting / max(guesses))
+    def passes_over(self, seconds: float, proposing: float) -> bool:
+        """Whether nothing is to be learnt of a step without drafts, as nobody gets any for a while."""
+        balance = self._balance
+        if balance is None or (balance > 0 and not self._resting) or self._since_drafts % LOOKED_AT == 0:
+            return False
+        self._since_drafts += 1
+        self._balance = balance + ALLOWED * seconds - proposing
+        return True
+
+    def learn(self, step: TimedStep) -> None:
+        """A step has ended."""
+        is_first = step.drafting > 0 and not self._passes.seen
+        if not step.has_prompts:
+            times = self._verifying if step.drafts else self._plain
+            is_first = times.add(step.rows, step.seconds - step.drafting) or is_first
+        guessed = [item for item in step.guessed if item.guesses]
+        if guessed and all(item.sampled > 1 for item in guessed):
+            most = max(item.guesses for item in guessed)
+            is_first = self._passes.add(len(guessed), step.drafting / most) or is_first
+        elif sum(item.count for item in guessed) > SHORT:
+            caught_up = step.drafting / sum(item.count for item in guessed)
+            self._caught_up = min(caught_up, FORGOTTEN * self._caught_up)
+        self._since_plain = self._since_plain + 1 if step.drafts else 0
+        self._since_drafts = 0 if step.drafts else self._since_drafts + 1
+        if step.drafts and not self._on_device:
+            having = sum(item.sampled > 1 for item in step.scheduled)
+            self._share += (1 - KEPT_OF_SHARE) * (having / step.decodes - self._share)
+        if not self._plain.largest:
+            return
+        if self._balance is None:
+            self._balance = FIRST_BALANCE * self._plain.of(self._plain.largest)
+        else:
+            plain, gained = self._plain.of(max(1, step.decodes)), self._gained(step)
+            if is_first:
+                gained = max(gained, -LARGEST_FIRST_LOSS * plain)
+            gained -= step.proposing
+            self._balance = min(self._balance + gained, max(self._balance, LARGEST_BALANCE * plain))
+
+    def _gained(self, step: TimedStep) -> float:
+        """Seconds that a step took less than its tokens would have taken without drafts, and those that it may lose."""
+        took, without = step.seconds, step.seconds - step.drafting
+        if step.drafts:
+            plain = self._plain.of(step.decodes)
+            took = min(took, LONGEST * self._plain.of(step.rows) + step.drafting)
+            # Rows of prompts take time, each of them.
+            without = without * (1 - step.drafts / step.rows) if step.has_prompts else plain
+            without += step.right * plain / step.decodes
+        return (1 + ALLOWED) * without - took
 
     def verified(self, right: int, wrong: bool) -> None:
         """Of a request's drafts so many were right, and the one behind them was not."""
@@ -99,41 +213,60 @@ class DraftCosts:
 
     def answered(self, length: int) -> None:
         """An answer of so many tokens has ended."""
+        self._resting = 0
         self._length += 0.1 * (length - self._length)
 
     def has_rows(self, running: int) -> bool:
         """Whether a step of so many requests may have drafts."""
         return 2 * running <= self._most_rows
 
-    def wanted(self, running: int) -> Wanted:
-        """How many drafts each of so many requests should get."""
-        steps, explored = self._steps, 0
+    def wanted(self, running: int) -> Wanted | None:
+        """How many drafts each of so many requests should get in the next step; None: nobody gets any."""
         most = min(self._most, self._most_rows // running - 1)
-        if most < 1 or not steps.largest:
-            return lambda request: 0
-        plain, one_pass = steps.of(running), self._passes.of(running) if self._passes.largest else 0.0
-        costs = [1.0]
-        if steps.largest < running + min(EXPLORED, most):
+        balance = self._balance
+        if most < 1 or balance is None or balance <= 0 or self._since_plain >= REMEASURED:
+            return None
+        if self._resting and running == self._running:
+            self._resting -= 1
+            return None
+        self._running, self._resting = running, 0
+        plain, one_pass = self._plain.of(running), 0.0
+        if self._on_device:
+            one_pass = self._passes.of(running) if self._passes.largest else FIRST_PASS * plain
+        explored, costs = 0, [1.0]
+        if self._verifying.largest < running + min(EXPLORED, most):
             explored = min(EXPLORED, most)
         else:
-            times = (steps.of(running * (1 + count)) + count * one_pass for count in range(1, most + 1))
-            costs += [seconds / plain for seconds in times]
+            having = max(1.0, self._share * running)
+            for count in range(1, most + 1):
+                verifying = self._verifying.of(round(running + having * count))
+                costs.append(1 + ((verifying - plain) * running / having + count * one_pass) / plain)
+
+        def count_of(request: Request) -> int:
+            nonlocal explored
+            behind = len(request.token_ids) - request.drafted_tokens if self._on_device else 0
+            catching_up = behind * min(self._caught_up, CAUGHT_UP * one_pass) if behind > SHORT else 0.0
+            if catching_up > balance:
+                return 0
+            if explored:
+                count = explored
+                if self._on_device:
+                    explored = 0  # one finds it out; a proposer may know nothing of it
+                return count
+            count, rate = self._best(request, costs)
+            if not count:
+                is_due = request.output_length % PROBED >= PROBED - RESTED or self._since_drafts >= PROBED
+                return int(is_due and behind <= SHORT and len(costs) > 1 and LEAST_GAIN * costs[1] < 2)
+            left = max(min(self._length, request.max_tokens) - request.output_length, self._length / 4)
+            return count if catching_up < left * plain / running * (1 - 1 / rate) else 0
+
+        anybody = False
 
         def of(request: Request) -> int:
-            nonlocal explored
-            if not takes_drafts(request):
-                return 0
-            behind = len(request.token_ids) - request.drafted_tokens
-            if explored:
-                count, explored = explored, 0
-                return count if behind <= SHORT else 0
-            count, rate = self._best(request, costs)
-            if count and behind > SHORT:
-                left = max(min(self._length, request.max_tokens) - request.output_length, self._length / 4)
-                if left * plain * (1 - 1 / rate) < behind * CAUGHT_UP * one_pass:
-                    return 0
-            if not count and request.output_length % PROBED == PROBED - 1 and self._probed < PROBES * self._seconds:
-                return int(len(costs) > 1 and LEAST_GAIN * costs[1] < 2)
+            nonlocal anybody
+            count = count_of(request) if takes_drafts(request) else 0
+            anybody = anybody or count > 0
+            self._resting = 0 if anybody else RESTED
             return count
 
         return of

@@ -1,86 +1,29 @@
 """Drafts for requests, as many as are worth a step's time.
 
-    step with drafts --ended--> what a row costs, how often drafts of a request are right --propose--> Proposer
-
-A draft costs a row of the next step, and gives a token if it and all before it are right. Without drafts a step of N
-requests gives N tokens. So the k-th draft is worth its row if its chance exceeds what a row costs, as a share of what a
-token costs: `acceptance ** k > row * N / step`. Both are learnt as steps return.
+step --ended--> DraftCosts --propose--> Proposer: as many drafts of each request as pay
+                           --wanted---> the device: the same
 """
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakSet
 
-from kvern.engine.draft_costs import MOST_ROWS, DraftCosts
+from kvern.engine.draft_costs import MOST, MOST_ROWS, DraftCosts, TimedStep
 from kvern.engine.draft_room import Wanted
 from kvern.engine.prediction import PredictionProposer
 from kvern.engine.proposer import Proposer, takes_drafts
 from kvern.errors import shown
 from kvern.request import Request, State
-from kvern.step import SchedulerOutput
+from kvern.step import ScheduledTokens, SchedulerOutput
 
 logger = logging.getLogger("kvern")
 
-MOST = 16
-"""Drafts of a request in a step."""
-KEPT = 0.98
-"""Of the weight of what earlier steps took, by each that follows."""
 KEPT_OF_REQUEST = 0.9
 """Of the weight of what became of a request's earlier drafts, by each step with others."""
-KEPT_OF_ALL = 0.98
-"""The same of all requests, by each step: from them a request is judged that had few drafts."""
-FIRST_SHARE = 0.25
-"""What a row is taken to cost, as a share of a step with one request, before steps of other sizes were seen."""
-LONGEST = 5.0
-"""Times the mean: a step that takes longer was held up by something else, unless `MOST_LONG` before it were, too."""
-MOST_LONG = 4
-PROBED = 64
-"""Tokens after which a request whose drafts were not worth their rows gets one again."""
-
-
-class StepTimes:
-    """What steps without prompts take, as a line: `base + row * rows`, of which later steps count for more."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
-        self._long = 0
-        """Steps in a row that were held up."""
-
-    def add(self, rows: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        most = math.inf
-        if self._weight > 1:
-            most = LONGEST * self._seconds / self._weight * max(1.0, rows / self._mean_rows)
-        self._long = self._long + 1 if seconds > most else 0
-        if 0 < self._long <= MOST_LONG:
-            return
-        for name, value in (
-            ("_weight", 1.0),
-            ("_rows", rows),
-            ("_seconds", seconds),
-            ("_squares", rows * rows),
-            ("_products", rows * seconds),
-        ):
-            setattr(self, name, KEPT * getattr(self, name) + value)
-
-    @property
-    def _mean_rows(self) -> float:
-        return self._rows / self._weight
-
-    def share_of_row(self, requests: int) -> float:
-        """What a row costs, as a share of what a token costs in a step of so many requests without drafts."""
-        if self._weight == 0:
-            return FIRST_SHARE
-        mean, seconds = self._mean_rows, self._seconds / self._weight
-        variance = self._squares / self._weight - mean * mean
-        if variance < 0.1:
-            return FIRST_SHARE
-        row = max(0.0, (self._products / self._weight - mean * seconds) / variance)
-        step = max(seconds + row * (requests - mean), row * requests)
-        return row * requests / step if step > 0 else FIRST_SHARE
+QUIET = 16
+"""Steps without drafts, in one of which a proposer is told of the texts nevertheless."""
 
 
 class Positions:
@@ -122,23 +65,21 @@ class Drafting:
         `most`: drafts of a request that it makes there in a step; None: any number.
         """
         self._proposer = proposer
-        self._costs = (
-            None if device is None else DraftCosts(MOST_ROWS[device], MOST if most is None else min(MOST, most))
-        )
+        self._device, most = device, MOST if most is None else min(MOST, most)
+        self._costs = DraftCosts() if device is None else DraftCosts(MOST_ROWS[device], most, on_device=True)
         self._predictions = PredictionProposer()
         self._predicted: WeakSet[Request] = WeakSet()
         """Requests whose drafts are of their predictions."""
         self.verified_predictions: frozenset[str] = frozenset()
         """The same by their ids, of those whose drafts the last step to return had verified."""
         self._vocab_size, self._clock = vocab_size, clock
-        self._times = StepTimes()
-        self._sizes: set[int] = set()
-        """Of the steps that there were: the first one of its size takes longer, as it is captured or compiled."""
         self.positions = Positions()
-        self._right = self._wrong = 0.0
-        """What became of drafts of all requests, of which the later ones count for more."""
-        self._begun: deque[tuple[float, frozenset[str]]] = deque()
-        self._ended = 0.0
+        self._begun: deque[tuple[float, float, frozenset[str]]] = deque()
+        """When steps began, how long they waited for the proposer, and `verified_predictions` of them."""
+        self._ended = self._proposing = 0.0
+        self._guessed: Sequence[ScheduledTokens] = ()
+        """Behind which the device guesses, in a step of a GPU, before it begins with the next."""
+        self._quiet = 0
 
     def began(self, output: SchedulerOutput, requests: Sequence[Request]) -> None:
         """A step of these requests was submitted."""
@@ -148,11 +89,13 @@ class Drafting:
             predicted = frozenset(
                 request.request_id for request in requests if request.slot in slots and request in self._predicted
             )
-        self._begun.append((self._clock(), predicted))
+        waited, self._proposing = 0.0 if self._begun else self._proposing, 0.0
+        self._begun.append((self._clock(), waited, predicted))
 
     def forget(self) -> None:
         """Steps in flight are abandoned."""
         self._begun.clear()
+        self._guessed = ()
 
     def ended(
         self,
@@ -168,49 +111,53 @@ class Drafting:
         if not self._begun:
             self.verified_predictions = frozenset()
             return  # it was submitted before anybody guessed
-        (begun, self.verified_predictions), now = self._begun.popleft(), self._clock()
+        (begun, waited, self.verified_predictions), now = self._begun.popleft(), self._clock()
         seconds, self._ended = now - max(begun, self._ended), now
-        tokens, count = output.token_count, len(output.scheduled)
+        guessed: Sequence[ScheduledTokens] = output.scheduled
+        if self._device == "cuda":
+            guessed, self._guessed = self._guessed, output.scheduled
+        tokens, count, right = output.token_count, len(output.scheduled), 0
         if tokens == count and not self._would_guess(count):
             return
-        if all(item.count == item.sampled for item in output.scheduled):
-            if tokens in self._sizes:
-                self._times.add(tokens, seconds - drafting_seconds)
-            self._sizes.add(tokens)
-            if self._costs is not None:
-                self._costs.learn(output.scheduled, seconds, drafting_seconds)
-        self._right, self._wrong = KEPT_OF_ALL * self._right, KEPT_OF_ALL * self._wrong
-        if tokens == count:
-            return  # there were no drafts
+        if tokens == count and not drafting_seconds and self._costs.passes_over(seconds, waited):
+            return
         for item, request, token_ids in zip(output.scheduled, requests, kept, strict=True):
             if item.sampled > 1 and token_ids:
-                right = len(token_ids) - 1
-                self.positions.add(item.sampled - 1, right)
-                request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + right
-                request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + (right < item.sampled - 1)
-                self._right += right
-                self._wrong += right < item.sampled - 1
-                if self._costs is not None:
-                    self._costs.verified(right, right < item.sampled - 1)
+                accepted = len(token_ids) - 1
+                is_wrong = accepted < item.sampled - 1
+                right += accepted
+                self.positions.add(item.sampled - 1, accepted)
+                request.drafts_right = KEPT_OF_REQUEST * request.drafts_right + accepted
+                request.drafts_wrong = KEPT_OF_REQUEST * request.drafts_wrong + is_wrong
+                self._costs.verified(accepted, is_wrong)
+        self._costs.learn(TimedStep(output.scheduled, seconds, right, drafting_seconds, guessed, waited))
 
     def _would_guess(self, running: int) -> bool:
         """Whether anybody guesses where so many run."""
-        if self._costs is not None:
-            return self._costs.has_rows(running)
-        return self._proposer is not None or bool(self._predicted)
+        guesses = self._device is not None or self._proposer is not None or bool(self._predicted)
+        return guesses and self._costs.has_rows(running)
 
     def propose(self, requests: Iterable[Request], running: int) -> None:
         """Guess how requests go on that got tokens, in an engine that runs so many."""
+        begun = self._clock()
         going = []
         for request in requests:
             if request.state is State.FINISHED:
-                if self._costs is not None:
-                    self._costs.answered(request.output_length)
+                self._costs.answered(request.output_length)
             elif (self._proposer is not None or request.spec.prediction) and takes_drafts(request):
                 going.append(request)
-        if not going:
-            return
-        counts = self.most(going, running)
+        if going:
+            counts = self.most(going, running)
+            self._quiet = 0 if any(counts) else self._quiet + 1
+            if self._quiet % QUIET == 0:
+                self._guess(going, counts)
+            else:
+                for request in going:
+                    request.draft_token_ids = []
+            self._proposing = self._clock() - begun
+
+    def _guess(self, going: Sequence[Request], counts: Sequence[int]) -> None:
+        """Have so many tokens of each guessed."""
         most = {request: count and count + request.in_flight for request, count in zip(going, counts, strict=True)}
         predicted = [request for request in going if request.spec.prediction]
         found = self._predictions.propose(predicted, [most[request] for request in predicted])
@@ -226,10 +173,8 @@ class Drafting:
 
     def wanted(self, running: int) -> Wanted | None:
         """How many drafts the device should guess where so many run, or are about to; None: nobody does there."""
-        if self._costs is None or not self._costs.has_rows(running):
-            return None
-        wanted = self._costs.wanted(max(1, running))
-        return lambda request: 0 if request in self._predicted else wanted(request)
+        wanted = None if self._device is None else self._costs.wanted(max(1, running))
+        return None if wanted is None else lambda request: 0 if request in self._predicted else wanted(request)
 
     def _guesses(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """What the proposer says: token ids alone, as kernels read rows of tables by them."""
@@ -253,16 +198,5 @@ class Drafting:
 
     def most(self, requests: Sequence[Request], running: int) -> list[int]:
         """How many drafts of each are worth their rows in the next step, beside so many requests that run."""
-        share = self._times.share_of_row(running)
-        return [self._of(request, share) for request in requests]
-
-    def _of(self, request: Request, share: float) -> int:
-        if share >= 1:
-            return 0
-        right, wrong = request.drafts_right, request.drafts_wrong
-        usual = (self._right + 1) / (self._right + self._wrong + 2)
-        acceptance = (right + 2 * usual) / (right + wrong + 2)
-        if share <= acceptance**MOST:
-            return MOST
-        count = int(math.log(share) / math.log(acceptance))
-        return count or int(request.output_length % PROBED == 0)
+        wanted = self._costs.wanted(running)
+        return [0] * len(requests) if wanted is None else [wanted(request) for request in requests]

@@ -145,8 +145,8 @@ class ReadingDrafter(Drafter, Protocol):
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none."""
 
-    def __init__(self, drafter: Drafter | None) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._drafter, self.clock = drafter, clock
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self._reads = isinstance(drafter, ReadingDrafter)
         self.inputs = None if drafter is None else drafter.inputs
@@ -181,10 +181,10 @@ class GuardedDrafter:
 
     def draft(self, step: ComputedStep) -> None:
         """What `Drafter` does, for a step of which something `is_asked`."""
-        begun = time.perf_counter()
+        begun = self.clock()
         if self._drafter is not None and self.is_asked(step.scheduled):
             self._attempt(self._drafter.draft, step)
-        self.seconds = time.perf_counter() - begun
+        self.seconds = self.clock() - begun
 
     def _attempt(self, call: Callable[[Asked], None], asked: Asked) -> None:
         try:

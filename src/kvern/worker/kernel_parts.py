@@ -37,7 +37,7 @@ from kvern.worker.contents import Contents
 from kvern.worker.device_draft_model import DeviceDraftModel
 from kvern.worker.device_runner import DeviceRunner
 from kvern.worker.device_states import DeviceStateMemory
-from kvern.worker.draft_graphs import DraftGraphs, ModelSteps
+from kvern.worker.draft_graphs import MOST_ROWS, DraftGraphs, ModelSteps, padded_rows
 from kvern.worker.drafter import Drafter
 from kvern.worker.graph_captures import captures
 from kvern.worker.head_drafter import HeadDrafter
@@ -47,6 +47,7 @@ from kvern.worker.memory import (
     GRAPH_BYTES,
     DeviceMemory,
     bytes_of_draft,
+    bytes_of_drafting,
     bytes_of_state,
     bytes_of_token,
     cache_bytes,
@@ -120,6 +121,8 @@ class KernelParts:
                     f"that is left beside the weights {error}: lower max_batch_tokens or max_batch_requests, raise "
                     "gpu_memory_share, or free memory"
                 ) from error
+            if contents.draft is not None and isinstance(contents.draft.decoder, Decoder):
+                graphs += self._drafting_bytes(contents.draft.decoder)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
@@ -185,6 +188,13 @@ class KernelParts:
         steps = ModelSteps(decoder, attention, rows, size)
         model_graphs = DraftGraphs(steps, rows) if captures and drawn is None else None
         return DeviceDraftModel(decoder, attention, rows, size, layout.max_batch_tokens, model_graphs, drawn)
+
+    def _drafting_bytes(self, draft: Decoder) -> int:
+        """What the steps of a draft model take beside those of the model."""
+        rows = padded_rows(min(self._plan.max_batch_requests, MOST_ROWS))
+        graphs = 2 * rows.bit_length() if self._config.cuda_graphs else 0
+        drawn = MOST_ROWS if self._config.acceptance == "rejection" else 0
+        return bytes_of_drafting(draft.spec, self._dtype.itemsize, rows, graphs, drawn)
 
     def _verifies(self, contents: Contents) -> bool:
         """Whether somebody guesses."""

@@ -169,7 +169,7 @@ class Worker:
             return self._load_head(folder, plan, model)
         spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
         parts = self._make_parts(plan, spec)
-        decoder = self._load_decoder(folder, plan, parts, None)
+        decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization)
         parts.prepare(decoder)
         return Draft(decoder, parts)
 
@@ -192,7 +192,7 @@ class Worker:
                 _with_states(model, folder),
                 load_format=config.load_format,
                 unquantized=self._parts.unquantized,
-                quantization=config.quantization if folder == self._folder else None,
+                quantization=config.quantization if folder == self._folder else config.draft_quantization,
             )
         parts = self._make_parts(plan, head.spec)
         parts.prepare(head)

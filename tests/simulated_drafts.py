@@ -1,0 +1,101 @@
+"""An engine's steps and drafts by the clock alone: what they take is said, and how often drafts are right is drawn."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from kvern.engine.drafting import Drafting
+from kvern.request import PromptInput, Request, RequestSpec
+from kvern.sampling_params import ResolvedParams
+from kvern.step import ScheduledTokens, SchedulerOutput
+
+Acceptance = Callable[[int, int], float]
+"""How probable it is that a draft is right: of a request, by its number, at a token."""
+
+
+class SimulatedSteps:
+    """Steps of `running` requests, whose answers have `length` tokens.
+
+    `seconds` says what a step takes: of so many rows, some of which verify drafts. A proposer takes `asked` seconds for
+    each request, and guesses something in a `share` of cases; `one_pass`: the device guesses instead, a draft a pass.
+    """
+
+    def __init__(
+        self,
+        running: int,
+        seconds: Callable[[int, bool], float],
+        acceptance: Acceptance,
+        *,
+        length: int = 200,
+        asked: float = 0.0,
+        share: float = 1.0,
+        one_pass: float | None = None,
+        prompt: int = 20,
+        first: float = 0.0,
+        device: str = "cpu",
+    ) -> None:
+        self._seconds, self._acceptance, self._dice = seconds, acceptance, random.Random(1)
+        self._asked, self._share, self._pass, self._first = asked, share, one_pass, first
+        self._length, self._prompt, self._number = length, prompt, 0
+        self.now, self.tokens, self.drafts = 0.0, 0, 0
+        self.without = 0.0
+        """What the same tokens take without drafts."""
+        on_device = one_pass is not None
+        self.drafting = Drafting(
+            None if on_device else self, 100, lambda: self.now, device=device if on_device else None
+        )
+        self.requests = [self._new() for _ in range(running)]
+        self._guesses: dict[Request, int] = {}
+        self._seen: set[int] = set()
+
+    def _new(self) -> Request:
+        self._number += 1
+        spec = RequestSpec(str(self._number), PromptInput([1] * self._prompt), ResolvedParams(), self._length)
+        return Request(spec, generated=[4])
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """As a `Proposer`."""
+        self.now += self._asked * sum(count > 0 for count in most)
+        return [[7] * count if self._dice.random() < self._share else [] for count in most]
+
+    def run(self, steps: int) -> None:
+        """So many steps; requests that end are followed by others."""
+        for _ in range(steps):
+            self._step()
+
+    def _step(self) -> None:
+        drafting, requests = self.drafting, self.requests
+        wanted = drafting.wanted(len(requests))
+        output, verified = SchedulerOutput(1), []
+        for slot, request in enumerate(requests):
+            room = max(0, self._length - request.output_length - 1)
+            count = min(room, self._guesses.get(request, 0) if self._pass is not None else len(request.draft_token_ids))
+            guesses = 0 if wanted is None else min(room, wanted(request))
+            self._guesses[request] = guesses
+            verified.append(count)
+            output.scheduled.append(ScheduledTokens(slot, 9, 1 + count, 1 + count, guesses=guesses))
+        drafting.began(output, requests)
+        rows, most = len(requests) + sum(verified), max(item.guesses for item in output.scheduled)
+        passes = most * (self._pass or 0.0)
+        for request, item in zip(requests, output.scheduled, strict=True):
+            if item.guesses:
+                behind = len(request.token_ids) - request.drafted_tokens
+                passes += max(0, behind - 1 - item.count) * 0.02 * (self._pass or 0.0)
+                request.drafted_tokens = len(request.token_ids) + 1
+        self.now += self._seconds(rows, any(verified)) + passes + (0 if rows in self._seen else self._first)
+        self._seen.add(rows)
+        kept = []
+        for request, count in zip(requests, verified, strict=True):
+            right = 0
+            while right < count and self._dice.random() < self._acceptance(
+                int(request.request_id.split("#")[0]), self.tokens
+            ):
+                right += 1
+            kept.append([4] * (right + 1))
+        drafting.ended(output, requests, kept, passes)
+        self.without += self._seconds(len(requests), False) * sum(map(len, kept)) / len(requests)
+        self.tokens += sum(map(len, kept))
+        self.drafts += sum(verified)
+        for request, tokens in zip(requests, kept, strict=True):
+            request.token_ids += tokens
+        drafting.propose(requests, len(requests))
+        self.requests = [self._new() if item.output_length >= self._length else item for item in requests]
