@@ -19,6 +19,7 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
+from kvern.device.ranks import ALONE, Ranks
 from kvern.device.transfer import upload
 from kvern.errors import in_a_line
 from kvern.kernels import logprobs
@@ -42,6 +43,7 @@ from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
+from kvern.worker.rank_choice import chosen_by_first
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import VerifyGraphs
@@ -71,9 +73,11 @@ class DeviceRunner:
         states: DeviceStateMemory | None = None,
         drafter: Drafter | None = None,
         drafts: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many; with `drafts` such steps."""
         self._decoder = decoder
+        self._ranks = ranks
         self._attention = attention
         self.caches = attention.caches
         self._rows = rows
@@ -110,7 +114,7 @@ class DeviceRunner:
         self._processors.fork(output.forked, self._rows)
         self._needs.fork(output.forked)
         self._rows.join(output.joined)
-        self._grammars.join(output.joined)
+        self._grammars.join(output.joined if self._ranks.rank == 0 else ())
         self._processors.join(output.joined)
         self._rows.grow(output.grown)
         self._rows.grow_windows(output.grown_windows)
@@ -318,6 +322,8 @@ class DeviceRunner:
         chosen = self._choose(logits, scores, slots, decoded, needs)
         if drawn is not None:
             accept(chosen, scores, rows, slots, decoded.positions, drawn)
+        if needs & Needs.GRAMMAR and self._ranks.size > 1:
+            chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:

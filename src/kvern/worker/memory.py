@@ -37,10 +37,13 @@ CONTEXT_BYTES = 600 << 20
 
 
 class DeviceMemory:
-    """The memory of an engine's device, of which it may take what is free, or, of a GPU, a share of the whole."""
+    """The memory of an engine's device, of which it may take what is free, or, of a GPU, a share of the whole.
 
-    def __init__(self, device: torch.device, share: float | None = None) -> None:
-        self.device, self.share = device, share
+    `ranks`: so many processes take theirs of a CPU's memory.
+    """
+
+    def __init__(self, device: torch.device, share: float | None = None, ranks: int = 1) -> None:
+        self.device, self.share, self.ranks = device, share, ranks
         if device.type == "cuda" and torch.cuda.memory_reserved(device):
             gc.collect()  # engines of this process that ended hold theirs until then, and PyTorch what they gave back
             torch.cuda.empty_cache()
@@ -88,7 +91,7 @@ def cache_bytes(memory: DeviceMemory, token_bytes: int, reserved: int | None = N
         if reserved is None:
             return int(free * GPU_MEMORY_SHARE)
         return max(0, free - reserved - MARGIN_BYTES - int(MARGIN_SHARE * (memory.share or 1) * total))
-    return host_cache_bytes(available_memory(), token_bytes, state_bytes)
+    return host_cache_bytes(available_memory() // memory.ranks, token_bytes, state_bytes)
 
 
 def host_cache_bytes(available: int, token_bytes: int, state_bytes: int = 0) -> int:
