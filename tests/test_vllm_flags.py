@@ -157,7 +157,10 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("serve m --pipeline-parallel-size 2", "--pipeline-parallel-size 2 is refused: an engine is one device, or the"),
+        (
+            "serve m --pipeline-parallel-size 2",
+            "--pipeline-parallel-size 2 is refused: an engine is one device, or the",
+        ),
         ("serve m -pp 4", "-pp 4 is refused: an engine is one device, or the ranks of --tensor-parallel-size"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
         (

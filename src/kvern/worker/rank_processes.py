@@ -36,12 +36,12 @@ class RankProcesses:
     """
 
     def __init__(self, config: EngineConfig, model: Path, lost: Callable[[int], None] | None = None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
-        self.meeting = Path(self._folder.name, "meeting")
+        folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
+        self.meeting = Path(folder.name, "meeting")
         context = zmq.Context()
         self._sockets, processes = [], []
         for rank in range(1, config.tensor_parallel_size):
-            address = f"ipc://{Path(self._folder.name, f'rank-{rank}')}"
+            address = f"ipc://{Path(folder.name, f'rank-{rank}')}"
             socket = context.socket(zmq.PAIR)
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, 0)  # as many as are in flight
@@ -56,7 +56,7 @@ class RankProcesses:
             self._sockets.append(socket)
             processes.append(process)
         self._end = _End(processes, lost)
-        weakref.finalize(self, _leave, self._end, context)
+        weakref.finalize(self, _leave, self._end, context, folder)
 
     def send(self, message: RankMessage) -> None:
         """To all of them."""
@@ -88,9 +88,10 @@ class RankProcesses:
         self._end.all()
 
 
-def _leave(end: "_End", context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def _leave(end: "_End", context: "zmq.Context[zmq.Socket[bytes]]", folder: "tempfile.TemporaryDirectory[str]") -> None:
     end.all()
     context.destroy(linger=0)
+    folder.cleanup()
 
 
 class _End:
