@@ -1,6 +1,7 @@
 """Ranks that compute one model together: processes of one machine, each with a device and a share of the weights."""
 
 import importlib
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,27 +28,28 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._group: Any = None  # PyTorch's own description of it lacks these methods
+        self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
+        weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
     def connect(self, file: Path, device: torch.device, seconds: float) -> None:
         """Meet the others, who name the same file, which does not exist before; wait for them so long at most.
 
-        CPUs talk through gloo over the loopback interface, GPUs through NCCL.
+        CPUs talk through gloo over the loopback interface, and wait so long each time; GPUs talk through NCCL.
         """
         if self.size == 1:
             return
         distributed: Any = importlib.import_module("torch.distributed")
         store = distributed.FileStore(str(file), self.size)
+        store.set_timeout(timedelta(seconds=seconds))
         if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds)
-            self._group = distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._groups.append(distributed.ProcessGroupNCCL(store, self.rank, self.size, options))
             return
         gloo = distributed.ProcessGroupGloo
         gloo_options = gloo._Options()
         gloo_options._timeout = timedelta(seconds=seconds)
         gloo_options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        self._group = gloo(store, self.rank, self.size, gloo_options)
+        self._groups.append(gloo(store, self.rank, self.size, gloo_options))
 
     def share(self, count: int, copies: int = 1) -> Share:
         """This rank's of a dimension cut into parts of `count` entries; `copies` neighbours hold the same part."""
@@ -62,22 +64,19 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have, on each of them, in the same order of additions; `x` may be overwritten."""
-        assert self._group is not None, "the ranks have not met"
         x = x.contiguous()
-        self._group.allreduce([x]).wait()
+        self._groups[0].allreduce([x]).wait()
         return x
 
     def beside(self, x: Tensor) -> Tensor:
         """`x [N, width]` of all ranks side by side, on each of them: `[N, size * width]`."""
-        assert self._group is not None, "the ranks have not met"
         parts = list(x.new_empty(self.size, *x.shape).unbind())
-        self._group.allgather([parts], [x.contiguous()]).wait()
+        self._groups[0].allgather([parts], [x.contiguous()]).wait()
         return torch.cat(parts, -1)
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
-        assert self._group is not None, "the ranks have not met"
-        self._group.broadcast([x]).wait()
+        self._groups[0].broadcast([x]).wait()
         return x
 
 

@@ -19,7 +19,6 @@ import torch
 from kvern.attention.base import AttentionBackend
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
-from kvern.device.ranks import ALONE, Ranks
 from kvern.device.transfer import upload
 from kvern.errors import in_a_line
 from kvern.kernels import logprobs
@@ -73,11 +72,9 @@ class DeviceRunner:
         states: DeviceStateMemory | None = None,
         drafter: Drafter | None = None,
         drafts: bool = False,
-        ranks: Ranks = ALONE,
     ) -> None:
         """Steps with prompts, of at most `max_batch_tokens`, are captured up to that many; with `drafts` such steps."""
         self._decoder = decoder
-        self._ranks = ranks
         self._attention = attention
         self.caches = attention.caches
         self._rows = rows
@@ -114,7 +111,7 @@ class DeviceRunner:
         self._processors.fork(output.forked, self._rows)
         self._needs.fork(output.forked)
         self._rows.join(output.joined)
-        self._grammars.join(output.joined if self._ranks.rank == 0 else ())
+        self._grammars.join(output.joined if self._decoder.build.ranks.rank == 0 else ())
         self._processors.join(output.joined)
         self._rows.grow(output.grown)
         self._rows.grow_windows(output.grown_windows)
@@ -151,8 +148,7 @@ class DeviceRunner:
         decodes = self._graphs
         if decodes is None:
             return False
-        all_kinds: tuple[Captures | None, ...]
-        all_kinds = self._verify_graphs, self._drafter.graphs, self._prompt_graphs, decodes
+        all_kinds: tuple[Captures | None, ...] = self._verify_graphs, self._drafter.graphs, self._prompt_graphs, decodes
         kinds = [kind for kind in all_kinds if kind is not None]
         plain = bool(decodes.missing) and not any(decodes.missing[0][1:])
         graphs: Captures | None = decodes if plain else next((kind for kind in kinds if kind.missing), None)
@@ -322,8 +318,8 @@ class DeviceRunner:
         chosen = self._choose(logits, scores, slots, decoded, needs)
         if drawn is not None:
             accept(chosen, scores, rows, slots, decoded.positions, drawn)
-        if needs & Needs.GRAMMAR and self._ranks.size > 1:
-            chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
+        if needs & Needs.GRAMMAR:
+            chosen, unknown = chosen_by_first(self._decoder.build.ranks, chosen, unknown)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:

@@ -121,8 +121,8 @@ class RankedExecutor(InProcessExecutor):
         ended = self._others.ended(ENDING_SECONDS)
         self._others.end()
         reason = f"it lost {ended}" if ended else "its ranks do not agree any more"
-        error = EngineDied(f"a step failed, and the engine cannot go on: {reason}")
-        raise error from self._error
+        cause, self._error = self._error, EngineDied(f"a step failed, and the engine cannot go on: {reason}")
+        raise self._error from cause
 
     def idle(self) -> bool:
         self._others.send(UseIdleTime())

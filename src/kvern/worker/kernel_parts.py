@@ -147,7 +147,6 @@ class KernelParts:
             states,
             None if contents.draft is None else contents.draft.parts.drafter(contents.draft.decoder, layout, rows),
             self._verifies(contents),
-            contents.ranks,
         )
 
     def drafter(self, decoder: Decoder | DraftHead, layout: Layout, rows: BatchRows) -> Drafter:

@@ -59,10 +59,11 @@ class RankProcesses:
         weakref.finalize(self, _leave, self._end, context, folder)
 
     def send(self, message: RankMessage) -> None:
-        """To all of them."""
+        """To all of them, without waiting: of one that has ended the step will tell."""
         content = encode(message)
         for socket in self._sockets:
-            socket.send(content)
+            with contextlib.suppress(zmq.Again):
+                socket.send(content, zmq.NOBLOCK)
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
         """One of each, in their order. Raises ConfigError with the reason of one that cannot start."""

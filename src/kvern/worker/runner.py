@@ -208,7 +208,7 @@ class ModelRunner:
         drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
         chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
-        if needs & Needs.GRAMMAR and self._ranks.size > 1:
+        if needs & Needs.GRAMMAR:
             chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
         kept = None
         if drafted:
