@@ -245,6 +245,15 @@ def test_each_engine_needs_a_gpu_or_a_core(monkeypatch: pytest.MonkeyPatch) -> N
     assert places_of(EngineConfig(device="cuda"))[0].environment == {}
 
 
+def test_an_engine_of_several_ranks_gets_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.engine.places.gpu_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    places = places_of(EngineConfig(tensor_parallel_size=2, data_parallel_size=2))
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places] == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match="each engine needs 2"):
+        places_of(EngineConfig(tensor_parallel_size=2, data_parallel_size=3))
+
+
 @pytest.mark.parametrize(
     ("named", "seen"),
     [(None, ["0", "1", "2", "3"]), ("2, 0", ["2", "0"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("1,9,2", ["1"]),

@@ -66,8 +66,8 @@ def test_ranks_share_weights_and_keys(models: dict[str, Model]) -> None:
 
 
 def test_heads_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
-    assert [split.tensor for split in splits(6, models["8b"].spec)] == [1, 2], "32 heads are no multiple of 3"
-    assert [str(split) for split in splits(4, models["8b"].spec)] == [
+    assert [split.tensor for split in splits(6, models["8b"])] == [1, 2], "32 heads are no multiple of 3"
+    assert [str(split) for split in splits(4, models["8b"])] == [
         "tensor 1 x data 4",
         "tensor 2 x data 2",
         "tensor 4 x data 1",

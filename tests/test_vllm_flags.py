@@ -57,6 +57,8 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("serve m -dp 2 --data-parallel-size-local 2", {"model": "m", "data_parallel_size": 2}),
     ("serve m -tp 1 -q none", {"model": "m"}),
     ("serve m -tp=1 -O3", {"model": "m"}),
+    ("serve m -tp 2", {"model": "m", "tensor_parallel_size": 2}),
+    ("serve m --tensor-parallel-size=4", {"model": "m", "tensor_parallel_size": 4}),
     ('serve m -sc \'{"method": "mtp", "num_speculative_tokens": 1}\'', {"model": "m", "draft_model": "mtp"}),
     ('serve m -sc \'{"method": "eagle3", "model": "h"}\'', {"model": "m", "draft_model": "h"}),
     ('serve m -sc \'{"method": "ngram", "prompt_lookup_max": 4}\'', {"model": "m", "proposer": "ngram"}),
@@ -156,8 +158,11 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("serve m --tensor-parallel-size 2", "--tensor-parallel-size 2 is refused: kvern runs on one device"),
-        ("serve m -tp 4", "-tp 4 is refused: kvern runs on one device"),
+        (
+            "serve m --pipeline-parallel-size 2",
+            "--pipeline-parallel-size 2 is refused: an engine is one device, or the",
+        ),
+        ("serve m -pp 4", "-pp 4 is refused: an engine is one device, or the ranks of --tensor-parallel-size"),
         ("serve m --trust-remote-code", "--trust-remote-code is refused: kvern runs no code from a model's folder"),
         (
             "serve m --kv-cache-dtype fp8_e5m2",

@@ -51,6 +51,9 @@ class EngineConfig:
     inputs. None: what they are; weights that are stored quantized are recognised without it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
+    tensor_parallel_size: int = 1
+    """Processes that compute the model together, each with a share of its weights and of its KV cache: one a GPU, or
+    several of a CPU. One that waits for another for half of engine_timeout gives up: a server then starts anew."""
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
     use, and no more than its control group gives it the time of."""
@@ -170,7 +173,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         sizes = "max_model_len", "kv_cache_tokens", "block_size", "max_batch_requests"
-        for name in ("threads", "data_parallel_size", "aging_steps", *sizes):
+        for name in ("threads", "tensor_parallel_size", "data_parallel_size", "aging_steps", *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
@@ -221,6 +224,11 @@ class EngineConfig:
     def target_itl_seconds(self) -> float | None:
         """The option in seconds; 0: there is no limit. None: it is not given."""
         return None if self.target_itl is None else read_seconds("target_itl", self.target_itl)
+
+    @property
+    def rank_timeout(self) -> float:
+        """Seconds for which one of several ranks waits for another, before the engine is given up for silent."""
+        return self.engine_timeout / 2
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
+from kvern.request import RequestSpec
 from kvern.sampling_params import ResolvedParams
 
 if TYPE_CHECKING:
-    from kvern.request import Request, RequestSpec
+    from kvern.request import Request
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class NewRequest:
     """A request that joins the batch in row `slot`, with all its tokens."""
 
     slot: int
-    spec: "RequestSpec"
+    spec: RequestSpec
     params: ResolvedParams
     """Those of the spec, of which only the first sequence reports log-probabilities of the prompt."""
     seed: int

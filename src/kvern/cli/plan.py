@@ -62,7 +62,7 @@ class PlanCommand:
             raise ConfigError(f"cards differ: {', '.join(card.name for card in cards)}; choose like ones")
         workload = Workload(self.requests, self.input, self.output)
         least = min(cards, key=lambda card: card.memory)
-        found = [estimate(model, least, split, workload) for split in splits(len(cards), model.spec)]
+        found = [estimate(model, least, split, workload) for split in splits(len(cards), model)]
         found.sort(key=lambda item: -item.rate)
         if self.write is not None and not found[0].lacks:
             self.write.write_text(as_toml(found[0], self.model, workload, cards))

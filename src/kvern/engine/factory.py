@@ -29,6 +29,7 @@ from kvern.worker.device import resolve_device
 from kvern.worker.encoder_runner import start_encoder
 from kvern.worker.executor import Executor, start
 from kvern.worker.plan import Layout
+from kvern.worker.rank_limits import check_ranks
 from kvern.worker.startup import Startup
 
 GRAPH_SECONDS = 0.55
@@ -47,6 +48,7 @@ def build_core(
     prepares: bool = False,
     note: Callable[[list[str]], None] | None = None,
     streams: bool = False,
+    lost: Callable[[int], None] | None = None,
 ) -> tuple[EngineLoop, ModelSpec, Layout]:
     """Load the model in `folder` and wire the engine around it; `prepares` and `note` are the core's.
 
@@ -54,16 +56,20 @@ def build_core(
 
     `streams`: somebody waits for single tokens, so that steps on a GPU have a target if the configuration says nothing.
 
+    `lost` as in `RankProcesses`.
+
     Raises KvernError subclasses.
     """
     spec = describe_model(folder, read_config(folder), config.model_implementation)
+    if config.tensor_parallel_size > 1:
+        check_ranks(config, folder, spec)
     if spec.encoder is not None:
         runner, layout = start_encoder(config, folder, spec, startup)
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
         encoder = EncoderCore(runner, config, *sizes, note)
         return encoder, spec, layout
-    draft = draft_folder(config, folder, resolve_device(config).type)
-    executor, layout = start(config, folder, spec, startup, draft)
+    draft = draft_folder(config, folder, resolve_device(config).type) if config.tensor_parallel_size == 1 else None
+    executor, layout = start(config, folder, spec, startup, draft, lost)
     scheduler = make_scheduler(config, folder, layout, executor.tier)
     drafting = None
     if config.speculation != "off":

@@ -29,21 +29,23 @@ def places_of(config: EngineConfig) -> list[Place]:
     count = config.data_parallel_size
     if count == 1:
         return [Place()]
+    each = config.tensor_parallel_size
     gpus = [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus or config.device == "cuda":
-        if count > len(gpus):
+        if count * each > len(gpus):
             raise ConfigError(
-                f"data_parallel_size is {count}, and this process sees {len(gpus)} GPUs: each engine needs one; "
+                f"data_parallel_size is {count}, and this process sees {len(gpus)} GPUs: each engine needs {each}; "
                 "lower it, or use device cpu"
             )
-        return [Place({"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:count]]
-    shares = shares_of_cores(count)
-    if len(shares) < count:
+        shares = [gpus[number * each : (number + 1) * each] for number in range(count)]
+        return [Place({"CUDA_VISIBLE_DEVICES": ",".join(share)}) for share in shares]
+    cores = shares_of_cores(count)
+    if len(cores) < count:
         raise ConfigError(
-            f"data_parallel_size is {count}, and this process may use {len(shares)} processor cores: each engine "
+            f"data_parallel_size is {count}, and this process may use {len(cores)} processor cores: each engine "
             "needs one; lower it"
         )
-    return [Place(processors=processors, threads=threads) for threads, processors in shares]
+    return [Place(processors=processors, threads=threads) for threads, processors in cores]
 
 
 def gpu_count() -> int:

@@ -86,7 +86,9 @@ def main(address: str, running: str, parent: int) -> int:
             startup = Startup()
             note = RunningFile(Path(running)).write
             folder = Path(config.model or "")
-            core, spec, layout = build_core(config, folder, startup, prepares=True, note=note, streams=True)
+            core, spec, layout = build_core(
+                config, folder, startup, prepares=True, note=note, streams=True, lost=end_like
+            )
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
@@ -103,6 +105,13 @@ def main(address: str, running: str, parent: int) -> int:
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
         return 1
     return 0
+
+
+def end_like(code: int) -> None:
+    """End at once as a process did that ended with this exit code, negative: by which signal."""
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code or 1)
 
 
 def import_engine() -> None:

@@ -212,7 +212,7 @@ class Scheduler:
             return 0
         if not count or not self._extend(request, count, output):
             return 0
-        self._take(request, count, count == remaining, output)
+        self._take(request, count, int(count == remaining), output)
         return count
 
     def _verify(self, request: Request, spare: int, output: SchedulerOutput) -> int:
@@ -282,7 +282,7 @@ class Scheduler:
             start, remaining = request.num_computed_tokens, request.remaining_tokens
             request.drafted_tokens = start
             count = budget.chunk(start, remaining, self.cache.until_mark(request))
-            self._take(request, count, count == remaining, output)
+            self._take(request, count, int(count == remaining), output)
             budget.take(start, count)
         self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
 

@@ -148,7 +148,10 @@ class Attention(Module):
         self.values = slice(spec.heads if spec.keys_are_values else self.rotated, None)
         parts = {"q_proj": (1 + spec.gated) * spec.heads, "k_proj": own, "v_proj": 0 if spec.keys_are_values else own}
         parts = {name: heads * spec.head_dim for name, heads in parts.items() if heads}
-        self.qkv_proj = build.column(spec.inputs or model.hidden_size, parts, bias=model.qkv_bias, fused="qkv_proj")
+        copies = dict.fromkeys(("k_proj", "v_proj"), spec.copies)
+        self.qkv_proj = build.column(
+            spec.inputs or model.hidden_size, parts, bias=model.qkv_bias, fused="qkv_proj", copies=copies
+        )
         self.o_proj = build.row(spec.heads * spec.head_dim, "o_proj", model.hidden_size, bias=model.output_bias)
         self.rotate = make_rotate(layer.rope, spec.head_dim)
         self.sinks = Sinks(index, spec.heads, build) if spec.sinks else None

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvern.cpu import elementwise
+from kvern.device.ranks import ALONE, Ranks
 from kvern.layers.experts import Experts, names_of
-from kvern.layers.linear import Linear
+from kvern.layers.linear import Linear, SummedLinear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.parted import PartedMethod
@@ -36,6 +37,7 @@ class Build:
     `kernels` names the modules of `kvern.kernels` that parts may be made of; without them PyTorch does the work.
     `linear` says how weights are stored and multiplied. `deterministic` forbids whatever makes a token's result depend
     on the other tokens of a step. `path` is where in the model the build is: it precedes the names of the parts built.
+    With several `ranks` sizes are those of one rank's share, but those of rows `[T, width]` and of vocabularies.
     """
 
     dtype: torch.dtype
@@ -45,6 +47,7 @@ class Build:
     linear: LinearMethods = LinearMethods(Unquantized())
     deterministic: bool = False
     path: str = "model"
+    ranks: Ranks = ALONE
 
     def at(self, name: str) -> "Build":
         """The same, one level deeper in the model."""
@@ -73,16 +76,27 @@ class Build:
             self.on_rows.beside,
         )
 
-    def column(self, inputs: int, parts: Mapping[str, int], *, bias: bool = False, fused: str | None = None) -> Linear:
+    def column(
+        self,
+        inputs: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        fused: str | None = None,
+        copies: Mapping[str, int] | None = None,
+    ) -> Linear:
         """A linear layer whose outputs are computed independently; `parts` maps checkpoint names to output sizes.
 
-        `fused` is the name under which some checkpoints store all parts as one tensor.
+        `fused` is the name under which some checkpoints store all parts as one tensor. `copies`: how many neighbouring
+        ranks hold the same outputs of a part, if it is not one.
         """
-        return Linear(inputs, parts, self, bias=bias, fused=fused)
+        shares = {part: self.ranks.share(size, (copies or {}).get(part, 1)) for part, size in parts.items()}
+        return Linear(inputs, parts, self, bias=bias, fused=fused, shares=shares)
 
     def row(self, inputs: int, part: str, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer that sums over inputs which `column` layers produced."""
-        return Linear(inputs, {part: outputs}, self, bias=bias)
+        make = Linear if self.ranks.size == 1 else SummedLinear
+        return make(inputs, {part: outputs}, self, bias=bias)
 
     def experts(self, hidden_size: int, spec: MoeSpec) -> Experts:
         """The experts of a mixture, whose gate, up and down may be stored in different ways."""

@@ -1,14 +1,20 @@
-"""Tables with a row for each token."""
+"""Tables with a row for each token, and heads with a score for each."""
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern.device.ranks import Share
 from kvern.layers.build import Build
-from kvern.layers.linear import Weighted
+from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_format import LinearFormat
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.loadable import Loadable, copy_rows
+
+if TYPE_CHECKING:
+    from kvern.kernels.quantize_rows import RowCodes
 
 
 class Embedding(Weighted):
@@ -17,8 +23,17 @@ class Embedding(Weighted):
     `name`: what a checkpoint calls the table.
     """
 
-    def __init__(self, vocab_size: int, width: int, scale: float, build: Build, *, name: str = "embed_tokens") -> None:
-        super().__init__(width, {name: vocab_size}, build)
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int,
+        scale: float,
+        build: Build,
+        *,
+        name: str = "embed_tokens",
+        share: Share | None = None,
+    ) -> None:
+        super().__init__(width, {name: vocab_size}, build, shares=None if share is None else {name: share})
         self._multiply = build.on_rows.scale
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
@@ -34,6 +49,39 @@ class Embedding(Weighted):
     def forward(self, ids: Tensor) -> Tensor:
         embedded = self.method.embed(ids)
         return embedded if self.scale == 1.0 else self._multiply(embedded, self.scale)
+
+
+class SharedEmbedding(Embedding):
+    """A rank's share of the vocabulary; it knows nothing of other tokens, which other ranks add."""
+
+    def __init__(self, vocab_size: int, width: int, scale: float, build: Build) -> None:
+        count, share = build.ranks.padded_share(vocab_size)
+        super().__init__(count, width, scale, build, share=share)
+        self._held_ids, self._ranks = share.held, build.ranks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = ids - self._held_ids.start
+        others = (places < 0) | (places >= len(self._held_ids))
+        embedded = super().forward(places.masked_fill_(others, 0))
+        return self._ranks.sum(embedded.masked_fill_(others[:, None], 0))
+
+
+class SharedHead(Linear):
+    """A rank's share of the vocabulary's scores, which all put side by side: `[T, inputs] -> [T, vocabulary]`."""
+
+    def __init__(
+        self, inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
+    ) -> None:
+        count, share = build.ranks.padded_share(vocab_size)
+        shares = {"lm_head": share}
+        super().__init__(inputs, {"lm_head": count}, build, bias=bias, method=method, shares=shares)
+        self._vocab_size, self._ranks = vocab_size, build.ranks
+
+    def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
+        return self._ranks.beside(super().forward(x, rows))[:, : self._vocab_size].contiguous()
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self._ranks.beside(super().scores(x))[:, : self._vocab_size].contiguous()
 
 
 class Table(Loadable):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvern.layers.linear_method import LinearMethod, Part, TensorLayout, fill_random
-from kvern.layers.loadable import Loadable, copy_rows
+from kvern.device.ranks import Share
+from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random
+from kvern.layers.loadable import Loadable
 
 if TYPE_CHECKING:
     from kvern.kernels.quantize_rows import RowCodes
@@ -21,6 +22,9 @@ class Weighted(Loadable):
 
     `fused` is the name under which some checkpoints store all parts as one tensor. A module whose `method` is another's
     shares its weight: it loads no more than its own bias.
+
+    `inputs` and `outputs` are those of the matrix. `shares`, by part, and `inputs_share` say which of a checkpoint's
+    these are; what has none is there whole.
     """
 
     bias: nn.Parameter | None
@@ -35,8 +39,12 @@ class Weighted(Loadable):
         fused: str | None = None,
         method: LinearMethod | None = None,
         dtype: torch.dtype | None = None,
+        shares: Mapping[str, Share] | None = None,
+        inputs_share: Share | None = None,
     ) -> None:
         super().__init__(build.path)
+        self._held = {name: Share(range(size), size) for name, size in outputs.items()} | dict(shares or {})
+        self._inputs_held = inputs_share or Share(range(inputs), inputs)
         self.inputs, self.outputs, self.fused = inputs, dict(outputs), fused
         self.dtype, self.device = dtype or build.dtype, build.device
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
@@ -50,7 +58,7 @@ class Weighted(Loadable):
         return build.linear_method(self.outputs, self.inputs, self.dtype)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes(self.outputs)
+        return self._shapes({name: share.whole for name, share in self._held.items()})
 
     def optional_parts(self) -> set[str]:
         return {f"{name}.{kind}" for name, kind, layout in self._layouts(self._all_names()) if not layout.needed}
@@ -62,11 +70,12 @@ class Weighted(Loadable):
         return [*self.outputs, *([self.fused] if self.fused else [])]
 
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes({self.fused: sum(self.outputs.values())}) if self.fused else {}
+        return self._shapes({self.fused: sum(share.whole for share in self._held.values())}) if self.fused else {}
 
     def _shapes(self, outputs: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         shapes = {
-            f"{name}.{kind}": layout.shape(outputs[name], self.inputs) for name, kind, layout in self._layouts(outputs)
+            f"{name}.{kind}": layout.shape(outputs[name], self._inputs_held.whole)
+            for name, kind, layout in self._layouts(outputs)
         }
         if self.bias is not None:
             shapes |= {f"{name}.bias": (size,) for name, size in outputs.items()}
@@ -81,12 +90,24 @@ class Weighted(Loadable):
 
     def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
         name, _, kind = part.partition(".")
-        first = self._first.get(name, 0)
-        if kind == "bias" and self.bias is not None:
-            copy_rows(self.bias, tensor, first + first_row)
-            return
-        outputs = self.outputs.get(name) or sum(self.outputs.values())
-        self.method.load(kind, tensor, Part(first, range(outputs), range(self.inputs)), first_row)
+        for place in self._places(name):
+            if kind == "bias" and self.bias is not None:
+                copy_part(TensorLayout(self.dtype, (OUTPUTS,)), self.bias, tensor, place, first_row)
+            else:
+                self.method.load(kind, tensor, place, first_row)
+
+    def _places(self, name: str) -> Iterator[Part]:
+        """Where what a checkpoint calls so goes: of a fused part at once what is held whole, else part by part."""
+        inputs = self._inputs_held.held
+        if name in self.outputs:
+            yield Part(self._first[name], self._held[name].held, inputs)
+        elif all(len(share.held) == share.whole for share in self._held.values()):
+            yield Part(0, range(sum(self.outputs.values())), inputs)
+        else:
+            begin = 0
+            for part, (held, whole) in self._held.items():
+                yield Part(self._first[part], range(begin + held.start, begin + held.stop), inputs)
+                begin += whole
 
     def fill_random(self, generator: torch.Generator) -> None:
         if not self._shares:
@@ -119,3 +140,20 @@ class Linear(Weighted):
         """`(x [1, inputs], around=...)`, see `LinearMethod.row_product`."""
         product = self.method.row_product()
         return None if product is None else partial(product, bias=self.bias)
+
+
+class SummedLinear(Linear):
+    """One over a rank's share of the inputs, whose products all ranks add up; the first of them adds the bias."""
+
+    def __init__(self, inputs: int, outputs: Mapping[str, int], build: "Build", *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, build, bias=bias, inputs_share=build.ranks.share(inputs))
+        self._ranks = build.ranks
+        self._added = self.bias if build.ranks.rank == 0 else None
+
+    def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
+        if isinstance(x, Tensor):
+            return self._ranks.sum(self.method.multiply(x, self._added))
+        return self._ranks.sum(self.method.multiply_codes(x, self._added))
+
+    def row_product(self) -> None:
+        """There is none: what follows a product in one launch would come before the sum."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.files import read_object
 from kvern.layers.build import Build
@@ -22,6 +23,7 @@ from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
 from kvern.models.encoder import Encoder
+from kvern.models.share import share_of
 from kvern.models.weighted import TensorTarget, WeightedModel
 
 Model = TypeVar("Model", bound=WeightedModel)
@@ -83,18 +85,20 @@ def load_model(
     unquantized: LinearFormat | None = None,
     deterministic: bool = False,
     quantization: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """Build the model of a folder and load its weights.
 
     `dtype` "auto" is the checkpoint's. `max_model_len` is the longest sequence in tokens (None: all the model has
     positions for). `load_format` "dummy" fills in seeded random weights and reads no weight file. `unquantized` is how
     plain weights multiply (None: PyTorch). `quantization` is what plain weights are made while they are loaded, "fp8",
-    "int8" or "int4"; None: nothing. `kernels` and `deterministic` are those of `Build`.
+    "int8" or "int4"; None: nothing. `kernels` and `deterministic` are those of `Build`. Of several `ranks` it is what
+    this one has of the model.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, or ConfigError for an unknown dtype.
     """
     config = read_config(folder)
-    spec = spec_of_folder(folder, config)
+    spec = share_of(spec_of_folder(folder, config), ranks.size)
     stored = [] if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(config, spec, stored, unquantized, quantization)
     length = max_model_len or spec.max_position_embeddings
@@ -105,6 +109,7 @@ def load_model(
         kernels,
         linear,
         deterministic,
+        ranks=ranks,
     )
     return filled_model(Decoder, spec, build, folder, None if load_format == "dummy" else stored)
 
@@ -165,7 +170,7 @@ def _check_sizes(
     if stored is not None:
         _assign(outline, folder, stored)
     if build.device.type == "cpu":
-        weights = outline.weight_bytes
+        weights = outline.weight_bytes * build.ranks.size
         rotations = 4 * build.max_model_len * sum(rope.dim for rope in {layer.rope for layer in spec.layers} if rope)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if weights + 2 * rotations > memory:
@@ -182,7 +187,8 @@ def outline_of(spec: ModelSpec, build: Build) -> Decoder:
 
 def _outline(make: Callable[[ModelSpec, Build], Model], spec: ModelSpec, build: Build) -> Model:
     layers = tuple(replace(layer, rope=None) for layer in spec.layers)
-    return make(replace(spec, layers=layers), Build(build.dtype, torch.device("meta"), 1, linear=build.linear))
+    meta = Build(build.dtype, torch.device("meta"), 1, linear=build.linear, ranks=build.ranks)
+    return make(replace(spec, layers=layers), meta)
 
 
 def outline_model(folder: Path, dtype: str = "auto", load_format: Literal["auto", "dummy"] = "auto") -> Decoder:

@@ -14,8 +14,10 @@ from functools import cached_property
 import torch
 
 from kvern.config import EngineConfig
+from kvern.errors import ConfigError
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
+from kvern.models.share import share_of
 from kvern.planning.hardware import Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
 from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
@@ -103,20 +105,23 @@ class Estimate:
     lacks: str = ""
 
 
-def splits(cards: int, spec: ModelSpec) -> Iterator[Split]:
-    """All ways to divide a model among all of so many cards that its heads allow."""
+def splits(cards: int, model: Model) -> Iterator[Split]:
+    """All ways to divide a model among all of so many cards that kvern knows."""
+    plain = all("float" in share.format for share in model.shares)
     for tensor in range(1, cards + 1):
-        if cards % tensor == 0 and all(
-            item.heads % tensor == 0 and (item.kv_heads % tensor == 0 or tensor % item.kv_heads == 0)
-            for item in spec.attentions
-        ):
-            yield Split(tensor, cards // tensor)
+        if cards % tensor or (tensor > 1 and not plain):
+            continue
+        try:
+            share_of(model.spec, tensor)
+        except ConfigError:
+            continue
+        yield Split(tensor, cards // tensor)
 
 
 def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Estimate:
     """What it would take and give on cards like this one."""
     weights = sum(_part(share, split) * share.nbytes for share in model.shares)
-    token_bytes = model.token_bytes * _part_of_keys(model.spec, split)
+    token_bytes = model.token_bytes * _part_of_keys(model, split)
     state_bytes = model.state_bytes / split.tensor
     left = card.memory - weights
     if card.host:
@@ -156,18 +161,16 @@ def _part(share: Share, split: Split) -> float:
     return 1.0 if share.kind in WHOLE else 1 / split.tensor
 
 
-def _part_of_keys(spec: ModelSpec, split: Split) -> float:
-    """Of keys and values, what each rank has: a head at least, and latents whole."""
-    if not spec.attentions:
-        return 1.0
-    heads = min(item.kv_heads for item in spec.attentions)
-    return 1 / min(heads, split.tensor)
+def _part_of_keys(model: Model, split: Split) -> float:
+    """Of keys and values, what each rank has."""
+    share = share_of(model.spec, split.tensor)
+    return bytes_of_token(share, getattr(torch, model.dtype)) / max(model.token_bytes, 1)
 
 
 def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: int) -> float:
     read = sum(_part(share, split) * share.nbytes * model.touched(share, rows) for share in model.shares)
     computed = _product_seconds(model, card, split, rows)
-    keys = _key_bytes(model, context) * _part_of_keys(model.spec, split) + 2 * model.state_bytes / split.tensor
+    keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
     seconds = max(read / (READ * card.bandwidth), computed) + rows * keys / (READ * card.bandwidth)
     return seconds + len(model.spec.layers) * card.overhead * (not card.host) + _reduced(model, card, split, rows)
 

@@ -8,6 +8,7 @@ import torch
 
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
+from kvern.device.ranks import ALONE, Ranks
 from kvern.device.rows import BatchRows
 from kvern.layers.linear_format import LinearFormat
 from kvern.models.decoder import Decoder, LanguageModel
@@ -43,6 +44,8 @@ class Contents:
     """Of a KV cache in 8 bits."""
     draft: Draft | None = None
     """None: no model guesses what another goes on with."""
+    ranks: Ranks = ALONE
+    """That compute the model together."""
 
 
 class Runner(Protocol):

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from kvern.config import EngineConfig
+from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
@@ -177,21 +178,22 @@ def check_kernels(spec: ModelSpec, device: torch.device) -> None:
         )
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods) -> int:
-    """Bytes of the model's weights, from its description and how they are stored."""
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, linear: LinearMethods, ranks: Ranks = ALONE) -> int:
+    """Bytes of the model's weights, or of a rank's share, from its description and how they are stored."""
     # Tables of rotations are no weights, and arithmetic without data makes PyTorch import its compiler, for seconds.
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
     make = Decoder if spec.encoder is None else Encoder
-    return make(
-        dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=linear)
-    ).weight_bytes
+    build = Build(dtype, torch.device("meta"), 1, linear=linear, ranks=ranks)
+    return make(dataclasses.replace(spec, layers=layers), build).weight_bytes
 
 
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, memory: DeviceMemory, linear: LinearMethods) -> None:
+def check_weights_fit(
+    spec: ModelSpec, dtype: torch.dtype, memory: DeviceMemory, linear: LinearMethods, ranks: Ranks = ALONE
+) -> None:
     """Raise ConfigError if what the engine may take of the GPU's memory does not hold the weights."""
     if memory.device.type != "cuda":
         return
-    needed = weight_bytes(spec, dtype, linear)
+    needed = weight_bytes(spec, dtype, linear, ranks)
     free, total = memory.free_and_total()
     if needed > free:
         fits = free / dtype.itemsize / 1e9

@@ -42,6 +42,7 @@ from kvern.worker.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows
 from kvern.worker.prompt_graphs import PromptGraphs
+from kvern.worker.rank_choice import chosen_by_first
 from kvern.worker.result import PendingStep, PromptLogprobs, embeddings, prompt_logprobs, prompt_runs, tokens_wanted
 from kvern.worker.step_parts import StepTooLarge
 from kvern.worker.verify_graphs import VerifyGraphs
@@ -111,7 +112,7 @@ class DeviceRunner:
         self._processors.fork(output.forked, self._rows)
         self._needs.fork(output.forked)
         self._rows.join(output.joined)
-        self._grammars.join(output.joined)
+        self._grammars.join(output.joined if self._decoder.build.ranks.rank == 0 else ())
         self._processors.join(output.joined)
         self._rows.grow(output.grown)
         self._rows.grow_windows(output.grown_windows)
@@ -148,8 +149,7 @@ class DeviceRunner:
         decodes = self._graphs
         if decodes is None:
             return False
-        all_kinds: tuple[Captures | None, ...]
-        all_kinds = self._verify_graphs, self._drafter.graphs, self._prompt_graphs, decodes
+        all_kinds: tuple[Captures | None, ...] = self._verify_graphs, self._drafter.graphs, self._prompt_graphs, decodes
         kinds = [kind for kind in all_kinds if kind is not None]
         plain = bool(decodes.missing) and not any(decodes.missing[0][1:])
         graphs: Captures | None = decodes if plain else next((kind for kind in kinds if kind.missing), None)
@@ -262,13 +262,13 @@ class DeviceRunner:
         verified = graphs.run(scheduled, bool(needs), adapted)
         if verified is None:
             return None
-        sampled, kept = verified.sampled, verified.kept
-        computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden, graphs.reader is not None)
+        sampled, kept, read = verified.sampled, verified.kept, graphs.reader is not None
+        computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden, read)
         if not needs & Needs.LOGPROBS:
             return PendingStep(scheduled, sampled, kept=kept), computed
         counts = [self._rows.request(item.slot).params.logprobs for item in scheduled for _ in range(item.sampled)]
-        most = max(count for count in counts if count is not None)
-        return PendingStep(scheduled, sampled, counts, graphs.logprobs(len(sampled), most), kept=kept), computed
+        logprobs = graphs.logprobs(len(sampled), max(count for count in counts if count is not None))
+        return PendingStep(scheduled, sampled, counts, logprobs, kept=kept), computed
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs
@@ -319,6 +319,8 @@ class DeviceRunner:
         chosen = self._choose(logits, scores, slots, decoded, needs)
         if drawn is not None:
             accept(chosen, scores, rows, slots, decoded.positions, drawn)
+        if needs & Needs.GRAMMAR:
+            chosen, unknown = chosen_by_first(self._decoder.build.ranks, chosen, unknown)
         counts: list[int | None] = []
         logprobs = None
         if needs & Needs.LOGPROBS:
@@ -354,8 +356,8 @@ class DeviceRunner:
         rows = self._rows
         if not _computes(needs):
             return logits
-        everything = everything or bool(needs & ~IN_KERNELS)
-        scores = change(logits, decoded.slots, decoded.positions, rows, everything=everything)
+        every = everything or bool(needs & ~IN_KERNELS)
+        scores = change(logits, decoded.slots, decoded.positions, rows, everything=every)
         if needs & Needs.REPETITIONS:
             repeating = [place for place, slot in enumerate(slots) if self._needs[slot] & Needs.REPETITIONS]
             exact = decoded.positions if counted else None

@@ -1,19 +1,27 @@
 """Where steps run: on one device or several, that do the same. The engine core knows nothing below this."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
+from kvern.device.ranks import Ranks
+from kvern.errors import EngineDied
 from kvern.model_spec import ModelSpec
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.plan import Layout, agree, lay_out
+from kvern.worker.rank_processes import RankProcesses
+from kvern.worker.rank_wire import Found, HasRoom, IsReady, LoadWeights, RunStep, TakeMemory, UseIdleTime
 from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepParts
 from kvern.worker.tiered import TIERS, Tier, TieredSteps
 from kvern.worker.worker import Worker
+
+ENDING_SECONDS = 2.0
+"""So long after a failed step the end of a rank, which may be its cause, may take to be noticed."""
 
 
 class Executor(Protocol):
@@ -93,16 +101,75 @@ class InProcessExecutor:
         self._worker.drop_adapter(key)
 
 
+class RankedExecutor(InProcessExecutor):
+    """The first of several ranks, in this process, which sends each step to the others and alone answers.
+
+    A step that fails leaves the ranks in different states, so no other can run.
+    """
+
+    def __init__(self, worker: Worker, others: RankProcesses) -> None:
+        super().__init__(worker)
+        self._execute = worker.runner.execute  # whole: ranks would cut steps in different places
+        self._others = others
+
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        if self._error is None:
+            self._others.send(RunStep(output))
+        return super().submit(output)
+
+    def abandon(self) -> None:
+        ended = self._others.ended(ENDING_SECONDS)
+        self._others.end()
+        reason = f"it lost {ended}" if ended else "its ranks do not agree any more"
+        cause, self._error = self._error, EngineDied(f"a step failed, and the engine cannot go on: {reason}")
+        raise self._error from cause
+
+    def idle(self) -> bool:
+        self._others.send(UseIdleTime())
+        return super().idle()
+
+
 def start(
-    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, draft: Path | None = None
+    config: EngineConfig,
+    folder: Path,
+    spec: ModelSpec,
+    startup: Startup,
+    draft: Path | None = None,
+    lost: Callable[[int], None] | None = None,
 ) -> tuple[InProcessExecutor, Layout]:
     """The executor of a configuration, with the model in `folder` loaded and its draft, and what it has room for.
 
-    Raises KvernError subclasses.
+    `lost` as in `RankProcesses`. Raises KvernError subclasses.
     """
+    if config.tensor_parallel_size > 1:
+        return _start_ranks(config, folder, spec, startup, lost)
     worker = Worker(config, folder, spec, resolve_device(config), startup, draft)
     plan = agree([worker.probe()], config, spec)
     layout = lay_out([worker.load(plan)], plan, config)
     worker.build(layout)
     tier = None if config.kv_tier is None else TIERS.find(config.kv_tier)(config, layout)
     return InProcessExecutor(worker, tier), layout
+
+
+def _start_ranks(
+    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, lost: Callable[[int], None] | None
+) -> tuple[RankedExecutor, Layout]:
+    device = resolve_device(config)
+    ranks = Ranks(0, config.tensor_parallel_size)
+    worker = Worker(config, folder, spec, device, startup, ranks=ranks)
+    others = RankProcesses(config, folder, lost)
+    try:
+        findings = worker.probe()
+        with startup.stage("ranks"):
+            plan = agree([findings, *(answer.findings for answer in others.answers(Found))], config, spec)
+            others.send(LoadWeights(plan, str(others.meeting)))
+            ranks.connect(others.meeting, device, config.rank_timeout)
+        room = worker.load(plan)
+        layout = lay_out([room, *(answer.room for answer in others.answers(HasRoom))], plan, config)
+        others.send(TakeMemory(layout))
+        worker.build(layout)
+        others.answers(IsReady)
+    except BaseException:
+        others.end()
+        raise
+    return RankedExecutor(worker, others), layout

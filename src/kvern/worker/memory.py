@@ -37,11 +37,13 @@ CONTEXT_BYTES = 600 << 20
 
 
 class DeviceMemory:
-    """The memory of an engine's device, of which it may take what is free, or, of a GPU, a share of the whole."""
+    """The memory of an engine's device, of which it may take what is free, or, of a GPU, a share of the whole.
 
-    def __init__(self, device: torch.device, share: float | None = None, engines: int = 1) -> None:
-        """`engines`: so many share the memory of a CPU."""
-        self.device, self.share, self.engines = device, share, engines
+    `processes`: so many take theirs of a CPU's memory.
+    """
+
+    def __init__(self, device: torch.device, share: float | None = None, processes: int = 1) -> None:
+        self.device, self.share, self.processes = device, share, processes
         if device.type == "cuda" and torch.cuda.memory_reserved(device):
             gc.collect()  # engines of this process that ended hold theirs until then, and PyTorch what they gave back
             torch.cuda.empty_cache()
@@ -100,7 +102,7 @@ def cache_bytes(memory: DeviceMemory, token_bytes: int, reserved: int | None = N
         if reserved is None:
             return int(free * GPU_MEMORY_SHARE)
         return max(0, free - reserved - MARGIN_BYTES - int(MARGIN_SHARE * (memory.share or 1) * total))
-    return host_cache_bytes(available_memory() // memory.engines, token_bytes, state_bytes)
+    return host_cache_bytes(available_memory() // memory.processes, token_bytes, state_bytes)
 
 
 def host_cache_bytes(available: int, token_bytes: int, state_bytes: int = 0) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch, build_input_batch
+from kvern.device.ranks import ALONE, Ranks
 from kvern.device.rows import BatchRows
 from kvern.layers.attention import NO_ADAPTERS
 from kvern.models.decoder import LanguageModel
@@ -20,6 +21,7 @@ from kvern.worker.captured_decodes import CapturedDecodes, Scored
 from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows, ProcessorVerdict
+from kvern.worker.rank_choice import chosen_by_first
 from kvern.worker.result import (
     PendingStep,
     PromptLogprobs,
@@ -56,8 +58,10 @@ class ModelRunner:
         captured: CapturedDecodes | None = None,
         states: StateMemory | None = None,
         drafter: Drafter | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._decoder = decoder
+        self._ranks = ranks
         self._attention = attention
         self.caches = attention.caches
         self._rows = rows
@@ -89,7 +93,7 @@ class ModelRunner:
         self._processors.fork(output.forked, self._rows)
         self._needs.fork(output.forked)
         self._rows.join(output.joined)
-        self._grammars.join(output.joined)
+        self._grammars.join(output.joined if self._ranks.rank == 0 else ())
         self._processors.join(output.joined)
         self._needs.join(output.joined)
         self._rows.grow(output.grown)
@@ -207,6 +211,8 @@ class ModelRunner:
         drafts = rows.tokens[index, positions].tolist() if drafted and needs & Needs.GRAMMAR else []
         drawn = None if self._drafter.drawn is None else self._drafter.drawn.of(scheduled)
         chosen, (broken, unknown) = self._choose(logits, slots, index, positions, needs, drafts, drawn)
+        if needs & Needs.GRAMMAR:
+            chosen, unknown = chosen_by_first(self._ranks, chosen, unknown)
         kept = None
         if drafted:
             starts = torch.tensor([item.start for item in scheduled], dtype=torch.int32, device=chosen.device)

@@ -17,6 +17,7 @@ from kvern.config import EngineConfig
 from kvern.cpu.build import BuildError
 from kvern.cpu.cores import cpu_threads
 from kvern.cpu.ready import build, working_groups
+from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearMethod
@@ -31,6 +32,7 @@ from kvern.models.implementation import TransformersSpec
 from kvern.models.loader import choose_dtype, load_model, read_config, stored_methods
 from kvern.models.medusa_formats import is_medusa, load_medusa
 from kvern.models.medusa_heads import MedusaHeads
+from kvern.models.share import share_of
 from kvern.models.weighted import WeightedModel
 from kvern.sample.processors import ProcessorModel, load_processors
 from kvern.structured.grammar import grammars_of
@@ -87,12 +89,18 @@ class Worker:
         device: torch.device,
         startup: Startup,
         draft: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`draft`: where a model is that guesses what this one goes on with."""
-        self._draft = draft
-        self._config, self._folder, self._spec, self._device = config, folder, spec, device
+        """`spec`: of the whole model, of which one of several `ranks` has a share. Before `load` these must have met.
+
+        `draft`: where a model is that guesses what this one goes on with.
+        """
+        self._draft, self._ranks = draft, ranks
+        self._config, self._folder, self._device = config, folder, device
+        self._spec = share_of(spec, ranks.size)
         self._startup = startup
-        self._memory = DeviceMemory(device, config.gpu_memory_share, config.data_parallel_size)
+        processes = ranks.size * config.data_parallel_size
+        self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
         self._store: AdapterStore | None = None
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
 
@@ -118,9 +126,9 @@ class Worker:
             described = read_config(self._folder)
             stored = [] if config.load_format == "dummy" else read_headers(self._folder)
             methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
-            check_weights_fit(self._spec, dtype, self._memory, methods)
+            check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
         else:
-            torch.set_num_threads(config.threads or cpu_threads())
+            torch.set_num_threads(config.threads or max(1, cpu_threads() // self._ranks.size))
         drafts = config.proposer is not None or self._draft is not None
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts)
         check_state_kernels(self._spec, kernels, device)
@@ -146,7 +154,7 @@ class Worker:
             load_processors(config.logits_processors), ProcessorModel(self._folder, *sizes, device)
         )
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
-        self._contents = Contents(model, self._grammars, processors, adapters, draft=draft)
+        self._contents = Contents(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
         with self._startup.stage("cache scales"):
@@ -202,6 +210,7 @@ class Worker:
         with self._startup.stage("weights"):
             return load_model(
                 folder,
+                ranks=self._ranks,
                 dtype=plan.dtype,
                 device=self._device,
                 max_model_len=plan.max_model_len,

@@ -1,0 +1,107 @@
+"""A rank behind the first as a process of its own: `python -m kvern.worker.rank_process ADDRESS PARENT`.
+
+It serves the process PARENT, that of the first rank, which started it, and ends when that has.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import zmq
+
+from kvern.config import EngineConfig
+from kvern.device.ranks import Ranks
+from kvern.errors import KvernError
+from kvern.models.implementation import describe_model
+from kvern.models.loader import read_config
+from kvern.step import StepResult
+from kvern.worker.device import resolve_device
+from kvern.worker.rank_wire import (
+    Failed,
+    Found,
+    HasRoom,
+    IsReady,
+    LoadWeights,
+    RunStep,
+    TakeMemory,
+    UseIdleTime,
+    decode_for_rank,
+    decode_start,
+    encode,
+)
+from kvern.worker.startup import Startup
+from kvern.worker.worker import Worker
+
+logger = logging.getLogger("kvern")
+
+LOOK_SECONDS = 0.25
+"""How often a rank looks whether the first one lives."""
+LINGER_MILLISECONDS = 2000
+"""So long the last words may take to reach the first rank."""
+
+
+def main(address: str, parent: int) -> int:
+    """Load this rank's share of the model, then run the steps that come."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the first rank decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    socket = zmq.Context().socket(zmq.PAIR)
+    socket.set(zmq.LINGER, LINGER_MILLISECONDS)
+    socket.connect(address)
+    try:
+        worker, depth = _make_worker(socket)
+    except KvernError as error:
+        socket.send(encode(Failed(str(error))))
+        return 2
+    gc.freeze()  # what is there now stays: collections need not look at it
+    _run(socket, worker, depth)
+    return 0
+
+
+def _make_worker(socket: "zmq.Socket[bytes]") -> tuple[Worker, int]:
+    """The worker, and how many steps are in flight at most."""
+    start = decode_start(sys.stdin.buffer.read())
+    config, folder = EngineConfig(**start.config), Path(start.folder)
+    spec = describe_model(folder, read_config(folder), config.model_implementation)
+    ranks = Ranks(start.rank, config.tensor_parallel_size)
+    device = resolve_device(config, start.rank)
+    worker = Worker(config, folder, spec, device, Startup(), ranks=ranks)
+    socket.send(encode(Found(worker.probe())))
+    load = decode_for_rank(socket.recv())
+    assert isinstance(load, LoadWeights)
+    ranks.connect(Path(load.meeting), device, config.rank_timeout)
+    socket.send(encode(HasRoom(worker.load(load.plan))))
+    take = decode_for_rank(socket.recv())
+    assert isinstance(take, TakeMemory)
+    worker.build(take.layout)
+    socket.send(encode(IsReady()))
+    return worker, take.layout.depth
+
+
+def _run(socket: "zmq.Socket[bytes]", worker: Worker, depth: int) -> None:
+    """Run steps without end. Raises what a step raises: then the ranks do not agree any more."""
+    in_flight: deque[StepResult] = deque()
+    while True:
+        match decode_for_rank(socket.recv()):
+            case RunStep(output):
+                in_flight.append(worker.runner.execute(output))
+                if len(in_flight) >= depth:
+                    in_flight.popleft().result()
+            case UseIdleTime():
+                worker.runner.idle()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_SECONDS)
+    os._exit(1)  # the main thread may wait for other ranks
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,127 @@
+"""The processes of all ranks behind the first, from the first one's."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from kvern.bytecode import bytecode_environment
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError
+from kvern.worker.rank_wire import Failed, RankMessage, StartRank, decode_for_first, encode
+
+logger = logging.getLogger("kvern")
+
+LOOK_MILLISECONDS = 200
+"""How often a rank that is waited for is looked after."""
+
+Answer = TypeVar("Answer", bound=RankMessage)
+
+
+class RankProcesses:
+    """Ranks 1, 2 ..., which end when one of them does, when this object is gone, or when this process ends.
+
+    `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
+    """
+
+    def __init__(self, config: EngineConfig, model: Path, lost: Callable[[int], None] | None = None) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
+        self.meeting = Path(folder.name, "meeting")
+        context = zmq.Context()
+        self._sockets, processes = [], []
+        for rank in range(1, config.tensor_parallel_size):
+            address = f"ipc://{Path(folder.name, f'rank-{rank}')}"
+            socket = context.socket(zmq.PAIR)
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.SNDHWM, 0)  # as many as are in flight
+            socket.bind(address)
+            command = [sys.executable, "-m", "kvern.worker.rank_process", address, str(os.getpid())]
+            process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
+                command, stdin=subprocess.PIPE, env=os.environ | bytecode_environment()
+            )
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, `answers` will tell
+                process.stdin.write(encode(StartRank(dataclasses.asdict(config), str(model), rank)))
+            self._sockets.append(socket)
+            processes.append(process)
+        self._end = _End(processes, lost)
+        weakref.finalize(self, _leave, self._end, context, folder)
+
+    def send(self, message: RankMessage) -> None:
+        """To all of them, without waiting: of one that has ended the step will tell."""
+        content = encode(message)
+        for socket in self._sockets:
+            with contextlib.suppress(zmq.Again):
+                socket.send(content, zmq.NOBLOCK)
+
+    def answers(self, kind: type[Answer]) -> list[Answer]:
+        """One of each, in their order. Raises ConfigError with the reason of one that cannot start."""
+        return [self._answer(rank, socket, kind) for rank, socket in enumerate(self._sockets, 1)]
+
+    def _answer(self, rank: int, socket: "zmq.Socket[bytes]", kind: type[Answer]) -> Answer:
+        while not socket.poll(LOOK_MILLISECONDS):
+            if self._end.reason is not None:
+                raise ConfigError(f"the model cannot be loaded by {self._end.reason}; the log may say more")
+        answer = decode_for_first(socket.recv())
+        if isinstance(answer, Failed):
+            raise ConfigError(f"rank {rank}: {answer.reason}")
+        assert isinstance(answer, kind), "ranks answer in turns"
+        return answer
+
+    def ended(self, seconds: float) -> str | None:
+        """Wait so long for one of them to end: which did, and how; None: none did."""
+        self._end.noticed.wait(seconds)
+        return self._end.reason
+
+    def end(self) -> None:
+        """End them."""
+        self._end.all()
+
+
+def _leave(end: "_End", context: "zmq.Context[zmq.Socket[bytes]]", folder: "tempfile.TemporaryDirectory[str]") -> None:
+    end.all()
+    context.destroy(linger=0)
+    folder.cleanup()
+
+
+class _End:
+    """Of processes, which end together."""
+
+    def __init__(self, processes: Sequence["subprocess.Popen[bytes]"], lost: Callable[[int], None] | None) -> None:
+        self._processes, self._lost = processes, lost
+        self._wanted = threading.Lock()
+        self.noticed = threading.Event()
+        self.reason: str | None = None
+        for rank, process in enumerate(processes, 1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+    def all(self) -> None:
+        """End all that run, and wait for that."""
+        if self._wanted.acquire(blocking=False):
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.wait()
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        code = process.wait()
+        if self._wanted.locked():
+            return
+        how = f"a signal, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.reason = f"rank {rank}, which ended with {how}"
+        self.all()
+        self.noticed.set()
+        if self._lost is not None:
+            logger.error("%s: its group ends with it", self.reason)
+            self._lost(code)

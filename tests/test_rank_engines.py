@@ -1,0 +1,144 @@
+"""Engines of several processes answer as those of one do, and end together."""
+
+import concurrent.futures
+import gc
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from kvern import LLM, SamplingParams
+from kvern.errors import EngineDied
+from kvern.outputs import RequestOutput
+from kvern.structured_output import StructuredOutput
+from tests.served import SMALL, STORY, child_of, children_of, command_of, eventually, serving
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+RANK = "kvern.worker.rank_process"
+OPTIONS: dict[str, Any] = {
+    "model": "kvern-1m",
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "max_model_len": 512,
+    "max_batch_tokens": 24,  # most prompts are computed in several steps
+    "max_batch_requests": 8,
+    "block_size": 4,
+    "kv_cache_tokens": 1024,
+    "proposer": "ngram",
+}
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["age"]}
+PLAIN = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+SEEDED = PLAIN.replace(temperature=0.9, seed=5)
+TOKENS = 100
+STORY_SO_FAR = "The little dog ran to the big tree and the little cat ran to the small house. The little "
+ASKED: dict[str, SamplingParams] = {
+    "greedy": PLAIN,
+    "seeded": SEEDED,
+    "several": SEEDED.replace(n=3),
+    "filters": SEEDED.replace(top_k=30, top_p=0.9, min_p=0.01, typical_p=0.95),
+    "rare filters": SEEDED.replace(xtc_probability=0.5, top_n_sigma=2.0, dynatemp_range=0.3),
+    "penalties": SEEDED.replace(presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.3),
+    "repetitions": PLAIN.replace(dry_multiplier=0.8),
+    "biases": PLAIN.replace(logit_bias={20: 4.0}, bad_words=["the"], min_tokens=8),
+    "log-probabilities": SEEDED.replace(logprobs=3, prompt_logprobs=2),
+    "schema": SEEDED.replace(structured=StructuredOutput(json=SCHEMA), max_tokens=48, ignore_eos=False),
+    "pattern": PLAIN.replace(structured=StructuredOutput(regex="(yes|no|maybe), [a-z ]{8,20}"), ignore_eos=False),
+    "beams": PLAIN.replace(beam_width=3, n=2, max_tokens=8, temperature=None),
+}
+
+
+def answers(llm: LLM) -> list[RequestOutput]:
+    """All of them in one batch, twice: the second time prompts come out of the prefix cache."""
+    prompts = [STORY_SO_FAR + "Once upon a time " * (1 + index % 3) for index in range(len(ASKED))]
+    first = llm.generate(prompts, list(ASKED.values()))
+    return first + llm.generate(prompts, list(ASKED.values()))
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes of an engine's other ranks, of which some may have ended."""
+    found = []
+    for child in children_of(pid):
+        try:
+            found += [child] if RANK in command_of(child) else []
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranked() -> Iterator[LLM]:
+    with LLM(tensor_parallel_size=2, **OPTIONS) as llm:
+        yield llm
+
+
+def test_two_ranks_answer_as_one_process_does(ranked: LLM) -> None:
+    with LLM(**OPTIONS) as alone:
+        expected = answers(alone)
+    for name, one, other in zip(list(ASKED) * 2, expected, answers(ranked), strict=True):
+        assert [item.token_ids for item in other.outputs] == [item.token_ids for item in one.outputs], name
+        for item, found in zip(one.outputs, other.outputs, strict=True):
+            for table, found_table in zip(item.logprobs or [], found.logprobs or [], strict=True):
+                assert list(table) == list(found_table)
+                wanted = [entry.logprob for entry in table.values()]
+                assert [entry.logprob for entry in found_table.values()] == pytest.approx(wanted, abs=1e-4)
+    drafted = ranked.statistics().drafts_by_position
+    assert any(drafted), "drafts were verified"
+
+
+def test_a_lost_rank_ends_an_engine_in_its_process_with_the_reason(ranked: LLM) -> None:
+    (rank,) = ranks_of(os.getpid())
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="it lost rank 1, which ended with a signal, SIGKILL"):
+        ranked.generate("Once upon a time", PLAIN)
+    assert ranks_of(os.getpid()) == []
+
+
+def read(client: openai.OpenAI, seed: int) -> str:
+    stream = client.completions.create(
+        prompt="Once upon a time", seed=seed, stream=True, **STORY | {"max_tokens": TOKENS}
+    )
+    return "".join(chunk.choices[0].text for chunk in stream)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals) -> None:
+    seeds = range(6)
+    with LLM("kvern-1m", threads=1, max_model_len=512, dtype="float32", device="cpu") as alone:
+        params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=TOKENS, ignore_eos=True) for seed in seeds]
+        expected = [output.outputs[0].text for output in alone.generate(["Once upon a time"] * len(seeds), params)]
+    with serving(*SMALL, "-tp", "2", "--device", "cpu", "--engine-timeout", "8") as served:
+        with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
+            client = served.client().with_options(timeout=120)
+            texts = [pool.submit(read, client, seed) for seed in seeds]
+            eventually(lambda: served.figure("generation_tokens_total") > TOKENS)
+            engine = served.engine_pid()
+            rank = child_of(engine, RANK)
+            os.kill(rank, how)
+            assert [text.result(120) for text in texts] == expected
+        assert served.engine_pid() != engine, "another took over"
+        pids = [served.engine_pid(), *ranks_of(served.engine_pid())]
+        assert len(pids) == 2
+    for pid in [engine, rank, *pids]:
+        eventually(lambda pid=pid: not is_running(pid), 10)  # type: ignore[misc]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return RANK in command_of(pid) or "kvern.engine.process" in command_of(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.nightly
+def test_an_engine_that_is_forgotten_leaves_no_process() -> None:
+    llm = LLM(tensor_parallel_size=2, **OPTIONS)
+    (rank,) = ranks_of(os.getpid())
+    del llm
+    gc.collect()
+    assert not is_running(rank)
