@@ -79,8 +79,7 @@ class DeviceRunner:
         self.caches = attention.caches
         self._rows = rows
         self._block_size = block_size
-        self._grammars = grammars
-        self._processors = processors
+        self._grammars, self._processors = grammars, processors
         self._adapters = adapters
         self._states = states
         self._needs = RowNeeds(rows.scratch)
@@ -262,13 +261,13 @@ class DeviceRunner:
         verified = graphs.run(scheduled, bool(needs), adapted)
         if verified is None:
             return None
-        sampled, kept, read = verified.sampled, verified.kept, graphs.reader is not None
-        computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden, read)
+        sampled, kept = verified.sampled, verified.kept
+        computed = ComputedStep(scheduled, verified.starts, kept, verified.hidden, graphs.reader is not None)
         if not needs & Needs.LOGPROBS:
             return PendingStep(scheduled, sampled, kept=kept), computed
         counts = [self._rows.request(item.slot).params.logprobs for item in scheduled for _ in range(item.sampled)]
-        logprobs = graphs.logprobs(len(sampled), max(count for count in counts if count is not None))
-        return PendingStep(scheduled, sampled, counts, logprobs, kept=kept), computed
+        found = graphs.logprobs(len(sampled), max(count for count in counts if count is not None))
+        return PendingStep(scheduled, sampled, counts, found, kept=kept), computed
 
     def _replay_prompts(
         self, graphs: PromptGraphs, scheduled: Sequence[ScheduledTokens], needs: Needs
@@ -356,8 +355,8 @@ class DeviceRunner:
         rows = self._rows
         if not _computes(needs):
             return logits
-        every = everything or bool(needs & ~IN_KERNELS)
-        scores = change(logits, decoded.slots, decoded.positions, rows, everything=every)
+        everything = everything or bool(needs & ~IN_KERNELS)
+        scores = change(logits, decoded.slots, decoded.positions, rows, everything=everything)
         if needs & Needs.REPETITIONS:
             repeating = [place for place, slot in enumerate(slots) if self._needs[slot] & Needs.REPETITIONS]
             exact = decoded.positions if counted else None
