@@ -63,6 +63,31 @@ def test_a_drafter_that_makes_a_few_is_asked_for_no_more() -> None:
     assert counts(learnt(10.0, 0.1, 0.1, 4, 1, most=2), requests(1)) == [2]
 
 
+def test_a_request_is_tried_again_however_long_its_text_is() -> None:
+    spec = RequestSpec("one", PromptInput([1] * 200), ResolvedParams(), 1000)
+    request = Request(spec, generated=[4] * 60)
+    costs = learnt(10.0, 0.1, 0.1, 0, 1)
+    assert counts(costs, [request]) == [1]
+
+
+def test_who_has_read_the_text_has_nothing_to_catch_up_with() -> None:
+    costs = {catches_up: DraftCosts(8, on_device=True, catches_up=catches_up) for catches_up in (True, False)}
+    for one in costs.values():
+        for _ in range(5):
+            one.learn(TimedStep([ScheduledTokens(0, 9, 1, 1)], 1.0))
+    asked = requests(1, prompt=2_000)
+    assert [counts(one, asked)[0] > 0 for one in costs.values()] == [False, True]
+
+
+def test_reading_prompts_costs_drafts_nothing() -> None:
+    """A head reads them whether or not drafts are wanted."""
+    costs = learnt(10.0, 0.1, 0.1, 4, 1)
+    wanted = counts(costs, requests(1))
+    for _ in range(1000):
+        costs.learn(TimedStep([ScheduledTokens(0, 0, 500, 1)], 30.0, drafting=10.0))
+    assert counts(costs, requests(1)) == wanted
+
+
 def test_a_long_prompt_is_made_up_for_only_if_answers_are_long() -> None:
     (request,) = requests(1, prompt=2_000)
     costs = learnt(10.0, 0.1, 0.1, 4, 1)

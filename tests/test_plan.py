@@ -81,6 +81,11 @@ def test_what_does_not_fit_says_so(models: dict[str, Model]) -> None:
     assert "no room for a sequence of 101,000 tokens" in tight.lacks
 
 
+def test_weights_that_ranks_cannot_share_are_not_divided(models: dict[str, Model]) -> None:
+    whole = Model(models["8b"].spec, "bfloat16", models["8b"].shares, plain=False)
+    assert [split.tensor for split in splits(4, whole)] == [1]
+
+
 def test_one_request_wants_all_cards(models: dict[str, Model]) -> None:
     together, apart = (
         estimate(models["8b"], CARDS["l4"], split, Workload(1, 1024, 256)) for split in (Split(2, 1), Split(1, 2))
@@ -104,6 +109,8 @@ def test_a_model_that_fits_nowhere_is_an_error(folders: dict[str, Path], capsys:
     assert main(["plan", str(folders["70b"]), "--load-format", "dummy", "--hardware", "l4"]) == 1
     out = capsys.readouterr().out
     assert "fits in no way" in out and "kvern quantize --method int4" in out
+    assert main(["plan", str(folders["70b"]), "--load-format", "dummy", "--hardware", "2x l4"]) == 1
+    assert "with tensor 2 x data 1 weights of 70.6 GB" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("text", ["", "toaster", "0x h200", "99x h200", "h200 x2"])

@@ -146,6 +146,9 @@ def test_probabilities_are_kept_until_their_drafts_are_verified() -> None:
     found = drawn.of(step)
     assert found is not None
     assert dict(zip(found.places, found.probabilities.tolist(), strict=True)) == {1: [2, 3], 3: [0, 1], 4: [6, 7]}
+    drawn.forget([2])  # others stand there now
+    found = drawn.of(step)
+    assert found is not None and list(found.places) == [1]
     drawn.clear()
     assert drawn.of(step) is None
 

@@ -88,10 +88,11 @@ def test_sizes_that_do_not_divide_a_model_are_refused(size: int, reason: str) ->
     ("options", "reason"),
     [
         ({"max_adapters": 2}, "adapters and tensor_parallel_size 2 are not possible together yet"),
-        ({"quantization": "int8"}, "quantized weights and tensor_parallel_size 2"),
+        ({"quantization": "int8"}, "quantized weights or a GGUF file and tensor_parallel_size 2"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and"),
         ({"draft_model": "kvern-1m"}, "draft_model kvern-1m and"),
         ({"deterministic": True}, "deterministic and"),
+        ({"target_itl": "50ms"}, "target_itl and"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be at least 1"),
     ],
 )

@@ -38,7 +38,7 @@ class PlanCommand:
     output: int = 256
     """Tokens of an answer."""
     write: Path | None = None
-    """Write the choice to this TOML file, for --config of kvern serve and kvern run."""
+    """Write the choice to this TOML file, for --config of kvern serve."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: MODEL has a configuration and no weights."""
     json: bool = False
@@ -51,9 +51,11 @@ class PlanCommand:
                 raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
         from kvern.planning.estimate import Model, Workload, estimate, splits
         from kvern.planning.hardware import parse_hardware, this_machine
+        from kvern.worker.rank_limits import has_plain_weights
 
         report = self._report()
-        model = Model(report.spec, report.dtype, report.shares)
+        plain = self.load_format == "dummy" or has_plain_weights(report.folder)
+        model = Model(report.spec, report.dtype, report.shares, plain)
         longest, context = self.input + self.output, model.spec.max_position_embeddings
         if longest > context:
             raise ConfigError(f"input and output are {longest} tokens, above the model's context of {context}")
@@ -63,7 +65,7 @@ class PlanCommand:
         workload = Workload(self.requests, self.input, self.output)
         least = min(cards, key=lambda card: card.memory)
         found = [estimate(model, least, split, workload) for split in splits(len(cards), model)]
-        found.sort(key=lambda item: -item.rate)
+        found.sort(key=lambda item: (-item.rate, item.weights))
         if self.write is not None and not found[0].lacks:
             self.write.write_text(as_toml(found[0], self.model, workload, cards))
         if self.json:

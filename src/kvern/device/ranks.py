@@ -1,6 +1,7 @@
 """Ranks that compute one model together: processes of one machine, each with a device and a share of the weights."""
 
 import importlib
+import os
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +43,9 @@ class Ranks:
         store = distributed.FileStore(str(file), self.size)
         store.set_timeout(timedelta(seconds=seconds))
         if device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all are on one machine
             options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=seconds)
             self._groups.append(distributed.ProcessGroupNCCL(store, self.rank, self.size, options))
             return
         gloo = distributed.ProcessGroupGloo

@@ -139,11 +139,19 @@ class TimedStep:
 class DraftCosts:
     """Of drafts that a proposer guesses, or the device: there no step with drafts has more than `most_rows`.
 
-    A request gets up to `most` drafts.
+    A request gets up to `most` drafts. `catches_up`: whoever guesses has to compute the text before first.
     """
 
-    def __init__(self, most_rows: int = MOST_ROWS_OF_PROPOSERS, most: int = MOST, *, on_device: bool = False) -> None:
+    def __init__(
+        self,
+        most_rows: int = MOST_ROWS_OF_PROPOSERS,
+        most: int = MOST,
+        *,
+        on_device: bool = False,
+        catches_up: bool = True,
+    ) -> None:
         self._most_rows, self._most, self._on_device = most_rows, most, on_device
+        self._catches_up = on_device and catches_up
         self._plain, self._verifying, self._passes = LeastTimes(), LeastTimes(), LeastTimes()
         self._share = 1.0
         """Of the requests, those that have drafts where any has."""
@@ -197,7 +205,8 @@ class DraftCosts:
 
     def _gained(self, step: TimedStep) -> float:
         """Seconds that a step took less than its tokens would have taken without drafts, and those that it may lose."""
-        took, without = step.seconds, step.seconds - step.drafting
+        read = 0.0 if any(item.guesses for item in step.guessed) else step.drafting  # whether or not drafts are wanted
+        took, without = step.seconds - read, step.seconds - step.drafting
         if step.drafts:
             plain = self._plain.of(step.decodes)
             took = min(took, LONGEST * self._plain.of(step.rows) + step.drafting)
@@ -244,7 +253,7 @@ class DraftCosts:
 
         def count_of(request: Request) -> int:
             nonlocal explored
-            behind = len(request.token_ids) - request.drafted_tokens if self._on_device else 0
+            behind = len(request.token_ids) - request.drafted_tokens if self._catches_up else 0
             catching_up = behind * min(self._caught_up, CAUGHT_UP * one_pass) if behind > SHORT else 0.0
             if catching_up > balance:
                 return 0
@@ -256,7 +265,7 @@ class DraftCosts:
             count, rate = self._best(request, costs)
             if not count:
                 is_due = request.output_length % PROBED >= PROBED - RESTED or self._since_drafts >= PROBED
-                return int(is_due and behind <= SHORT and len(costs) > 1 and LEAST_GAIN * costs[1] < 2)
+                return int(is_due and len(costs) > 1 and LEAST_GAIN * costs[1] < 2)
             left = max(min(self._length, request.max_tokens) - request.output_length, self._length / 4)
             return count if catching_up < left * plain / running * (1 - 1 / rate) else 0
 

@@ -59,14 +59,17 @@ class Drafting:
         *,
         device: str | None = None,
         most: int | None = None,
+        catches_up: bool = True,
     ) -> None:
         """`device`: "cpu" or "cuda", where it guesses, and no proposer, but for what clients have predicted.
 
-        `most`: drafts of a request that it makes there in a step; None: any number.
+        `most`: drafts of a request that it makes there in a step; None: any number. `catches_up`: as of `DraftCosts`.
         """
         self._proposer = proposer
         self._device, most = device, MOST if most is None else min(MOST, most)
-        self._costs = DraftCosts() if device is None else DraftCosts(MOST_ROWS[device], most, on_device=True)
+        self._costs = DraftCosts()
+        if device is not None:
+            self._costs = DraftCosts(MOST_ROWS[device], most, on_device=True, catches_up=catches_up)
         self._predictions = PredictionProposer()
         self._predicted: WeakSet[Request] = WeakSet()
         """Requests whose drafts are of their predictions."""

@@ -75,7 +75,9 @@ def build_core(
     if config.speculation != "off":
         proposer = None if config.proposer is None else PROPOSERS.find(config.proposer)(config, spec)
         device = layout.device if proposer is None and draft is not None else None
-        drafting = Drafting(proposer, spec.vocab_size, device=device, most=layout.most_drafts)
+        drafting = Drafting(
+            proposer, spec.vocab_size, device=device, most=layout.most_drafts, catches_up=layout.catches_up
+        )
     tokenizer = functools.cache(functools.partial(Tokenizer, folder))
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
@@ -115,6 +117,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: KVT
 def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
     """The target that the time between tokens has, with what steps cost here; None: there is no target."""
     target = config.target_itl_seconds
+    if config.tensor_parallel_size > 1:
+        return None  # measuring abandons steps, which several ranks cannot
     if target == 0 or (target is None and not (streams and layout.device == "cuda")):
         return None
     timed = time_steps(executor, layout)

@@ -96,7 +96,8 @@ def main(address: str, running: str, parent: int) -> int:
     gc.enable()
     gpu = next(iter(layout.gpus), None)
     facts = ModelFacts.of(spec)
-    cached = layout.blocks * layout.block_size if config.prefix_cache else 0
+    columns = (layout.positions == 0) + layout.window_tables  # blocks that a token takes
+    cached = layout.blocks * layout.block_size // columns if config.prefix_cache else 0
     socket.send(encode(Ready(layout.max_model_len, layout.max_batch_requests, str(startup), gpu, facts, cached)))
     try:
         serve(socket, core, parent)

@@ -92,6 +92,7 @@ class Workload:
         for generation in self.running.values():
             generation.fail(error)
         self.running.clear()
+        self._probation.end()
 
     def deliver(self, events: Sequence[TokenEvent]) -> None:
         """Let them grow by what the engine did."""

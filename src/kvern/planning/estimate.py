@@ -30,11 +30,12 @@ WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual st
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model its cost depends on: `dtype` is the name of its activations'."""
+    """What of a model its cost depends on: `dtype` names its activations'; `plain`: ranks can share its weights."""
 
     spec: ModelSpec
     dtype: str
     shares: Sequence[Share]
+    plain: bool = True
 
     @cached_property
     def experts(self) -> MoeSpec | None:
@@ -107,9 +108,8 @@ class Estimate:
 
 def splits(cards: int, model: Model) -> Iterator[Split]:
     """All ways to divide a model among all of so many cards that kvern knows."""
-    plain = all("float" in share.format for share in model.shares)
     for tensor in range(1, cards + 1):
-        if cards % tensor or (tensor > 1 and not plain):
+        if cards % tensor or (tensor > 1 and not model.plain):
             continue
         try:
             share_of(model.spec, tensor)
@@ -192,7 +192,7 @@ def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float
 
 
 def _rate(card: Card, share: Share) -> float:
-    return card.rate_8bit if "8" in share.format else card.rate
+    return card.rate_8bit if share.format.startswith(("fp8 by", "int8 by")) else card.rate
 
 
 def _key_bytes(model: Model, context: int) -> float:

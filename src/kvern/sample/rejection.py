@@ -9,7 +9,7 @@ again for the same seed, position and draft. A draft that nobody drew is a q of 
 probability, and the others are drawn in theirs if not, which is what `sampler.sample` does without being told.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -43,6 +43,12 @@ class Drawn:
     def clear(self) -> None:
         """Others are drawn."""
         self._drawn.clear()
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Other drafts stand in these rows, or none."""
+        for slot in slots:
+            for rows, _ in self._drawn:
+                rows.pop(slot, None)
 
     def draw(
         self, logits: torch.Tensor, rows: BatchRows, slots: Sequence[int], positions: torch.Tensor

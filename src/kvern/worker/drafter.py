@@ -176,6 +176,9 @@ class GuardedDrafter:
 
     def prepare(self, output: SchedulerOutput) -> None:
         """What `Drafter` does."""
+        if self.drawn is not None:
+            self.drawn.forget(slot for slot, *_ in output.drafts)
+            self.drawn.forget(item.slot for item in output.joined)
         if self._drafter is not None:
             self._attempt(self._drafter.prepare, output)
 

@@ -121,7 +121,7 @@ class KernelParts:
                     f"that is left beside the weights {error}: lower max_batch_tokens or max_batch_requests, raise "
                     "gpu_memory_share, or free memory"
                 ) from error
-            if contents.draft is not None and isinstance(contents.draft.decoder, Decoder):
+            if contents.draft is not None:
                 graphs += self._drafting_bytes(contents.draft.decoder)
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
@@ -189,12 +189,16 @@ class KernelParts:
         model_graphs = DraftGraphs(steps, rows) if captures and drawn is None else None
         return DeviceDraftModel(decoder, attention, rows, size, layout.max_batch_tokens, model_graphs, drawn)
 
-    def _drafting_bytes(self, draft: Decoder) -> int:
-        """What the steps of a draft model take beside those of the model."""
+    def _drafting_bytes(self, draft: Decoder | DraftHead | MedusaHeads) -> int:
+        """What the steps of a draft model or head take beside those of the model."""
         rows = padded_rows(min(self._plan.max_batch_requests, MOST_ROWS))
-        graphs = 2 * rows.bit_length() if self._config.cuda_graphs else 0
-        drawn = MOST_ROWS if self._config.acceptance == "rejection" else 0
-        return bytes_of_drafting(draft.spec, self._dtype.itemsize, rows, graphs, drawn)
+        captured = self._config.cuda_graphs and not isinstance(draft, MedusaHeads)
+        drawn = MOST_ROWS if self._config.acceptance == "rejection" and not isinstance(draft, DraftHead) else 0
+        size = self._dtype.itemsize
+        taken = bytes_of_drafting(draft.spec, size, rows, 2 * rows.bit_length() if captured else 0, drawn)
+        if isinstance(draft, DraftHead) and draft.layer_inputs() is not None:
+            taken += 2 * self._plan.max_batch_tokens * draft.head.state_size * size  # of two steps, kept and joined
+        return taken
 
     def _verifies(self, contents: Contents) -> bool:
         """Whether somebody guesses."""

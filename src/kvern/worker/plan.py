@@ -76,7 +76,8 @@ class Room(msgspec.Struct, frozen=True):
     `attention`: by phase, the library that it found to be fastest, of the `libraries` that work there. `scales`: a
     digest of those of a cache in 8 bits. `window`: of layers that have `window_tables` block tables of their own;
     `whole`: whether there are others, which keep all tokens.
-    `most_drafts`: of a request in a step, by who guesses on the device; None: it makes any number.
+    `most_drafts`: of a request in a step, by who guesses on the device; None: it makes any number. `catches_up`: that
+    one has to compute a text before it guesses how it goes on.
     """
 
     cache_bytes: int
@@ -89,6 +90,7 @@ class Room(msgspec.Struct, frozen=True):
     window_tables: int = 0
     whole: bool = True
     most_drafts: int | None = None
+    catches_up: bool = True
 
     @property
     def blocks_of_column(self) -> int:
@@ -104,7 +106,7 @@ class Layout(msgspec.Struct, frozen=True):
     `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
     `positions`: as of `WindowLimits`.
-    `most_drafts`: as of a `Room`.
+    `most_drafts`, `catches_up`: as of a `Room`.
     """
 
     max_model_len: int
@@ -124,6 +126,7 @@ class Layout(msgspec.Struct, frozen=True):
     window_tables: int = 0
     positions: int = 0
     most_drafts: int | None = None
+    catches_up: bool = True
 
 
 def agree(findings: Sequence[Findings], config: EngineConfig, spec: ModelSpec) -> Plan:
@@ -221,6 +224,7 @@ def lay_out(rooms: Sequence[Room], plan: Plan, config: EngineConfig) -> Layout:
         window_tables=room.window_tables,
         positions=0 if room.whole else _positions(blocks, -(-longest // block_size), longest / room.window),
         most_drafts=room.most_drafts,
+        catches_up=room.catches_up,
     )
 
 

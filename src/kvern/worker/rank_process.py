@@ -57,6 +57,7 @@ def main(address: str, parent: int) -> int:
     try:
         worker, depth = _make_worker(socket)
     except KvernError as error:
+        logger.error("a rank cannot start: %s", error)  # the first one may be busy, and end without having read it
         socket.send(encode(Failed(str(error))))
         return 2
     gc.freeze()  # what is there now stays: collections need not look at it

@@ -56,7 +56,7 @@ class RankProcesses:
             self._sockets.append(socket)
             processes.append(process)
         self._end = _End(processes, lost)
-        weakref.finalize(self, _leave, self._end, context, folder)
+        weakref.finalize(self, _leave, self._end, self._sockets, context, folder)
 
     def send(self, message: RankMessage) -> None:
         """To all of them, without waiting: of one that has ended the step will tell."""
@@ -89,9 +89,16 @@ class RankProcesses:
         self._end.all()
 
 
-def _leave(end: "_End", context: "zmq.Context[zmq.Socket[bytes]]", folder: "tempfile.TemporaryDirectory[str]") -> None:
+def _leave(
+    end: "_End",
+    sockets: "Sequence[zmq.Socket[bytes]]",
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    folder: "tempfile.TemporaryDirectory[str]",
+) -> None:
     end.all()
-    context.destroy(linger=0)
+    for socket in sockets:  # the context, which waits for them, does not know those that go with their owner
+        socket.close(linger=0)
+    context.term()
     folder.cleanup()
 
 

@@ -128,7 +128,7 @@ class Worker:
             methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
         else:
-            torch.set_num_threads(config.threads or max(1, cpu_threads() // self._ranks.size))
+            torch.set_num_threads(max(1, (config.threads or cpu_threads()) // self._ranks.size))
         drafts = config.proposer is not None or self._draft is not None
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts)
         check_state_kernels(self._spec, kernels, device)
@@ -166,9 +166,10 @@ class Worker:
         room = self._parts.room(self._contents)
         self._startup.report(report(self._parts.groups))
         draft = self._contents.draft
-        if draft is not None and isinstance(draft.decoder, MedusaHeads):
-            return msgspec.structs.replace(room, most_drafts=draft.decoder.count)
-        return room
+        if draft is None:
+            return room
+        most = draft.decoder.count if isinstance(draft.decoder, MedusaHeads) else None
+        return msgspec.structs.replace(room, most_drafts=most, catches_up=isinstance(draft.decoder, Decoder))
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         if self._config.draft_model != OWN_LAYER and is_medusa(folder):
