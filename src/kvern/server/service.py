@@ -148,7 +148,8 @@ class Service:
     ) -> Ask:
         """What to ask the model's engine; `params` for all prompts, or for each. Raises HttpError, InvalidParameter."""
         if isinstance(params, SamplingParams):
-            check_bounds(params, len(prompts))
+            if not embed:
+                check_bounds(params, len(prompts))
             params = [params] * len(prompts)
         engine, timeout = self.engine_of(model), common.timeout
         return Ask(
