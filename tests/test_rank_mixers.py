@@ -17,6 +17,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {}),
     "olmo2": ("olmo2", {}),
     "cohere": ("cohere", {}),
+    "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 3}),
+    "deepseek_v32": ("deepseek_v32", {"first_k_dense_replace": 3}),
 }
 """Families, and what their tiny models have else; a group of state heads is on both ranks."""
 USUAL = ("falcon_h1", "olmo2")

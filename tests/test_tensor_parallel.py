@@ -24,13 +24,17 @@ from tests.test_model_parity import PROMPT, logits, with_attention
 SECONDS = 60.0
 FEW = (
     *("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox"),
-    *("olmo2", "cohere", "lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid"),
+    *("olmo2", "cohere", "lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid", "deepseek_v3"),
 )
 """Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first, norms of all heads and
-with a weight for each, convolutions, states in the orders of two checkpoints, and of a group that both ranks have."""
+with a weight for each, convolutions, states in the orders of two checkpoints and of a group on both ranks, latents."""
 CHANGED: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": [0, 1, 2]},
     "granitemoehybrid": {"num_local_experts": 0, "mamba_n_groups": 1},
+    "deepseek_v2": {"first_k_dense_replace": 3},
+    "deepseek_v3": {"first_k_dense_replace": 3},
+    "deepseek_v32": {"first_k_dense_replace": 3},
+    "glm4_moe_lite": {"mlp_layer_types": ["dense"] * 3},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
 }
 """What tiny models have otherwise here, as no experts."""
@@ -149,7 +153,7 @@ def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], re
         LLM("kvern-12m", **{"tensor_parallel_size": 2, "device": "cpu", **options})
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma3n"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3n"])
 def test_models_that_ranks_cannot_share_yet_are_refused_by_name(family: str) -> None:
     with pytest.raises(ConfigError, match="which is not possible together yet"):
         share_of(spec_from_config(make_config(family).to_dict()), 2)

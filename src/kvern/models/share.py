@@ -11,7 +11,14 @@ from functools import partial
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.mixer_spec import AttentionSpec, DeltaNetSpec, RecurrentSpec, ShortConvSpec, TwoMixersSpec
+from kvern.mixer_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    LatentAttentionSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+    TwoMixersSpec,
+)
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, Rename
 
 
@@ -35,7 +42,6 @@ def _reasons(spec: ModelSpec) -> Iterable[str]:
     parts = {
         "an encoder's layers": spec.encoder is not None,
         "layers that transformers computes": not spec.layers,
-        "latent attention": spec.attends_to_latents,
         "several residual streams": spec.altup is not None,
         "inputs of each layer's own, or experts beside an MLP": spec.augmented,
         "a mixture of experts": any(
@@ -56,6 +62,9 @@ def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int) -> LayerSpec:
         mixer = replace(mixer, attention=attention, recurrent=recurrent)
     elif isinstance(mixer, AttentionSpec):
         mixer = _attention(spec, mixer, size)
+    elif isinstance(mixer, LatentAttentionSpec):
+        _check_divides(spec, "attention heads", mixer.heads, size)
+        mixer = replace(mixer, heads=mixer.heads // size)
     elif isinstance(mixer, RecurrentSpec):
         mixer = _recurrent(spec, mixer, size)
     if isinstance(mlp, MlpSpec):
