@@ -19,7 +19,7 @@ from kvern.mixer_spec import (
     ShortConvSpec,
     TwoMixersSpec,
 )
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, Rename
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
 
 def share_of(spec: ModelSpec, size: int) -> ModelSpec:
@@ -28,6 +28,8 @@ def share_of(spec: ModelSpec, size: int) -> ModelSpec:
         return spec
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")
+    if spec.per_layer is not None:
+        _check_divides(spec, "entries in the inputs of its layers", len(spec.layers) * spec.per_layer.width, size)
     layers = tuple(_layer_share(spec, layer, size) for layer in spec.layers)
     return replace(spec, layers=layers, renames=tuple(_of_whole(rename, spec) for rename in spec.renames))
 
@@ -37,20 +39,16 @@ NOT_YET = "which is not possible together yet: leave tensor_parallel_size at 1"
 
 def _reasons(spec: ModelSpec) -> Iterable[str]:
     """What cannot be shared yet."""
-    mlps = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)]
     norm = spec.query_key_norm
     parts = {
         "an encoder's layers": spec.encoder is not None,
         "layers that transformers computes": not spec.layers,
-        "several residual streams": spec.altup is not None,
-        "inputs of each layer's own, or experts beside an MLP": spec.augmented,
         "a mixture of experts": any(
-            layer.mlp is not None and not isinstance(layer.mlp, MlpSpec) for layer in spec.layers
+            layer.experts is not None or isinstance(layer.mlp, MoeSpec) for layer in spec.layers
         ),
         "norms over all heads that are no root-mean-square norms before a rotation": norm is not None
         and norm.scope == "row"
         and (norm.after_rope or norm.norm.kind != "rms"),
-        "MLPs of which a share is active": any(mlp.sparsity for mlp in mlps),
     }
     return (part for part, is_there in parts.items() if is_there)
 
