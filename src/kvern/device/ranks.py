@@ -3,6 +3,7 @@
 import importlib
 import os
 import weakref
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,17 @@ class Share(NamedTuple):
 
     held: range
     whole: int
+
+
+def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
+    """Of parts that lie one behind the other: where what a rank holds of each begins, and its entries in a checkpoint.
+
+    The first is a place among all that the rank holds.
+    """
+    place = begin = 0
+    for held, whole in shares:
+        yield place, range(begin + held.start, begin + held.stop)
+        place, begin = place + len(held), begin + whole
 
 
 class Ranks:

@@ -1,7 +1,7 @@
 """Several residual streams, of which a layer computes one and corrects all (Gemma 3n).
 
 AltUp: https://arxiv.org/abs/2301.13310. LAuReL, a product of low rank beside attention:
-https://arxiv.org/abs/2411.07501, section 2.2.
+https://arxiv.org/abs/2411.07501, section 2.2. All of it is small, and whole on each rank.
 """
 
 from typing import Any
@@ -28,9 +28,9 @@ class Streams(Module):
     def __init__(self, hidden_size: int, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
         more, leaving = spec.streams - 1, build.at("altup_unembed_projections")
-        parts = {str(index): hidden_size for index in range(more)}
+        parts = {str(index): build.whole(hidden_size) for index in range(more)}
         self.entering = build.at("altup_projections").column(hidden_size, parts)
-        self.leaving = nn.ModuleList(leaving.column(hidden_size, {part: hidden_size}) for part in parts)
+        self.leaving = nn.ModuleList(leaving.column(hidden_size, {part: size}) for part, size in parts.items())
 
     def enter(self, embedded: Tensor) -> Tensor:
         """`[T, hidden] -> [T, streams, hidden]`: the embeddings, and projections of them that are as long."""
@@ -71,10 +71,10 @@ class AltUp(Module):
     def __init__(self, model: ModelSpec, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
         count = spec.streams
-        self.router = build.column(model.hidden_size, {"modality_router": count})
+        self.router = build.column(model.hidden_size, {"modality_router": build.whole(count)})
         self.router_norm = make_norm(model.norm, model.hidden_size, "router_norm", build)
-        self.prediction = build.column(count, {"prediction_coefs": count * count})
-        self.correction = build.column(count, {"correction_coefs": count})
+        self.prediction = build.column(count, {"prediction_coefs": build.whole(count * count)})
+        self.correction = build.column(count, {"correction_coefs": build.whole(count)})
         self.output_scale = OutputScale(model.hidden_size, build)
         self._router_scale = 1 / model.hidden_size
 
@@ -104,8 +104,8 @@ class Laurel(Module):
 
     def __init__(self, model: ModelSpec, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
-        self.left = build.column(model.hidden_size, {"linear_left": spec.laurel_rank})
-        self.right = build.row(spec.laurel_rank, "linear_right", model.hidden_size)
+        self.left = build.column(model.hidden_size, {"linear_left": build.whole(spec.laurel_rank)})
+        self.right = build.column(spec.laurel_rank, {"linear_right": build.whole(model.hidden_size)})
         self.norm = make_norm(model.norm, model.hidden_size, "post_laurel_norm", build)
 
     def forward(self, x: Tensor, rows: Any) -> Tensor:

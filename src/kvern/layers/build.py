@@ -1,6 +1,6 @@
 """How a described model becomes modules: the precision, the device, and how each linear layer holds its weight."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu import elementwise
-from kvern.device.ranks import ALONE, Ranks
+from kvern.device.ranks import ALONE, Ranks, Share
 from kvern.layers.experts import Experts, names_of
 from kvern.layers.linear import Linear, SummedLinear
 from kvern.layers.linear_format import LinearFormat, LinearMethods
@@ -28,6 +28,16 @@ class RowFunctions(NamedTuple):
     """The first factor's contents may be gone afterwards, here and in `scale`."""
     scale: Callable[[Tensor, float], Tensor]
     beside: Callable[[Sequence[Tensor]], Tensor]
+
+
+class Section(NamedTuple):
+    """So many neighbouring outputs of a layer, or entries of a vector, are a rank's share of what a checkpoint has.
+
+    `copies` neighbouring ranks have the same.
+    """
+
+    size: int
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,19 +89,28 @@ class Build:
     def column(
         self,
         inputs: int,
-        parts: Mapping[str, int],
+        parts: Mapping[str, int | Sequence[Section]],
         *,
         bias: bool = False,
         fused: str | None = None,
-        copies: Mapping[str, int] | None = None,
     ) -> Linear:
         """A linear layer whose outputs are computed independently; `parts` maps checkpoint names to output sizes.
 
-        `fused` is the name under which some checkpoints store all parts as one tensor. `copies`: how many neighbouring
-        ranks hold the same outputs of a part, if it is not one.
+        A part of which ranks do not share all outputs alike has sections, one behind the other. `fused` is the name
+        under which some checkpoints store all parts as one tensor.
         """
-        shares = {part: self.ranks.share(size, (copies or {}).get(part, 1)) for part, size in parts.items()}
-        return Linear(inputs, parts, self, bias=bias, fused=fused, shares=shares)
+        sections = {name: [Section(part)] if isinstance(part, int) else part for name, part in parts.items()}
+        outputs = {name: sum(section.size for section in each) for name, each in sections.items()}
+        shares = {name: self.shares(each) for name, each in sections.items()}
+        return Linear(inputs, outputs, self, bias=bias, fused=fused, shares=shares)
+
+    def whole(self, size: int) -> Sequence[Section]:
+        """What every rank has all of."""
+        return [Section(size, self.ranks.size)]
+
+    def shares(self, sections: Iterable[Section]) -> Sequence[Share]:
+        """What this rank holds of sections that lie one behind the other."""
+        return [self.ranks.share(*section) for section in sections]
 
     def row(self, inputs: int, part: str, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer that sums over inputs which `column` layers produced."""

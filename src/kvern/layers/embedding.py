@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Embedding(Weighted):
     """`ids [T] -> [T, width]`, times `scale` rounded to the model's dtype, as the models that scale were trained.
 
-    `name`: what a checkpoint calls the table.
+    `name`: what a checkpoint calls the table. `share` and `columns` are what a rank holds of its rows, and of each row.
     """
 
     def __init__(
@@ -32,8 +32,10 @@ class Embedding(Weighted):
         *,
         name: str = "embed_tokens",
         share: Share | None = None,
+        columns: Share | None = None,
     ) -> None:
-        super().__init__(width, {name: vocab_size}, build, shares=None if share is None else {name: share})
+        shares = None if share is None else {name: [share]}
+        super().__init__(width, {name: vocab_size}, build, shares=shares, inputs_share=columns)
         self._multiply = build.on_rows.scale
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
@@ -73,7 +75,7 @@ class SharedHead(Linear):
         self, inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
     ) -> None:
         count, share = build.ranks.padded_share(vocab_size)
-        shares = {"lm_head": share}
+        shares = {"lm_head": [share]}
         super().__init__(inputs, {"lm_head": count}, build, bias=bias, method=method, shares=shares)
         self._vocab_size, self._ranks = vocab_size, build.ranks
 

@@ -1,6 +1,6 @@
 """A linear layer made of one or more checkpoint tensors, stacked along its outputs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvern.device.ranks import Share
+from kvern.device.ranks import Share, places
 from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random
 from kvern.layers.loadable import Loadable
 
@@ -23,8 +23,8 @@ class Weighted(Loadable):
     `fused` is the name under which some checkpoints store all parts as one tensor. A module whose `method` is another's
     shares its weight: it loads no more than its own bias.
 
-    `inputs` and `outputs` are those of the matrix. `shares`, by part, and `inputs_share` say which of a checkpoint's
-    these are; what has none is there whole.
+    `inputs` and `outputs` are those of the matrix. `shares`, by part one or several that lie one behind the other, and
+    `inputs_share` say which of a checkpoint's these are; what has none is there whole.
     """
 
     bias: nn.Parameter | None
@@ -39,11 +39,12 @@ class Weighted(Loadable):
         fused: str | None = None,
         method: LinearMethod | None = None,
         dtype: torch.dtype | None = None,
-        shares: Mapping[str, Share] | None = None,
+        shares: Mapping[str, Sequence[Share]] | None = None,
         inputs_share: Share | None = None,
     ) -> None:
         super().__init__(build.path)
-        self._held = {name: Share(range(size), size) for name, size in outputs.items()} | dict(shares or {})
+        whole = {name: [Share(range(size), size)] for name, size in outputs.items()}
+        self._held: Mapping[str, Sequence[Share]] = whole | dict(shares or {})
         self._inputs_held = inputs_share or Share(range(inputs), inputs)
         self.inputs, self.outputs, self.fused = inputs, dict(outputs), fused
         self.dtype, self.device = dtype or build.dtype, build.device
@@ -58,7 +59,7 @@ class Weighted(Loadable):
         return build.linear_method(self.outputs, self.inputs, self.dtype)
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes({name: share.whole for name, share in self._held.items()})
+        return self._shapes({name: sum(share.whole for share in shares) for name, shares in self._held.items()})
 
     def optional_parts(self) -> set[str]:
         return {f"{name}.{kind}" for name, kind, layout in self._layouts(self._all_names()) if not layout.needed}
@@ -70,7 +71,8 @@ class Weighted(Loadable):
         return [*self.outputs, *([self.fused] if self.fused else [])]
 
     def fused_parts(self) -> dict[str, tuple[int, ...]]:
-        return self._shapes({self.fused: sum(share.whole for share in self._held.values())}) if self.fused else {}
+        whole = sum(share.whole for shares in self._held.values() for share in shares)
+        return self._shapes({self.fused: whole}) if self.fused else {}
 
     def _shapes(self, outputs: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         shapes = {
@@ -97,17 +99,14 @@ class Weighted(Loadable):
                 self.method.load(kind, tensor, place, first_row)
 
     def _places(self, name: str) -> Iterator[Part]:
-        """Where what a checkpoint calls so goes: of a fused part at once what is held whole, else part by part."""
-        inputs = self._inputs_held.held
-        if name in self.outputs:
-            yield Part(self._first[name], self._held[name].held, inputs)
-        elif all(len(share.held) == share.whole for share in self._held.values()):
-            yield Part(0, range(sum(self.outputs.values())), inputs)
-        else:
-            begin = 0
-            for part, (held, whole) in self._held.items():
-                yield Part(self._first[part], range(begin + held.start, begin + held.stop), inputs)
-                begin += whole
+        """Where what a checkpoint calls so goes: at once what is held whole, else share by share."""
+        parts = [name] if name in self.outputs else list(self.outputs)
+        shares = [share for part in parts for share in self._held[part]]
+        first, inputs = self._first[parts[0]], self._inputs_held.held
+        if all(len(share.held) == share.whole for share in shares):
+            shares = [Share(range(whole := sum(share.whole for share in shares)), whole)]
+        for place, outputs in places(shares):
+            yield Part(first + place, outputs, inputs)
 
     def fill_random(self, generator: torch.Generator) -> None:
         if not self._shares:
