@@ -12,30 +12,31 @@ from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.share import share_of
+from kvern.models.share import WholeExperts, share_of
 from tests.families import FAMILIES, make_checkpoint, make_config
 from tests.test_model_parity import PROMPT, logits
 
 SECONDS = 60.0
-FEW = ("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox")
-"""Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first."""
+FEW = ("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox", "qwen2_moe", "glm4_moe_groups")
+"""Tied embeddings, biases, norms of heads, fused tensors, tensors that are reordered first, two kinds of routers."""
+EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "glm4_moe_groups", "dots1", "qwen3_vl_moe")
 
 
-def logits_of_ranks(folder: Path, size: int) -> list[torch.Tensor]:
+def logits_of_ranks(folder: Path, size: int, whole_experts: WholeExperts | None) -> list[torch.Tensor]:
     """Of PROMPT, as each of `size` ranks has them, which are threads here."""
 
     def compute(rank: int) -> torch.Tensor:
         ranks = Ranks(rank, size)
         ranks.connect(folder / f"meeting-{size}", torch.device("cpu"), SECONDS)
-        return logits(load_model(folder, ranks=ranks), PROMPT)
+        return logits(load_model(folder, ranks=ranks, whole_experts=whole_experts), PROMPT)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(compute, range(size)))
 
 
-def check(folder: Path, size: int) -> None:
+def check(folder: Path, size: int, whole_experts: WholeExperts | None = None) -> None:
     expected = logits(load_model(folder), PROMPT)
-    found = logits_of_ranks(folder, size)
+    found = logits_of_ranks(folder, size, whole_experts)
     assert (found[0] - expected).abs().max() < 1e-4
     assert all(torch.equal(found[0], other) for other in found), "each rank samples from the same numbers"
 
@@ -43,6 +44,20 @@ def check(folder: Path, size: int) -> None:
 @pytest.mark.parametrize("family", FEW)
 def test_ranks_compute_what_one_process_does(family: str, tmp_path: Path) -> None:
     check(make_checkpoint(family, tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "redundant"),
+    [
+        ("mixtral", 2, 0),
+        ("glm4_moe", 4, 3),
+        *(pytest.param(family, *sizes, marks=pytest.mark.nightly) for family in EXPERTS for sizes in ((2, 2), (4, 0))),
+    ],
+)
+def test_ranks_with_whole_experts_compute_what_one_process_does(
+    family: str, size: int, redundant: int, tmp_path: Path
+) -> None:
+    check(make_checkpoint(family, tmp_path), size, WholeExperts(redundant))
 
 
 @pytest.mark.nightly
@@ -94,6 +109,8 @@ def test_sizes_that_do_not_divide_a_model_are_refused(size: int, reason: str) ->
         ({"deterministic": True}, "deterministic and"),
         ({"target_itl": "50ms"}, "target_itl and"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be at least 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel is on, and llama has no experts"),
+        ({"redundant_experts": 1}, "redundant_experts is 1: it must be 0, or more with enable_expert_parallel"),
     ],
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
@@ -101,7 +118,7 @@ def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], re
         LLM("kvern-12m", **{"tensor_parallel_size": 2, "device": "cpu", **options})
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "lfm2", "olmo2", "gemma3n"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "lfm2", "olmo2", "gemma3n"])
 def test_models_that_ranks_cannot_share_yet_are_refused_by_name(family: str) -> None:
     with pytest.raises(ConfigError, match="which is not possible together yet"):
         share_of(spec_from_config(make_config(family).to_dict()), 2)

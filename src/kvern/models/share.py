@@ -1,27 +1,36 @@
 """What one of several ranks has of a model (tensor parallelism, Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank has some heads of every attention and a part of every MLP's width; what it computes with them is a summand of
-what the layer gives. KV heads that are fewer than ranks are there several times.
+Each rank has some heads of every attention and a part of the width of every MLP and expert, or whole experts; what it
+computes with them is a summand of what the layer gives. KV heads that are fewer than ranks are there several times.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from kvern.errors import ConfigError
 from kvern.mixer_spec import AttentionSpec
-from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, Rename
+from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
 
-def share_of(spec: ModelSpec, size: int) -> ModelSpec:
+@dataclass(frozen=True)
+class WholeExperts:
+    """Experts are placed whole over the ranks, `redundant` copies of some of them beside (expert parallel)."""
+
+    redundant: int = 0
+
+
+def share_of(spec: ModelSpec, size: int, whole_experts: WholeExperts | None = None) -> ModelSpec:
     """The model as each of `size` ranks computes it, with sizes of its share. Raises ConfigError if there is none."""
+    if whole_experts is not None:
+        _check_experts(spec, size, whole_experts)
     if size == 1:
         return spec
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")
-    layers = tuple(_layer_share(spec, layer, size) for layer in spec.layers)
+    layers = tuple(_layer_share(spec, layer, size, whole_experts) for layer in spec.layers)
     return replace(spec, layers=layers, renames=tuple(_of_whole(rename, spec) for rename in spec.renames))
 
 
@@ -41,9 +50,6 @@ def _reasons(spec: ModelSpec) -> Iterable[str]:
         "latent attention": spec.attends_to_latents,
         "several residual streams": spec.altup is not None,
         "inputs of each layer's own, or experts beside an MLP": spec.augmented,
-        "a mixture of experts": any(
-            layer.mlp is not None and not isinstance(layer.mlp, MlpSpec) for layer in spec.layers
-        ),
         "attention sinks": any(item.sinks for item in attentions),
         "norms over the queries of all heads, or one for each": norm is not None and norm.scope != "head",
         "MLPs of which a share is active": any(mlp.sparsity for mlp in mlps),
@@ -51,7 +57,7 @@ def _reasons(spec: ModelSpec) -> Iterable[str]:
     return (part for part, is_there in parts.items() if is_there)
 
 
-def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int) -> LayerSpec:
+def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int, whole: WholeExperts | None) -> LayerSpec:
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, AttentionSpec):
         _check_divides(spec, "attention heads", mixer.heads, size)
@@ -62,14 +68,48 @@ def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int) -> LayerSpec:
     if isinstance(mlp, MlpSpec):
         _check_divides(spec, "entries in an MLP", mlp.width, size)
         mlp = replace(mlp, width=mlp.width // size)
+    elif mlp is not None:
+        mlp = _experts_share(spec, mlp, size, whole)
     return replace(layer, mixer=mixer, mlp=mlp)
 
 
-def _check_divides(spec: ModelSpec, what: str, count: int, size: int) -> None:
+def _experts_share(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts | None) -> MoeSpec:
+    _check_divides(spec, "entries in the MLP beside experts", moe.shared_width, size)
+    moe = replace(moe, shared_width=moe.shared_width // size)
+    if whole is not None:
+        return replace(moe, placed_over=size, redundant=whole.redundant)
+    _check_divides(spec, "entries in an expert", moe.width, size, "enable expert parallel, or ")
+    return replace(moe, width=moe.width // size)
+
+
+def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
+    """Raise ConfigError where there are none that so many ranks could have whole."""
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    if size == 1:
+        raise ConfigError(
+            "enable_expert_parallel is on, and tensor_parallel_size is 1: raise it to the ranks that experts are to be "
+            "placed on, or leave enable_expert_parallel off"
+        )
+    if not mixtures:
+        raise ConfigError(f"enable_expert_parallel is on, and {spec.model_type} has no experts: leave it off")
+    fewest = min(moe.experts for moe in mixtures)
+    if size > fewest:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and {spec.model_type} has {fewest} experts: lower it to that, or leave "
+            "enable_expert_parallel off"
+        )
+    if whole.redundant > (size - 1) * fewest:
+        raise ConfigError(
+            f"redundant_experts is {whole.redundant}, and {size} ranks have at most {(size - 1) * fewest} more copies "
+            f"of {fewest} experts: lower it to that"
+        )
+
+
+def _check_divides(spec: ModelSpec, what: str, count: int, size: int, instead: str = "") -> None:
     if count % size:
         raise ConfigError(
             f"tensor_parallel_size is {size}, and {spec.model_type} has {count} {what}, which so many ranks cannot "
-            "share evenly: choose a size that divides them"
+            f"share evenly: {instead}choose a size that divides them"
         )
 
 
