@@ -40,6 +40,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SIZES}
 
 
+MIXTURE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
 @pytest.fixture(scope="module")
 def models(folders: dict[str, Path]) -> dict[str, Model]:
     outlines = {name: outline_model(folder, load_format="dummy") for name, folder in folders.items()}
@@ -63,6 +77,25 @@ def test_ranks_share_weights_and_keys(models: dict[str, Model]) -> None:
     assert 0.5 * one.weights <= two.weights < 0.501 * one.weights
     assert two.token_bytes == one.token_bytes / 2
     assert sixteen.token_bytes == one.token_bytes / 8, "a rank has a head at least"
+
+
+def test_experts_are_cut_or_placed_whole(tmp_path: Path) -> None:
+    def of(width: int) -> Model:
+        (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"moe_intermediate_size": width}))
+        outline = outline_model(tmp_path, load_format="dummy")
+        return Model(outline.spec, "bfloat16", shares(outline))
+
+    model = of(768)
+    found = {str(split): estimate(model, CARDS["h200"], split, Workload(1, 100, 100)) for split in splits(4, model)}
+    cut, placed, one = (found[f"tensor {name}"] for name in ("4 x data 1", "4 x data 1, whole experts", "1 x data 4"))
+    assert cut.weights == placed.weights < 0.26 * one.weights
+    assert cut.decode_one < placed.decode_one, "of 8 experts a rank has more than its part"
+    assert [str(split) for split in splits(3, of(770))] == ["tensor 1 x data 3"]
+    assert [str(split) for split in splits(4, of(770))][1:] == [
+        "tensor 2 x data 2",
+        "tensor 2 x data 2, whole experts",
+        "tensor 4 x data 1, whole experts",
+    ]
 
 
 def test_heads_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
@@ -102,7 +135,7 @@ def test_the_command_chooses_and_writes(
     assert "Chosen: tensor 2 x data 1" in capsys.readouterr().out
     assert tomllib.loads(target.read_text()) == {"tensor_parallel_size": 2, "data_parallel_size": 1}
     assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == {"tensor": 2, "data": 1}
+    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == {"tensor": 2, "data": 1, "whole_experts": False}
 
 
 def test_a_model_that_fits_nowhere_is_an_error(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.loader import filled_model, load_model, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.share import share_of
+from kvern.models.share import WholeExperts, share_of
 from tests.families import FAMILIES, make_checkpoint, make_config
 from tests.test_model_parity import PROMPT, logits, with_attention
 
@@ -25,20 +26,14 @@ SECONDS = 60.0
 FEW = (
     *("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox", "olmo2", "cohere"),
     *("lfm2", "qwen3_5", "qwen3_next", "granitemoehybrid", "deepseek_v3", "gemma3n"),
+    *("qwen2_moe", "glm4_moe_groups", "gpt_oss"),
 )
 """Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first, norms of all heads and
 with a weight for each, convolutions, states in the orders of two checkpoints and of a group on both ranks, latents,
-several residual streams."""
-CHANGED: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"mlp_only_layers": [0, 1, 2]},
-    "granitemoehybrid": {"num_local_experts": 0, "mamba_n_groups": 1},
-    "deepseek_v2": {"first_k_dense_replace": 3},
-    "deepseek_v3": {"first_k_dense_replace": 3},
-    "deepseek_v32": {"first_k_dense_replace": 3},
-    "glm4_moe_lite": {"mlp_layer_types": ["dense"] * 3},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
-}
-"""What tiny models have otherwise here, as no experts."""
+several residual streams, three kinds of routers."""
+CHANGED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"mamba_n_groups": 1}}
+"""What tiny models have otherwise here: a group on both ranks."""
+EXPERTS = ("mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "glm4_moe_groups", "dots1", "qwen3_vl_moe")
 
 
 def logits_of_ranks(folder: Path, size: int, load: Callable[..., Decoder] = load_model) -> list[torch.Tensor]:
@@ -53,9 +48,9 @@ def logits_of_ranks(folder: Path, size: int, load: Callable[..., Decoder] = load
         return list(threads.map(compute, range(size)))
 
 
-def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model) -> None:
+def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model, **shared: Any) -> None:
     expected = logits(load(folder), PROMPT)
-    found = logits_of_ranks(folder, size, load)
+    found = logits_of_ranks(folder, size, partial(load, **shared))
     assert (found[0] - expected).abs().max() < 1e-4
     assert all(torch.equal(found[0], other) for other in found), "each rank samples from the same numbers"
 
@@ -63,6 +58,20 @@ def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model) ->
 @pytest.mark.parametrize("family", FEW)
 def test_ranks_compute_what_one_process_does(family: str, tmp_path: Path) -> None:
     check(make_checkpoint(family, tmp_path, **CHANGED.get(family, {})), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "redundant"),
+    [
+        ("mixtral", 2, 0),
+        ("glm4_moe", 4, 3),
+        *(pytest.param(family, *sizes, marks=pytest.mark.nightly) for family in EXPERTS for sizes in ((2, 2), (4, 0))),
+    ],
+)
+def test_ranks_with_whole_experts_compute_what_one_process_does(
+    family: str, size: int, redundant: int, tmp_path: Path
+) -> None:
+    check(make_checkpoint(family, tmp_path), size, whole_experts=WholeExperts(redundant))
 
 
 @pytest.mark.nightly
@@ -147,6 +156,8 @@ def test_sizes_that_do_not_divide_states_are_refused(family: str, changes: dict[
         ({"deterministic": True}, "deterministic and"),
         ({"target_itl": "50ms"}, "target_itl and"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be at least 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel is on, and llama has no experts"),
+        ({"redundant_experts": 1}, "redundant_experts is 1: it must be 0, or more with enable_expert_parallel"),
     ],
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
@@ -154,7 +165,7 @@ def test_what_ranks_cannot_do_yet_is_refused_by_name(options: dict[str, Any], re
         LLM("kvern-12m", **{"tensor_parallel_size": 2, "device": "cpu", **options})
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_experts"])
+@pytest.mark.parametrize("family", ["gemma4_experts"])
 def test_models_that_ranks_cannot_share_yet_are_refused_by_name(family: str) -> None:
     with pytest.raises(ConfigError, match="which is not possible together yet"):
         share_of(spec_from_config(make_config(family).to_dict()), 2)

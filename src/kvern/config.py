@@ -54,6 +54,10 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Processes that compute the model together, each with a share of its weights and of its KV cache: one a GPU, or
     several of a CPU. One that waits for another for half of engine_timeout gives up: a server then starts anew."""
+    enable_expert_parallel: bool = False
+    """Place whole experts of a mixture on the ranks of tensor_parallel_size, instead of a part of each on all."""
+    redundant_experts: int = 0
+    """Copies of busy experts, of each layer, beside all experts, where enable_expert_parallel places them."""
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
     use, and no more than its control group gives it the time of."""
@@ -185,6 +189,10 @@ class EngineConfig:
         for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
+        if self.redundant_experts < 0 or (self.redundant_experts and not self.enable_expert_parallel):
+            raise ConfigError(
+                f"redundant_experts is {self.redundant_experts}: it must be 0, or more with enable_expert_parallel"
+            )
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
             raise ConfigError(

@@ -381,6 +381,7 @@ def test_layers_of_kernels_agree_with_those_of_pytorch(device: torch.device, nam
     fused.load_state_dict(plain.state_dict())
     x = torch.randn(7, 32, generator=generator).to(device)
     assert relative_error(fused(x), plain(x).double()) < 1e-5
+    assert torch.equal(fused.experts.expert_counts, plain.experts.expert_counts)
     fused(x[:2])
     chosen = torch.cat((plain.gate(x)[1], plain.gate(x[:2])[1]))
     assert torch.equal(fused.experts.expert_counts, chosen.flatten().bincount(minlength=spec.experts))

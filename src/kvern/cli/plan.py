@@ -148,4 +148,4 @@ def as_toml(chosen: Estimate, model: str, workload: Workload, cards: list[Card])
         f"# of each card: {chosen.weights / 1e9:.1f} GB of weights, {chosen.cache_tokens} tokens of cache\n"
         f"tensor_parallel_size = {chosen.split.tensor}\n"
         f"data_parallel_size = {chosen.split.data}\n"
-    )
+    ) + "enable_expert_parallel = true\n" * chosen.split.whole_experts

@@ -151,7 +151,7 @@ VLLM: dict[str, Rule] = {
     "nnodes": Idle("kvern runs on one machine", 1, only=ONE),
     "distributed_executor_backend": Idle(ONE_PROCESS, 1, only=("mp", "uni")),
     "max_parallel_loading_workers": Idle(ONE_PROCESS, 1),
-    "enable_expert_parallel": Idle(f"{ONE_DEVICE}, which holds all experts"),
+    "num_redundant_experts": Named("redundant_experts"),
     "enable_eplb": Idle(f"{ONE_DEVICE}, which holds all experts"),
     "headless": Refused(ONE_DEVICE, 0),
     "api_server_count": Idle(ONE_PROCESS, 1),
@@ -222,7 +222,7 @@ ALIKE: dict[Rule, tuple[str, ...]] = {
         "all2all_backend", "data_parallel_address", "data_parallel_backend", "data_parallel_external_lb",
         "data_parallel_hybrid_lb", "data_parallel_rank", "data_parallel_rpc_port", "data_parallel_start_rank",
         "enable_dbo", "eplb_config", "expert_placement_strategy", "master_addr", "master_port", "node_rank",
-        "num_redundant_experts", "ray_workers_use_nsight",
+        "ray_workers_use_nsight",
     ),
     Idle(TEXT_ALONE): ("disable_chunked_mm_input", "enable_multimodal_encoder_data_parallel", "interleave_mm_strings"),
     Idle(TEXT_ALONE, 1): (

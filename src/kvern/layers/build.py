@@ -47,7 +47,8 @@ class Build:
     `kernels` names the modules of `kvern.kernels` that parts may be made of; without them PyTorch does the work.
     `linear` says how weights are stored and multiplied. `deterministic` forbids whatever makes a token's result depend
     on the other tokens of a step. `path` is where in the model the build is: it precedes the names of the parts built.
-    With several `ranks` sizes are those of one rank's share, but those of rows `[T, width]` and of vocabularies.
+    With several `ranks` sizes are those of one rank's share, but those of rows `[T, width]` and of vocabularies; `row`
+    layers give what all ranks have added up, if it `sums`, else a rank's summand.
     """
 
     dtype: torch.dtype
@@ -58,6 +59,7 @@ class Build:
     deterministic: bool = False
     path: str = "model"
     ranks: Ranks = ALONE
+    sums: bool = True
 
     def at(self, name: str) -> "Build":
         """The same, one level deeper in the model."""
@@ -114,8 +116,14 @@ class Build:
 
     def row(self, inputs: int, part: str, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer that sums over inputs which `column` layers produced."""
-        make = Linear if self.ranks.size == 1 else SummedLinear
-        return make(inputs, {part: outputs}, self, bias=bias)
+        if self.ranks.size > 1 and self.sums:
+            return SummedLinear(inputs, {part: outputs}, self, bias=bias)
+        return Linear(inputs, {part: outputs}, self, bias=bias, inputs_share=self.ranks.share(inputs))
+
+    @property
+    def unshared(self) -> "Build":
+        """For what every rank has all of."""
+        return replace(self, ranks=ALONE)
 
     def experts(self, hidden_size: int, spec: MoeSpec) -> Experts:
         """The experts of a mixture, whose gate, up and down may be stored in different ways."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvern.cpu.packed import LANES
 from kvern.layers.experts import Experts, MethodExperts, SeparateExperts
-from kvern.layers.linear_method import LinearMethod, LinearShape, Part
+from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.quantized.method import QuantizedMethod
 from kvern.model_spec import MoeSpec
 
@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 class RowStackedExperts(MethodExperts):
-    """One matrix `[experts * first_width, hidden]` for gate and up, one `[experts * hidden, width]` for down.
+    """One matrix `[slots * first_width, hidden]` for gate and up, one `[slots * hidden, width]` for down.
 
     The rows of an expert follow each other: gate's, if it has one, then up's. So whatever a format says of rows holds
     for experts.
@@ -33,7 +33,7 @@ class RowStackedExperts(MethodExperts):
         super().__init__(hidden_size, spec, build)
 
         def method(linear_format: "LinearFormat", outputs: int, inputs: int) -> QuantizedMethod:
-            made = linear_format.linear(LinearShape(spec.experts * outputs, inputs, build.dtype, build.device), build)
+            made = linear_format.linear(LinearShape(self.slots * outputs, inputs, build.dtype, build.device), build)
             assert isinstance(made, QuantizedMethod), "stacks() asks for it"
             if outputs % LANES == 0 and build.device.type == "cpu":
                 made.use_kernels(build)
@@ -48,10 +48,10 @@ class RowStackedExperts(MethodExperts):
     def down(self, expert: int, x: Tensor) -> Tensor:
         return self.down_proj.multiply_part(x, expert * self.hidden_size, self.hidden_size)
 
-    def matrix(self, name: str, expert: int) -> tuple[LinearMethod, Part]:
+    def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
         if name == "down":
-            return self.down_proj, self._part(name, expert * self.hidden_size)
-        return self.gate_up_proj, self._part(name, expert * self.spec.first_width)
+            return self.down_proj, slot * self.hidden_size
+        return self.gate_up_proj, slot * self.spec.first_width
 
     def methods(self) -> Iterable[LinearMethod]:
         return self.gate_up_proj, self.down_proj

@@ -1,11 +1,11 @@
 """What one of several ranks has of a model (tensor parallelism, Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank has some heads of every attention and a part of every MLP's width; what it computes with them is a summand of
-what the layer gives. KV heads that are fewer than ranks are there several times.
+Each rank has some heads of every attention and a part of the width of every MLP and expert, or whole experts; what it
+computes with them is a summand of what the layer gives. KV heads that are fewer than ranks are there several times.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -22,15 +22,24 @@ from kvern.mixer_spec import (
 from kvern.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 
 
-def share_of(spec: ModelSpec, size: int) -> ModelSpec:
+@dataclass(frozen=True)
+class WholeExperts:
+    """Experts are placed whole over the ranks, `redundant` copies of some of them beside (expert parallel)."""
+
+    redundant: int = 0
+
+
+def share_of(spec: ModelSpec, size: int, whole_experts: WholeExperts | None = None) -> ModelSpec:
     """The model as each of `size` ranks computes it, with sizes of its share. Raises ConfigError if there is none."""
+    if whole_experts is not None:
+        _check_experts(spec, size, whole_experts)
     if size == 1:
         return spec
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")
     if spec.per_layer is not None:
         _check_divides(spec, "entries in the inputs of its layers", len(spec.layers) * spec.per_layer.width, size)
-    layers = tuple(_layer_share(spec, layer, size) for layer in spec.layers)
+    layers = tuple(_layer_share(spec, layer, size, whole_experts) for layer in spec.layers)
     return replace(spec, layers=layers, renames=tuple(_of_whole(rename, spec) for rename in spec.renames))
 
 
@@ -43,9 +52,7 @@ def _reasons(spec: ModelSpec) -> Iterable[str]:
     parts = {
         "an encoder's layers": spec.encoder is not None,
         "layers that transformers computes": not spec.layers,
-        "a mixture of experts": any(
-            layer.experts is not None or isinstance(layer.mlp, MoeSpec) for layer in spec.layers
-        ),
+        "experts beside an MLP": any(layer.experts is not None for layer in spec.layers),
         "norms over all heads that are no root-mean-square norms before a rotation": norm is not None
         and norm.scope == "row"
         and (norm.after_rope or norm.norm.kind != "rms"),
@@ -53,7 +60,7 @@ def _reasons(spec: ModelSpec) -> Iterable[str]:
     return (part for part, is_there in parts.items() if is_there)
 
 
-def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int) -> LayerSpec:
+def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int, whole: WholeExperts | None) -> LayerSpec:
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, TwoMixersSpec):
         attention, recurrent = _attention(spec, mixer.attention, size), _recurrent(spec, mixer.recurrent, size)
@@ -68,6 +75,8 @@ def _layer_share(spec: ModelSpec, layer: LayerSpec, size: int) -> LayerSpec:
     if isinstance(mlp, MlpSpec):
         _check_divides(spec, "entries in an MLP", mlp.width, size)
         mlp = replace(mlp, width=mlp.width // size)
+    elif mlp is not None:
+        mlp = _experts_share(spec, mlp, size, whole)
     return replace(layer, mixer=mixer, mlp=mlp)
 
 
@@ -93,11 +102,43 @@ def _recurrent(spec: ModelSpec, mixer: RecurrentSpec, size: int) -> RecurrentSpe
     return replace(mixer, heads=mixer.heads // size, groups=mixer.groups * copies // size, copies=copies)
 
 
-def _check_divides(spec: ModelSpec, what: str, count: int, size: int) -> None:
+def _experts_share(spec: ModelSpec, moe: MoeSpec, size: int, whole: WholeExperts | None) -> MoeSpec:
+    _check_divides(spec, "entries in the MLP beside experts", moe.shared_width, size)
+    moe = replace(moe, shared_width=moe.shared_width // size)
+    if whole is not None:
+        return replace(moe, placed_over=size, redundant=whole.redundant)
+    _check_divides(spec, "entries in an expert", moe.width, size, "enable expert parallel, or ")
+    return replace(moe, width=moe.width // size)
+
+
+def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
+    """Raise ConfigError where there are none that so many ranks could have whole."""
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    if size == 1:
+        raise ConfigError(
+            "enable_expert_parallel is on, and tensor_parallel_size is 1: raise it to the ranks that experts are to be "
+            "placed on, or leave enable_expert_parallel off"
+        )
+    if not mixtures:
+        raise ConfigError(f"enable_expert_parallel is on, and {spec.model_type} has no experts: leave it off")
+    fewest = min(moe.experts for moe in mixtures)
+    if size > fewest:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and {spec.model_type} has {fewest} experts: lower it to that, or leave "
+            "enable_expert_parallel off"
+        )
+    if whole.redundant > (size - 1) * fewest:
+        raise ConfigError(
+            f"redundant_experts is {whole.redundant}, and {size} ranks have at most {(size - 1) * fewest} more copies "
+            f"of {fewest} experts: lower it to that"
+        )
+
+
+def _check_divides(spec: ModelSpec, what: str, count: int, size: int, instead: str = "") -> None:
     if count % size:
         raise ConfigError(
             f"tensor_parallel_size is {size}, and {spec.model_type} has {count} {what}, which so many ranks cannot "
-            "share evenly: choose a size that divides them"
+            f"share evenly: {instead}choose a size that divides them"
         )
 
 

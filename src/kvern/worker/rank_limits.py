@@ -9,7 +9,7 @@ from kvern.errors import ConfigError
 from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import gguf_file
 from kvern.models.loader import read_config
-from kvern.models.share import share_of
+from kvern.models.share import WholeExperts, share_of
 from kvern.worker.device import resolve_device
 from kvern.worker.plan import EIGHT_BIT
 
@@ -45,7 +45,12 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
             f"tensor_parallel_size is {size}, and this machine has {torch.cuda.device_count()} GPUs: lower it to that, "
             "or use device cpu"
         )
-    share_of(spec, size)
+    share_of(spec, size, whole_experts(config))
+
+
+def whole_experts(config: EngineConfig) -> WholeExperts | None:
+    """How the options have experts placed over ranks; None: their widths are cut."""
+    return WholeExperts(config.redundant_experts) if config.enable_expert_parallel else None
 
 
 def has_plain_weights(folder: Path) -> bool:

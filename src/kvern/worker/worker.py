@@ -64,6 +64,7 @@ from kvern.worker.plan import (
     resolve_max_model_len,
 )
 from kvern.worker.processor_rows import ProcessorRows
+from kvern.worker.rank_limits import whole_experts
 from kvern.worker.startup import Startup
 from kvern.worker.torch_parts import TorchParts
 from kvern.worker.windows import report
@@ -97,7 +98,8 @@ class Worker:
         """
         self._draft, self._ranks = draft, ranks
         self._config, self._folder, self._device = config, folder, device
-        self._spec = share_of(spec, ranks.size)
+        self._whole_experts = whole_experts(config)
+        self._spec = share_of(spec, ranks.size, self._whole_experts)
         self._startup = startup
         processes = ranks.size * config.data_parallel_size
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
@@ -220,6 +222,7 @@ class Worker:
                 unquantized=parts.unquantized,
                 deterministic=self._config.deterministic and bool(plan.kernels),
                 quantization=quantization,
+                whole_experts=self._whole_experts if folder == self._folder else None,
             )
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
