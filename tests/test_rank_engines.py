@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import gc
+import logging
 import os
 import signal
 import sys
@@ -76,10 +77,13 @@ def ranked() -> Iterator[LLM]:
         yield llm
 
 
-def test_two_ranks_answer_as_one_process_does(ranked: LLM) -> None:
+def test_two_ranks_answer_as_one_process_does(ranked: LLM, caplog: pytest.LogCaptureFixture) -> None:
     with LLM(**OPTIONS) as alone:
         expected = answers(alone)
-    for name, one, other in zip(list(ASKED) * 2, expected, answers(ranked), strict=True):
+    with caplog.at_level(logging.DEBUG, "kvern"):
+        found_answers = answers(ranked)
+    assert "not captured" not in caplog.text
+    for name, one, other in zip(list(ASKED) * 2, expected, found_answers, strict=True):
         assert [item.token_ids for item in other.outputs] == [item.token_ids for item in one.outputs], name
         for item, found in zip(one.outputs, other.outputs, strict=True):
             for table, found_table in zip(item.logprobs or [], found.logprobs or [], strict=True):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvern.cpu.ranks import SharedMemory
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -25,19 +27,26 @@ class Ranks:
 
     Tensors stay on the ranks' devices; on GPUs no method waits, and a CUDA graph may hold what it does. A method raises
     RuntimeError where another rank has ended, or on a CPU does not come within the time given to `connect`.
+
+    `check` raises it for calls that were captured on a CPU, and raise nothing when they are made again.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
+        self._memory: SharedMemory | None = None
         self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
-    def connect(self, file: Path, device: torch.device, seconds: float) -> None:
+    def connect(self, file: Path, device: torch.device, seconds: float, *, kernels: bool = False) -> None:
         """Meet the others, who name the same file, which does not exist before; wait for them so long at most.
 
-        CPUs talk through gloo over the loopback interface, and wait so long each time; GPUs talk through NCCL.
+        CPUs share memory if all of them have `kernels` for that, else they talk through gloo over the loopback
+        interface, and wait so long each time; GPUs talk through NCCL.
         """
         if self.size == 1:
+            return
+        if kernels:
+            self._memory = SharedMemory(file, self.rank, self.size, seconds)
             return
         distributed: Any = importlib.import_module("torch.distributed")
         store = distributed.FileStore(str(file), self.size)
@@ -67,20 +76,31 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have, on each of them, in the same order of additions; `x` may be overwritten."""
+        if self._memory is not None:
+            return self._memory.sum(x)
         x = x.contiguous()
         self._groups[0].allreduce([x]).wait()
         return x
 
-    def beside(self, x: Tensor) -> Tensor:
-        """`x [N, width]` of all ranks side by side, on each of them: `[N, size * width]`."""
+    def beside(self, x: Tensor, width: int) -> Tensor:
+        """The first `width` columns of `x [N, columns]` of all ranks side by side, on each of them: `[N, width]`."""
+        if self._memory is not None:
+            return self._memory.beside(x, width)
         parts = list(x.new_empty(self.size, *x.shape).unbind())
         self._groups[0].allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, -1)
+        return torch.cat(parts, -1)[:, :width].contiguous()
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
+        if self._memory is not None:
+            return self._memory.first(x)
         self._groups[0].broadcast([x]).wait()
         return x
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank was missing in a call that was captured."""
+        if self._memory is not None:
+            self._memory.check()
 
 
 ALONE = Ranks()

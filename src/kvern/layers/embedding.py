@@ -60,10 +60,8 @@ class SharedEmbedding(Embedding):
         self._held_ids, self._ranks = share.held, build.ranks
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = ids - self._held_ids.start
-        others = (places < 0) | (places >= len(self._held_ids))
-        embedded = super().forward(places.masked_fill_(others, 0))
-        return self._ranks.sum(embedded.masked_fill_(others[:, None], 0))
+        embedded = self._ranks.sum(self.method.embed_share(ids, self._held_ids))
+        return embedded if self.scale == 1.0 else self._multiply(embedded, self.scale)
 
 
 class SharedHead(Linear):
@@ -78,10 +76,10 @@ class SharedHead(Linear):
         self._vocab_size, self._ranks = vocab_size, build.ranks
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
-        return self._ranks.beside(super().forward(x, rows))[:, : self._vocab_size].contiguous()
+        return self._ranks.beside(super().forward(x, rows), self._vocab_size)
 
     def scores(self, x: Tensor) -> Tensor:
-        return self._ranks.beside(super().scores(x))[:, : self._vocab_size].contiguous()
+        return self._ranks.beside(super().scores(x), self._vocab_size)
 
 
 class Table(Loadable):

@@ -163,7 +163,7 @@ def _start_ranks(
         with startup.stage("ranks"):
             plan = agree([findings, *(answer.findings for answer in others.answers(Found))], config, spec)
             others.send(LoadWeights(plan, str(others.meeting)))
-            ranks.connect(others.meeting, device, config.rank_timeout)
+            ranks.connect(others.meeting, device, config.rank_timeout, kernels="cpu_layers" in plan.kernels)
         room = worker.load(plan)
         layout = lay_out([room, *(answer.room for answer in others.answers(HasRoom))], plan, config)
         others.send(TakeMemory(layout))

@@ -76,7 +76,8 @@ def _make_worker(socket: "zmq.Socket[bytes]") -> tuple[Worker, int]:
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())
     assert isinstance(load, LoadWeights)
-    ranks.connect(Path(load.meeting), device, config.rank_timeout)
+    kernels = "cpu_layers" in load.plan.kernels
+    ranks.connect(Path(load.meeting), device, config.rank_timeout, kernels=kernels)
     socket.send(encode(HasRoom(worker.load(load.plan))))
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)

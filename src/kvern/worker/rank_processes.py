@@ -23,6 +23,8 @@ from kvern.worker.rank_wire import Failed, RankMessage, StartRank, decode_for_fi
 
 logger = logging.getLogger("kvern")
 
+SHARED = "/dev/shm"  # noqa: S108 (a folder of our own in it)
+"""Where Linux has memory that processes share; elsewhere files are mapped, which it writes to a disk in between."""
 LOOK_MILLISECONDS = 200
 """How often a rank that is waited for is looked after."""
 
@@ -36,7 +38,8 @@ class RankProcesses:
     """
 
     def __init__(self, config: EngineConfig, model: Path, lost: Callable[[int], None] | None = None) -> None:
-        folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
+        memory = SHARED if os.access(SHARED, os.W_OK) else None
+        folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
         self.meeting = Path(folder.name, "meeting")
         context = zmq.Context()
         self._sockets, processes = [], []

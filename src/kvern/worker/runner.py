@@ -79,7 +79,9 @@ class ModelRunner:
         """Compute the scheduled tokens and sample where the scheduler says so."""
         if output.changes_rows:
             self._change_rows(output)
-        return self._decode(output.scheduled) or self._compute(output.scheduled)
+        step = self._decode(output.scheduled) or self._compute(output.scheduled)
+        self._ranks.check()
+        return step
 
     @torch.inference_mode()
     def _change_rows(self, output: SchedulerOutput) -> None:
