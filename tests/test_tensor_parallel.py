@@ -1,8 +1,9 @@
 """What ranks have of a model, and what they refuse: logits here, whole engines in `test_rank_engines.py`."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from kvern import LLM
 from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError
+from kvern.models.decoder import Decoder
 from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.share import share_of
@@ -17,25 +19,26 @@ from tests.families import FAMILIES, make_checkpoint, make_config
 from tests.test_model_parity import PROMPT, logits
 
 SECONDS = 60.0
+Result = TypeVar("Result")
 FEW = ("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox")
 """Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first."""
 
 
-def logits_of_ranks(folder: Path, size: int) -> list[torch.Tensor]:
-    """Of PROMPT, as each of `size` ranks has them, which are threads here."""
+def of_ranks(folder: Path, size: int, compute: Callable[[Decoder], Result]) -> list[Result]:
+    """What each of `size` ranks, which are threads here, computes of its share of a model."""
 
-    def compute(rank: int) -> torch.Tensor:
+    def run(rank: int) -> Result:
         ranks = Ranks(rank, size)
         ranks.connect(folder / f"meeting-{size}", torch.device("cpu"), SECONDS)
-        return logits(load_model(folder, ranks=ranks), PROMPT)
+        return compute(load_model(folder, ranks=ranks))
 
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(compute, range(size)))
+        return list(threads.map(run, range(size)))
 
 
 def check(folder: Path, size: int) -> None:
     expected = logits(load_model(folder), PROMPT)
-    found = logits_of_ranks(folder, size)
+    found = of_ranks(folder, size, lambda decoder: logits(decoder, PROMPT))
     assert (found[0] - expected).abs().max() < 1e-4
     assert all(torch.equal(found[0], other) for other in found), "each rank samples from the same numbers"
 
@@ -90,9 +93,6 @@ def test_sizes_that_do_not_divide_a_model_are_refused(size: int, reason: str) ->
         ({"max_adapters": 2}, "adapters and tensor_parallel_size 2 are not possible together yet"),
         ({"quantization": "int8"}, "quantized weights or a GGUF file and tensor_parallel_size 2"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and"),
-        ({"draft_model": "kvern-1m"}, "draft_model kvern-1m and"),
-        ({"deterministic": True}, "deterministic and"),
-        ({"target_itl": "50ms"}, "target_itl and"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be at least 1"),
     ],
 )

@@ -34,18 +34,29 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._memory: SharedMemory | None = None
+        self._ordered = False
         self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
-    def connect(self, file: Path, device: torch.device, seconds: float, *, kernels: bool = False) -> None:
+    def connect(
+        self,
+        file: Path,
+        device: torch.device,
+        seconds: float,
+        kernels: frozenset[str] = frozenset(),
+        *,
+        ordered: bool = False,
+    ) -> None:
         """Meet the others, who name the same file, which does not exist before; wait for them so long at most.
 
-        CPUs share memory if all of them have `kernels` for that, else they talk through gloo over the loopback
-        interface, and wait so long each time; GPUs talk through NCCL.
+        CPUs share memory if all of them have the `kernels` "cpu_layers", else they talk through gloo over the loopback
+        interface, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the same
+        order of additions as sums of few.
         """
         if self.size == 1:
             return
-        if kernels:
+        self._ordered = ordered
+        if "cpu_layers" in kernels:
             self._memory = SharedMemory(file, self.rank, self.size, seconds)
             return
         distributed: Any = importlib.import_module("torch.distributed")
@@ -79,16 +90,26 @@ class Ranks:
         if self._memory is not None:
             return self._memory.sum(x)
         x = x.contiguous()
-        self._groups[0].allreduce([x]).wait()
-        return x
+        if not self._ordered or self.size == 2:
+            self._groups[0].allreduce([x]).wait()
+            return x
+        first, *others = self._parts(x)
+        total = first.float()
+        for part in others:
+            total += part
+        return x.copy_(total)
 
     def beside(self, x: Tensor, width: int) -> Tensor:
         """The first `width` columns of `x [N, columns]` of all ranks side by side, on each of them: `[N, width]`."""
         if self._memory is not None:
             return self._memory.beside(x, width)
+        return torch.cat(self._parts(x), -1)[:, :width].contiguous()
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """What all have."""
         parts = list(x.new_empty(self.size, *x.shape).unbind())
         self._groups[0].allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, -1)[:, :width].contiguous()
+        return parts
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
@@ -96,6 +117,14 @@ class Ranks:
             return self._memory.first(x)
         self._groups[0].broadcast([x]).wait()
         return x
+
+    def least(self, x: Tensor) -> Tensor:
+        """The least of what all ranks have at each place of `x [N]`, on each of them."""
+        return self.beside(x[:, None], self.size).amin(-1)
+
+    def own(self, key: bytes) -> bytes:
+        """The key of this rank's part of what all of them call `key`."""
+        return key + self.rank.to_bytes(2) if self.rank else key
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was missing in a call that was captured."""

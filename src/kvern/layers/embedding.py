@@ -82,6 +82,24 @@ class SharedHead(Linear):
         return self._ranks.beside(super().scores(x), self._vocab_size)
 
 
+def make_embedding(vocab_size: int, width: int, scale: float, build: Build) -> Embedding:
+    """Of the whole vocabulary, which several ranks divide among them."""
+    make = Embedding if build.ranks.size == 1 else SharedEmbedding
+    return make(vocab_size, width, scale, build)
+
+
+def make_head(
+    inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
+) -> Linear:
+    """Scores `[T, inputs] -> [T, vocabulary]`, which several ranks divide among them and all of them have then.
+
+    `method`: another's, whose weight it shares.
+    """
+    if build.ranks.size > 1:
+        return SharedHead(inputs, vocab_size, build, bias=bias, method=method)
+    return Linear(inputs, {"lm_head": vocab_size}, build, bias=bias, method=method)
+
+
 class Table(Loadable):
     """Rows `[count, width]` of learned positions, or of kinds of tokens; the checkpoint calls them `name`."""
 
