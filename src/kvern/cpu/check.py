@@ -10,16 +10,17 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvern.cpu import activation, attention, elementwise, linear, norm, packed, rotary, sampling
+from kvern.cpu import activation, attention, elementwise, linear, norm, packed, ranks, rotary, sampling
 from kvern.cpu.library import load
 
 
 def check_layers() -> None:
-    """What stands between a layer's products and its attention."""
+    """What stands between a layer's products and its attention; between ranks, too."""
     norm.check()
     elementwise.check()
     activation.check()
     rotary.check()
+    ranks.check()
 
 
 GROUPS: Mapping[str, Callable[[], None]] = {

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvern.cpu.ranks import SharedMemory
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -37,19 +39,37 @@ class Ranks:
 
     Tensors stay on the ranks' devices; on GPUs no method waits, and a CUDA graph may hold what it does. A method raises
     RuntimeError where another rank has ended, or on a CPU does not come within the time given to `connect`.
+
+    `check` raises it for calls that were captured on a CPU, and raise nothing when they are made again.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
+        self._memory: SharedMemory | None = None
+        self._ordered = False
         self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
-    def connect(self, file: Path, device: torch.device, seconds: float) -> None:
+    def connect(
+        self,
+        file: Path,
+        device: torch.device,
+        seconds: float,
+        kernels: frozenset[str] = frozenset(),
+        *,
+        ordered: bool = False,
+    ) -> None:
         """Meet the others, who name the same file, which does not exist before; wait for them so long at most.
 
-        CPUs talk through gloo over the loopback interface, and wait so long each time; GPUs talk through NCCL.
+        CPUs share memory if all of them have the `kernels` "cpu_layers", else they talk through gloo over the loopback
+        interface, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the same
+        order of additions as sums of few.
         """
         if self.size == 1:
+            return
+        self._ordered = ordered
+        if "cpu_layers" in kernels:
+            self._memory = SharedMemory(file, self.rank, self.size, seconds)
             return
         distributed: Any = importlib.import_module("torch.distributed")
         store = distributed.FileStore(str(file), self.size)
@@ -81,20 +101,50 @@ class Ranks:
         """The sum of what all ranks have, on each of them, in the same order of additions; `x` may be overwritten."""
         if self.size == 1:
             return x
+        if self._memory is not None:
+            return self._memory.sum(x)
         x = x.contiguous()
-        self._groups[0].allreduce([x]).wait()
-        return x
+        if not self._ordered or self.size == 2:
+            self._groups[0].allreduce([x]).wait()
+            return x
+        first, *others = self._parts(x)
+        total = first.float()
+        for part in others:
+            total += part
+        return x.copy_(total)
 
-    def beside(self, x: Tensor) -> Tensor:
-        """`x [N, width]` of all ranks side by side, on each of them: `[N, size * width]`."""
+    def beside(self, x: Tensor, width: int | None = None) -> Tensor:
+        """`x [N, columns]` of all ranks side by side, on each of them: `[N, width]`, the first columns, or all."""
+        width = x.shape[1] * self.size if width is None else width
+        if self._memory is not None:
+            return self._memory.beside(x, width)
+        return torch.cat(self._parts(x), -1)[:, :width].contiguous()
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """What all have."""
         parts = list(x.new_empty(self.size, *x.shape).unbind())
         self._groups[0].allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, -1)
+        return parts
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
+        if self._memory is not None:
+            return self._memory.first(x)
         self._groups[0].broadcast([x]).wait()
         return x
+
+    def least(self, x: Tensor) -> Tensor:
+        """The least of what all ranks have at each place of `x [N]`, on each of them."""
+        return self.beside(x[:, None], self.size).amin(-1)
+
+    def own(self, key: bytes) -> bytes:
+        """The key of this rank's part of what all of them call `key`."""
+        return key + self.rank.to_bytes(2) if self.rank else key
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank was missing in a call that was captured."""
+        if self._memory is not None:
+            self._memory.check()
 
 
 ALONE = Ranks()

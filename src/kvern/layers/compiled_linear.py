@@ -56,6 +56,9 @@ class CompiledMethod(LinearMethod):
     def embed(self, ids: Tensor) -> Tensor:
         return unpack(self.packed, ids)
 
+    def embed_share(self, ids: Tensor, held: range) -> Tensor:
+        return unpack(self.packed, ids, held.start)
+
 
 def compiles(shape: LinearShape, build: "Build") -> bool:
     """Whether the kernel multiplies such a matrix.

@@ -62,10 +62,8 @@ class SharedEmbedding(Embedding):
         self._held_ids, self._ranks = share.held, build.ranks
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = ids - self._held_ids.start
-        others = (places < 0) | (places >= len(self._held_ids))
-        embedded = super().forward(places.masked_fill_(others, 0))
-        return self._ranks.sum(embedded.masked_fill_(others[:, None], 0))
+        embedded = self._ranks.sum(self.method.embed_share(ids, self._held_ids))
+        return embedded if self.scale == 1.0 else self._multiply(embedded, self.scale)
 
 
 class SharedHead(Linear):
@@ -80,10 +78,28 @@ class SharedHead(Linear):
         self._vocab_size, self._ranks = vocab_size, build.ranks
 
     def forward(self, x: "Tensor | RowCodes", rows: Any = None) -> Tensor:
-        return self._ranks.beside(super().forward(x, rows))[:, : self._vocab_size].contiguous()
+        return self._ranks.beside(super().forward(x, rows), self._vocab_size)
 
     def scores(self, x: Tensor) -> Tensor:
-        return self._ranks.beside(super().scores(x))[:, : self._vocab_size].contiguous()
+        return self._ranks.beside(super().scores(x), self._vocab_size)
+
+
+def make_embedding(vocab_size: int, width: int, scale: float, build: Build) -> Embedding:
+    """Of the whole vocabulary, which several ranks divide among them."""
+    make = Embedding if build.ranks.size == 1 else SharedEmbedding
+    return make(vocab_size, width, scale, build)
+
+
+def make_head(
+    inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
+) -> Linear:
+    """Scores `[T, inputs] -> [T, vocabulary]`, which several ranks divide among them and all of them have then.
+
+    `method`: another's, whose weight it shares.
+    """
+    if build.ranks.size > 1:
+        return SharedHead(inputs, vocab_size, build, bias=bias, method=method)
+    return Linear(inputs, {"lm_head": vocab_size}, build, bias=bias, method=method)
 
 
 class Table(Loadable):

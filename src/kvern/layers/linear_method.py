@@ -217,6 +217,12 @@ class LinearMethod(Module, ABC):
         """The rows `ids [T]` int64 of the matrix: `[T, inputs]`. A format that stores embeddings reads those alone."""
         return F.embedding(ids, self.dequantize())
 
+    def embed_share(self, ids: Tensor, held: range) -> Tensor:
+        """As `embed`, of a matrix that has the rows `held` of a larger one: the others are 0."""
+        places = ids - held.start
+        others = (places < 0) | (places >= len(held))
+        return self.embed(places.masked_fill_(others, 0)).masked_fill_(others[:, None], 0)
+
     def coding(self, rows: int) -> "Coding | None":
         """How so many rows become codes, if the way chosen for them multiplies codes: their maker may round them."""
         return None

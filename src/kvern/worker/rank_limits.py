@@ -25,14 +25,6 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
             "use a model with plain weights",
         ),
         f"kv_cache_dtype {config.kv_cache_dtype}": (config.kv_cache_dtype in EIGHT_BIT, "leave kv_cache_dtype auto"),
-        f"kv_tier {config.kv_tier}": (config.kv_tier is not None, "leave kv_tier out"),
-        f"draft_model {config.draft_model}": (
-            config.draft_model is not None,
-            "leave draft_model out, or use a proposer",
-        ),
-        "target_itl": (config.target_itl is not None, "leave target_itl out"),
-        "logits_processors": (bool(config.logits_processors), "leave logits_processors out"),
-        "deterministic": (config.deterministic, "leave deterministic off"),
     }
     for what, (is_asked, remedy) in refused.items():
         if is_asked:

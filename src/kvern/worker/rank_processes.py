@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,12 @@ from kvern.worker.rank_wire import Failed, RankMessage, StartRank, decode_for_fi
 
 logger = logging.getLogger("kvern")
 
+SHARED = "/dev/shm"  # noqa: S108 (a folder of our own in it)
+"""Where Linux has memory that processes share; elsewhere files are mapped, which it writes to a disk in between."""
+PATIENCE = 300.0
+"""Seconds that a rank may take longer than the first to import its modules, or to read what that has in memory."""
+TIMES = 3
+"""And so many times the first one's seconds."""
 LOOK_MILLISECONDS = 200
 """How often a rank that is waited for is looked after."""
 
@@ -35,8 +42,11 @@ class RankProcesses:
     `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
     """
 
-    def __init__(self, config: EngineConfig, model: Path, lost: Callable[[int], None] | None = None) -> None:
-        folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
+    def __init__(
+        self, config: EngineConfig, model: Path, draft: Path | None = None, lost: Callable[[int], None] | None = None
+    ) -> None:
+        memory = SHARED if os.access(SHARED, os.W_OK) else None
+        folder = tempfile.TemporaryDirectory(prefix="kvern-", dir=memory, ignore_cleanup_errors=True)
         self.meeting = Path(folder.name, "meeting")
         context = zmq.Context()
         self._sockets, processes = [], []
@@ -46,13 +56,14 @@ class RankProcesses:
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, 0)  # as many as are in flight
             socket.bind(address)
+            start = StartRank(dataclasses.asdict(config), str(model), None if draft is None else str(draft), rank)
             command = [sys.executable, "-m", "kvern.worker.rank_process", address, str(os.getpid())]
             process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
                 command, stdin=subprocess.PIPE, env=os.environ | bytecode_environment()
             )
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, `answers` will tell
-                process.stdin.write(encode(StartRank(dataclasses.asdict(config), str(model), rank)))
+                process.stdin.write(encode(start))
             self._sockets.append(socket)
             processes.append(process)
         self._end = _End(processes, lost)
@@ -65,14 +76,24 @@ class RankProcesses:
             with contextlib.suppress(zmq.Again):
                 socket.send(content, zmq.NOBLOCK)
 
-    def answers(self, kind: type[Answer]) -> list[Answer]:
-        """One of each, in their order. Raises ConfigError with the reason of one that cannot start."""
-        return [self._answer(rank, socket, kind) for rank, socket in enumerate(self._sockets, 1)]
+    def answers(self, kind: type[Answer], awaited: str, took: float) -> list[Answer]:
+        """One of each, in their order. Raises ConfigError with the reason of one that cannot start.
 
-    def _answer(self, rank: int, socket: "zmq.Socket[bytes]", kind: type[Answer]) -> Answer:
+        `awaited`: what each is to have done, which `took` the first one so many seconds. They do it at the same time,
+        so that one which takes several times as long, and PATIENCE, hangs.
+        """
+        until = time.monotonic() + PATIENCE + TIMES * took
+        return [self._answer(rank, socket, kind, awaited, until) for rank, socket in enumerate(self._sockets, 1)]
+
+    def _answer(self, rank: int, socket: "zmq.Socket[bytes]", kind: type[Answer], awaited: str, until: float) -> Answer:
         while not socket.poll(LOOK_MILLISECONDS):
             if self._end.reason is not None:
                 raise ConfigError(f"the model cannot be loaded by {self._end.reason}; the log may say more")
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"the model cannot be loaded: rank {rank} has not {awaited}, long after the first one had; "
+                    "it may hang at its files or its device"
+                )
         answer = decode_for_first(socket.recv())
         if isinstance(answer, Failed):
             raise ConfigError(f"rank {rank}: {answer.reason}")

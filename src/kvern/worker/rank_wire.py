@@ -1,6 +1,6 @@
 """What the process of the first rank and those of the others say to each other: msgpack, never pickle.
 
-first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and UseIdleTime, in order --> rank
+first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep, ForgetSteps and UseIdleTime --> rank
 first rank <-- Found, HasRoom, IsReady; Failed in the place of any of them: it cannot start               <-- rank
 """
 
@@ -17,10 +17,11 @@ class RankMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class StartRank(RankMessage):
-    """The options as built-in values, the model's folder, and which rank the process is."""
+    """The options as built-in values, the folders of the model and its draft, and which rank the process is."""
 
     config: dict[str, Any]
     folder: str
+    draft: str | None
     rank: int
 
 
@@ -37,10 +38,23 @@ class TakeMemory(RankMessage):
     layout: Layout
 
 
+class TierCall(msgspec.Struct, array_like=True, gc=False):
+    """What a tier of the KV cache was asked: a method of `KVTier`, its keys, and for `put` the block."""
+
+    method: str
+    keys: list[bytes]
+    block: int = 0
+
+
 class RunStep(RankMessage):
-    """The next step."""
+    """The next step, and what the first rank's tier was asked before."""
 
     output: SchedulerOutput
+    tier_calls: list[TierCall] = []
+
+
+class ForgetSteps(RankMessage):
+    """`Executor.forget`."""
 
 
 class UseIdleTime(RankMessage):
@@ -71,5 +85,5 @@ class Failed(RankMessage):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
-decode_for_rank = msgspec.msgpack.Decoder(LoadWeights | TakeMemory | RunStep | UseIdleTime).decode
+decode_for_rank = msgspec.msgpack.Decoder(LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime).decode
 decode_for_first = msgspec.msgpack.Decoder(Found | HasRoom | IsReady | Failed).decode

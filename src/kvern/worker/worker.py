@@ -152,9 +152,8 @@ class Worker:
         compiled = grammars_of(self._folder, spec.vocab_size, spec.eos_token_ids, config.grammar_backend)
         self._grammars = GrammarRows(compiled, spec.vocab_size, device, parts.restrict)
         sizes = spec.vocab_size, plan.max_batch_requests, plan.max_model_len
-        processors = ProcessorRows(
-            load_processors(config.logits_processors), ProcessorModel(self._folder, *sizes, device)
-        )
+        named = config.logits_processors if self._ranks.rank == 0 else ()  # the others take what it chooses
+        processors = ProcessorRows(load_processors(named), ProcessorModel(self._folder, *sizes, device))
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._contents = Contents(model, self._grammars, processors, adapters, draft=draft, ranks=self._ranks)
         if config.kv_cache_dtype not in EIGHT_BIT:
@@ -178,7 +177,7 @@ class Worker:
             return self._load_medusa(folder, model)
         if self._config.draft_model == OWN_LAYER or is_draft_head(folder, dummy=self._config.load_format == "dummy"):
             return self._load_head(folder, plan, model)
-        spec = read_draft(folder, self._folder, self._spec, plan.max_model_len)
+        spec = share_of(read_draft(folder, self._folder, self._spec, plan.max_model_len), self._ranks.size)
         parts = self._make_parts(plan, spec)
         decoder = self._load_decoder(folder, plan, parts, self._config.draft_quantization)
         parts.prepare(decoder)
