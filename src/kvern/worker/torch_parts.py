@@ -107,11 +107,11 @@ class TorchParts:
         sampling = CompiledSampling(rows) if self._compiled else TorchSampling(rows)
         drawn = Drawn() if self._rejection else None
         if isinstance(decoder, MedusaHeads):
-            return MedusaDrafter(decoder, rows, partial(_draw, sampling, rows, drawn), drawn)
+            return MedusaDrafter(decoder, rows, partial(_draw, sampling), drawn)
         layout = msgspec.structs.replace(layout, dtype=self._plan.plain_cache_dtype, window_tables=0)
         attention, captured, size = self._attention(decoder, None, layout), None, layout.block_size
         if isinstance(decoder, DraftHead):
-            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling, rows, None)
+            build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
             head = None
             if self._compiled and isinstance(attention, CompiledAttention):
                 head = CapturedHead(decoder, attention, rows, size)
@@ -145,16 +145,7 @@ def _build_batch(
 
 
 def _draw(
-    sampling: Sampling,
-    rows: BatchRows,
-    drawn: Drawn | None,
-    logits: torch.Tensor,
-    slots: Sequence[int],
-    index: torch.Tensor,
-    positions: torch.Tensor,
+    sampling: Sampling, logits: torch.Tensor, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    if drawn is not None:
-        chosen = drawn.draw(logits, rows, slots, positions)
-    else:
-        chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
+    chosen = sampling.sample(logits.contiguous(), slots, index, positions, Needs.NOTHING)
     sampling.write(index, positions, chosen)
