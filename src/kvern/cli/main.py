@@ -16,6 +16,7 @@ from kvern.cli.arguments import TEXTS, kvern_arguments
 from kvern.cli.bench import Kernels, Offline, ProfileCommand
 from kvern.cli.bench_serve import ServeBench
 from kvern.cli.chat import ChatCommand
+from kvern.cli.engines import EnginesCommand
 from kvern.cli.flag_rules import json_object
 from kvern.cli.help import asked_help, print_help
 from kvern.cli.models import ModelsCommand
@@ -33,6 +34,7 @@ KINDS: dict[tuple[str, ...], type] = {
     ("run",): RunCommand,
     ("chat",): ChatCommand,
     ("serve",): ServeCommand,
+    ("engines",): EnginesCommand,
     ("models",): ModelsCommand,
     ("plan",): PlanCommand,
     ("quantize",): QuantizeCommand,
@@ -149,6 +151,7 @@ def commands(defaults: Defaults) -> Any:
             ServeCommand,
             tyro.conf.subcommand("serve", default=ServeCommand(server=defaults.server, engine=defaults.engine)),
         ]
+        | Annotated[EnginesCommand, tyro.conf.subcommand("engines", default=EnginesCommand())]
         | Annotated[ModelsCommand, tyro.conf.subcommand("models", default=ModelsCommand())]
         | Annotated[PlanCommand, tyro.conf.subcommand("plan", default=PlanCommand(missing))]
         | Annotated[QuantizeCommand, tyro.conf.subcommand("quantize", default=quantize)]

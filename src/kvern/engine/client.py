@@ -72,9 +72,6 @@ class EngineClient:
             self.adapters.names.add(self.adapters.names.reserve(name, path))
         await self.replicas.start()
         self.inputs.start(self.ready)
-        for replica in self.replicas:
-            if (gpu := replica.supervisor.link.ready.gpu) is not None:
-                replica.metrics.watch_gpu(gpu)
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -1,12 +1,16 @@
 """Where the engines of one model run: a GPU each, or a share of the processors each."""
 
 import dataclasses
+import importlib.util
 import os
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+import runpy
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvern.config import EngineConfig
 from kvern.cpu.cores import shares_of_cores
+from kvern.cpu.host_memory import available_memory
 from kvern.errors import ConfigError
 
 
@@ -14,10 +18,16 @@ from kvern.errors import ConfigError
 class Place:
     """What the process of an engine is given; `threads`: None where the engine decides how many compute."""
 
-    environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: Sequence[str] = ()
+    """By what CUDA_VISIBLE_DEVICES calls them; none are named: all that this process sees."""
     processors: Set[int] = frozenset()
     """Those that it may use; none are named: all."""
     threads: int | None = None
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the process has beside that of this one."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
 
     def config(self, config: EngineConfig) -> EngineConfig:
         """The options of the engine here."""
@@ -29,27 +39,43 @@ def places_of(config: EngineConfig) -> list[Place]:
     count = config.data_parallel_size
     if count == 1:
         return [Place()]
-    each = config.tensor_parallel_size
+    try:
+        return [place_of(config, number, count) for number in range(count)]
+    except ConfigError as error:
+        raise ConfigError(f"data_parallel_size is {count}, and {error}; lower it") from None
+
+
+def place_of(config: EngineConfig, number: int, count: int) -> Place:
+    """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
+    each, most = config.tensor_parallel_size, max(number + 1, count)
     gpus = [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus or config.device == "cuda":
-        if count * each > len(gpus):
-            raise ConfigError(
-                f"data_parallel_size is {count}, and this process sees {len(gpus)} GPUs: each engine needs {each}; "
-                "lower it, or use device cpu"
-            )
-        shares = [gpus[number * each : (number + 1) * each] for number in range(count)]
-        return [Place({"CUDA_VISIBLE_DEVICES": ",".join(share)}) for share in shares]
-    cores = shares_of_cores(count)
-    if len(cores) < count:
-        raise ConfigError(
-            f"data_parallel_size is {count}, and this process may use {len(cores)} processor cores: each engine "
-            "needs one; lower it"
-        )
-    return [Place(processors=processors, threads=threads) for threads, processors in cores]
+        if most * each > len(gpus):
+            raise ConfigError(f"this process sees {len(gpus)} GPUs: each engine needs {each}")
+        return Place(gpus[number * each : (number + 1) * each])
+    cores = shares_of_cores(most)
+    if len(cores) < most:
+        raise ConfigError(f"this process may use {len(cores)} processor cores: each engine needs one")
+    threads, processors = cores[number]
+    return Place(processors=processors, threads=threads)
+
+
+def check_memory(config: EngineConfig, place: Place) -> None:
+    """Raise ConfigError if the host's memory does not hold the weights of another engine, on a CPU, as they are stored.
+
+    What a GPU holds the engine finds out itself.
+    """
+    folder = Path(config.model or "")
+    files = [folder] if folder.is_file() else [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    needed, free = sum(file.stat().st_size for file in files), available_memory()
+    if not place.gpus and needed > free:
+        raise ConfigError(f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
 
 
 def gpu_count() -> int:
-    """Of this machine, as the driver tells; 0: there is none."""
+    """Of this machine, as the driver tells; 0: there is none, or PyTorch is built without CUDA."""
+    if not _has_cuda():
+        return 0
     try:
         import pynvml
 
@@ -57,6 +83,14 @@ def gpu_count() -> int:
         return int(pynvml.nvmlDeviceGetCount())
     except Exception:  # whatever the driver's library raises: there is no driver
         return 0
+
+
+def _has_cuda() -> bool:
+    """How PyTorch is built, which takes seconds to import."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return bool(runpy.run_path(str(Path(found.origin).with_name("version.py")))["cuda"])
 
 
 def visible_gpus(count: int, named: str | None) -> list[str]:

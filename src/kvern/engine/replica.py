@@ -36,14 +36,16 @@ class Siblings(Protocol):
 
 
 class Replica:
-    """An engine in its place. `name` tells it from its siblings; None: it has none."""
+    """An engine in its place. `name` tells it from its siblings: its number, from 0 on."""
 
     def __init__(
-        self, config: EngineConfig, siblings: Siblings, place: Place, name: str | None, process: EngineProcess | None
+        self, config: EngineConfig, siblings: Siblings, place: Place, number: int, process: EngineProcess | None
     ) -> None:
         """`process`: of the first engine, if it runs already."""
-        self.name = name
-        self.metrics = Metrics(config.model_names[0], name)
+        self.name = str(number)
+        self.leaving = False
+        """It gets no new requests, and ends when it has none."""
+        self.metrics = Metrics(config.model_names[0])
         self.supervisor = Supervisor(place.config(config), self, place, process)
         self.adapters = EngineAdapters(self.supervisor)
         self.record = PrefixRecord()
@@ -58,7 +60,7 @@ class Replica:
     @property
     def accepts(self) -> bool:
         """There is an engine that begins with requests at once."""
-        return self.supervisor.is_ready and not self._probation.active
+        return self.supervisor.is_ready and not self._probation.active and not self.leaving
 
     @property
     def stranded(self) -> list[Generation]:
@@ -69,6 +71,11 @@ class Replica:
             for name, generation in self.workload.running.items()
             if name not in suspected and not (generation.begun and self.supervisor.is_ready)
         ]
+
+    def remember(self, wanted: bool) -> None:
+        """Note from now on what the engine has cached, if that is not done already; or forget it."""
+        if wanted != self.record.is_kept:
+            self.record.begin(self.supervisor.link.ready.cache_tokens if wanted else 0)
 
     def hear(self, message: AdapterRead | Events) -> None:
         """What the engine says."""
@@ -107,7 +114,9 @@ class Replica:
         self.metrics.engine(ready=True)
         if self._started:
             self.metrics.restarted()
-        if self.name is not None:
+        elif (gpu := self.supervisor.link.ready.gpu) is not None:
+            self.metrics.watch_gpu(gpu)
+        if self.record.is_kept:
             self.record.begin(self.supervisor.link.ready.cache_tokens)
         self._started = True
         self.workload.resume()

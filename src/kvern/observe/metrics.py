@@ -36,12 +36,14 @@ class RequestTimes:
 class Metrics:
     """The figures of one engine, in a registry of their own.
 
-    `model` is the label `model_name` of them all, and `engine` the label of that name where a model has several.
+    `model` is the label `model_name` of them all.
     """
 
-    def __init__(self, model: str, engine: str | None = None) -> None:
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model} | ({} if engine is None else {"engine": engine})
+        self.engine_name: str | None = None
+        """The label `engine` that `together` gives them, where a model has several; None: they have none."""
+        self._labels = {"model_name": model}
         self._seen = EngineStatistics()
         gauge, counter, histogram = self._gauge, self._counter, self._histogram
         self._running = gauge("num_requests_running", "Sequences in the running batch.")
@@ -169,6 +171,7 @@ class Refusals:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.engine_name = None
         self._model = model
         self._refused = Counter(
             "kvern:requests_refused",
@@ -192,7 +195,9 @@ class Together(Collector):
         """All families."""
         families: dict[str, Metric] = {}
         for one in self._metrics:
+            labels = {} if one.engine_name is None else {"engine": one.engine_name}
             for family in one.registry.collect():
+                family.samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)

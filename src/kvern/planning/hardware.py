@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvern.cpu.host_memory import available_memory
 from kvern.errors import ConfigError
-from kvern.worker.memory import available_memory
 
 NVLINK, PCIE = 350e9, 20e9
 """Bytes a second that one card sends to another while an all-reduce runs."""
