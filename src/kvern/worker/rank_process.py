@@ -28,6 +28,7 @@ from kvern.worker.rank_wire import (
     HasRoom,
     IsReady,
     LoadWeights,
+    PlaceExperts,
     RunStep,
     TakeMemory,
     UseIdleTime,
@@ -96,6 +97,8 @@ def _run(socket: "zmq.Socket[bytes]", worker: Worker, depth: int) -> None:
                     in_flight.popleft().result()
             case UseIdleTime():
                 worker.runner.idle()
+            case PlaceExperts(placements):
+                worker.place_experts(placements)
 
 
 def _end_with(parent: int) -> None:
