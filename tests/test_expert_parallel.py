@@ -1,5 +1,8 @@
 """Engines whose ranks have whole experts, which change their places; and what is told of the use of experts."""
 
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from kvern.observe.metrics import Metrics
 from kvern.worker.expert_balance import ExpertBalance
 from kvern.worker.expert_moves import Move, moves_between
 from tests.families import make_checkpoint, similar_prompts
+from tests.served import eventually, serving
+from tests.tiny_model import make_tiny_model
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -104,3 +109,25 @@ def test_the_closing_table_names_the_busiest_expert() -> None:
         ("busiest experts, of an even share", "2.00 on average, 3.00 of 0 in layer 1"),
         ("experts that nobody chose", "1 of 8"),
     ]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_server_counts_experts_over_engines_that_follow_one_another(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", make_tiny_model(tmp_path), vocab_size=288)
+    ranks = ("-tp", "2", "--enable-expert-parallel", "--rebalance-experts", "50ms", "--redundant-experts", "1")
+    sizes = ("--threads", "1", "--dtype", "float32", "--device", "cpu", "--max-batch-requests", "4")
+    with serving(str(tmp_path), *ranks, *sizes, "--expert-counts") as served:
+
+        def ask() -> None:
+            extra = {"ignore_eos": True}
+            served.client().completions.create(model=str(tmp_path), prompt="a dog", max_tokens=40, extra_body=extra)
+
+        ask()
+        eventually(lambda: served.figure("expert_tokens_total", layer="0") >= 2 * 40)
+        before, engine = served.figure("expert_tokens_total", layer="0"), served.engine_pid()
+        os.kill(engine, signal.SIGKILL)
+        eventually(lambda: served.figure("engine_restarts_total") == 1)
+        assert served.figure("expert_tokens_total", layer="0") == before
+        ask()
+        eventually(lambda: served.figure("expert_tokens_total", layer="0") >= before + 2 * 40)
