@@ -294,6 +294,13 @@ class LLM:
         """What the engine has done since it started."""
         return self._engine.statistics()
 
+    def expert_tokens(self) -> list[list[int]]:
+        """How many tokens each expert of each layer has had since the engine started; empty for layers without any.
+
+        Tokens that fill up a batch on a GPU are counted as well.
+        """
+        return self._engine.core.count_experts()()
+
     def close(self) -> None:
         """Abort what runs. The memory goes with the object."""
         self._engine.abort(list(self._engine.request_ids))

@@ -152,7 +152,7 @@ VLLM: dict[str, Rule] = {
     "distributed_executor_backend": Idle(ONE_PROCESS, 1, only=("mp", "uni")),
     "max_parallel_loading_workers": Idle(ONE_PROCESS, 1),
     "num_redundant_experts": Named("redundant_experts"),
-    "enable_eplb": Idle(f"{ONE_DEVICE}, which holds all experts"),
+    "enable_eplb": Switch("rebalance_experts", yes="60s", no="none"),
     "headless": Refused(ONE_DEVICE, 0),
     "api_server_count": Idle(ONE_PROCESS, 1),
     "disable_frontend_multiprocessing": Idle(f"{ONE_PROCESS}: requests survive the engine's death"),

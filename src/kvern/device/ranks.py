@@ -126,6 +126,13 @@ class Ranks:
         self._groups[0].allgather([parts], [x.contiguous()]).wait()
         return parts
 
+    def hand(self, x: Tensor, source: int, target: int) -> None:
+        """Write what the rank `source` has in `x`, contiguous, to that of the rank `target`; others do nothing."""
+        if self.rank == source:
+            self._groups[0].send([x], target, 0).wait()
+        elif self.rank == target:
+            self._groups[0].recv([x], source, 0).wait()
+
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
         if self._memory is not None:

@@ -83,6 +83,7 @@ def build_core(
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
     with startup.stage("pace"):
         pace = make_pace(config, executor, layout, streams)
+    executor.begin_counting()
     core = EngineCore(scheduler, executor, layout.depth, tokenizer, prepares, note, drafting, pace)
     return core, spec, layout
 

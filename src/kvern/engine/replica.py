@@ -83,6 +83,8 @@ class Replica:
             self.adapters.hear(message)
         else:
             self.metrics.step(message.statistics, message.seconds)
+            if message.expert_tokens:
+                self.metrics.experts.count(message.expert_tokens)
             self.workload.deliver(message.events)
         self._recovery.heard()
 

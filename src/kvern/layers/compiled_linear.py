@@ -37,6 +37,9 @@ class CompiledMethod(LinearMethod):
         self.packed = pack(self.weight, gated=self._is_gated)
         del self.weight
 
+    def stored(self) -> list[Tensor]:
+        return [self.packed.numbers]
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, self.packed, bias)
 

@@ -75,6 +75,13 @@ class Experts(Loadable):
         """`[slots, 2 * width]` of gate and up and `[slots, hidden]` of down, if there are any."""
         return None if self.biases is None else (self.biases.gate_up, self.biases.down)
 
+    def tensors_of(self, slot: int) -> list[Tensor] | None:
+        """All that is stored of a slot's expert, to be read or overwritten; None: it has no memory of its own."""
+        return None
+
+    def _biases_of(self, slot: int) -> list[Tensor]:
+        return [] if self.bias_pair is None else [bias[slot] for bias in self.bias_pair]
+
     @property
     def name(self) -> str:
         """Of what `candidates` multiply, in the keys of measurements."""
@@ -161,6 +168,9 @@ class StackedExperts(Experts):
 
     def down(self, expert: int, x: Tensor) -> Tensor:
         return F.linear(x, self.down_proj[expert])
+
+    def tensors_of(self, slot: int) -> list[Tensor]:
+        return [self.gate_up_proj[slot], self.down_proj[slot], *self._biases_of(slot)]
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return {
@@ -340,6 +350,10 @@ class SeparateExperts(MethodExperts):
 
     def down(self, expert: int, x: Tensor) -> Tensor:
         return self._methods["down"][expert].multiply(x, None)
+
+    def tensors_of(self, slot: int) -> list[Tensor] | None:
+        stored = [methods[slot].stored() for methods in self._methods.values()]
+        return None if None in stored else [*chain(*filter(None, stored)), *self._biases_of(slot)]
 
     def matrix(self, name: str, slot: int) -> tuple[LinearMethod, int]:
         return self._methods["down" if name == "down" else "gate_up"][slot], 0

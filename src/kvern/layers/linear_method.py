@@ -199,6 +199,10 @@ class LinearMethod(Module, ABC):
     def finish(self) -> None:
         """All is loaded: store it as the products want it. Nothing is loaded afterwards."""
 
+    def stored(self) -> list[Tensor] | None:
+        """All that products read, once all is loaded, alike for one shape. None: it is not to be overwritten."""
+        return None
+
     def use_kernels(self, build: "Build") -> None:
         """Told once what a layer's products may be made of; formats that multiply by kernels of their own ask here."""
 

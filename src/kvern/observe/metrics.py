@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvern.events import EngineStatistics
 from kvern.observe.drafts import DraftFigures
+from kvern.observe.experts import ExpertTokens
 from kvern.outputs import RequestOutput
 
 logger = logging.getLogger("kvern")
@@ -74,6 +75,8 @@ class Metrics:
         self._decode = self._by_reason("request_decode_time_seconds", "From the first token to the last.")
         self._prompt_length = histogram("request_prompt_tokens", "Tokens of one prompt.", TOKENS)
         self._answer_length = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
+        self.experts = ExpertTokens(self._labels)
+        self.registry.register(self.experts)
         self._finished = Counter(
             "kvern:request_success",
             "Answers that ended, by reason.",
@@ -123,6 +126,7 @@ class Metrics:
         """Another engine has taken over; its counters begin at nothing."""
         self._restarts.inc()
         self._seen = EngineStatistics()
+        self.experts.restarted()
 
     def first_token(self, seconds: float) -> None:
         """A request's first token came so long after the request."""

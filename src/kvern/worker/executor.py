@@ -14,10 +14,22 @@ from kvern.errors import ConfigError, EngineDied
 from kvern.model_spec import ModelSpec
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.device import resolve_device
+from kvern.worker.expert_balance import ExpertBalance
+from kvern.worker.expert_counts import LayerCounts
 from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.rank_processes import RankProcesses
 from kvern.worker.rank_tier import NotedTier
-from kvern.worker.rank_wire import ForgetSteps, Found, HasRoom, IsReady, LoadWeights, RunStep, TakeMemory, UseIdleTime
+from kvern.worker.rank_wire import (
+    ForgetSteps,
+    Found,
+    HasRoom,
+    IsReady,
+    LoadWeights,
+    PlaceExperts,
+    RunStep,
+    TakeMemory,
+    UseIdleTime,
+)
 from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepParts
 from kvern.worker.tiered import Tier, make_tier, tiered
@@ -44,6 +56,10 @@ class Executor(Protocol):
 
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
+        ...
+
+    def count_experts(self) -> Callable[[], LayerCounts]:
+        """Begin to read how many tokens each expert has had in all steps so far; what is returned may wait for them."""
         ...
 
     def prepare(self, grammar: str) -> "Future[None] | None":
@@ -96,6 +112,13 @@ class InProcessExecutor:
     def idle(self) -> bool:
         return self._worker.runner.idle()
 
+    def begin_counting(self) -> None:
+        """The steps so far, which were for measurements, are no part of `count_experts`."""
+        self._worker.expert_counts.reset()
+
+    def count_experts(self) -> Callable[[], LayerCounts]:
+        return self._worker.expert_counts.read()
+
     def prepare(self, grammar: str) -> "Future[None] | None":
         return self._worker.prepare(grammar)
 
@@ -115,17 +138,36 @@ class RankedExecutor(InProcessExecutor):
     A step that fails leaves the ranks in different states, so no other can run.
     """
 
-    def __init__(self, worker: Worker, others: RankProcesses, ranks: Ranks, tier: Tier | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        others: RankProcesses,
+        ranks: Ranks,
+        tier: Tier | None = None,
+        balance: ExpertBalance | None = None,
+    ) -> None:
+        """`balance` has experts placed anew between steps; None: they stay where they are."""
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
         self._execute = tiered(worker.runner.execute, tier, worker.runner.caches, ranks)
-        self._others = others
+        self._others, self._balance = others, balance
         self._noted = self.tier = None if tier is None else NotedTier(tier)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         if self._error is None:
+            self._place_experts()
+        if self._error is None:
             self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
         return super().submit(output)
+
+    def _place_experts(self) -> None:
+        if self._balance is None or not (placements := self._balance.due()):
+            return
+        self._others.send(PlaceExperts(placements))
+        try:
+            self._worker.place_experts(placements)
+        except BaseException as error:
+            self._error = error
 
     def abandon(self) -> None:
         ended = self._others.ended(ENDING_SECONDS)
@@ -199,4 +241,12 @@ def _start_ranks(
     except BaseException:
         others.end()
         raise
-    return RankedExecutor(worker, others, ranks, make_tier(config, layout)), layout
+    return RankedExecutor(worker, others, ranks, make_tier(config, layout), make_balance(config, worker)), layout
+
+
+def make_balance(config: EngineConfig, worker: Worker) -> ExpertBalance | None:
+    """What the options want experts to be placed anew by. Raises ConfigError for experts that cannot move."""
+    if not config.rebalance_seconds:
+        return None
+    worker.check_experts_move()
+    return ExpertBalance(worker.expert_counts.read, worker.expert_placements(), config.rebalance_seconds)

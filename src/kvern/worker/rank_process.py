@@ -31,6 +31,7 @@ from kvern.worker.rank_wire import (
     HasRoom,
     IsReady,
     LoadWeights,
+    PlaceExperts,
     RunStep,
     TakeMemory,
     UseIdleTime,
@@ -118,6 +119,8 @@ def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:
                 runner.abandon()
             case UseIdleTime():
                 runner.idle()
+            case PlaceExperts(placements):
+                rank.worker.place_experts(placements)
 
 
 def _end_with(parent: int) -> None:

@@ -1,6 +1,7 @@
 """What the process of the first rank and those of the others say to each other: msgpack, never pickle.
 
-first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep, ForgetSteps and UseIdleTime --> rank
+first rank --> StartRank on standard input; LoadWeights, TakeMemory                                        --> rank
+           --> then RunStep, ForgetSteps, UseIdleTime and PlaceExperts, in order                           -->
 first rank <-- Found, HasRoom, IsReady; Failed in the place of any of them: it cannot start               <-- rank
 """
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvern.expert_placement import Placement
 from kvern.step import SchedulerOutput
 from kvern.worker.plan import Findings, Layout, Plan, Room
 
@@ -61,6 +63,12 @@ class UseIdleTime(RankMessage):
     """`Runner.idle`."""
 
 
+class PlaceExperts(RankMessage):
+    """Between the steps before and after it, the experts of these layers change their places."""
+
+    placements: dict[int, Placement]
+
+
 class Found(RankMessage):
     """What `Worker.probe` found."""
 
@@ -85,5 +93,7 @@ class Failed(RankMessage):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
-decode_for_rank = msgspec.msgpack.Decoder(LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime).decode
+decode_for_rank = msgspec.msgpack.Decoder(
+    LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime | PlaceExperts
+).decode
 decode_for_first = msgspec.msgpack.Decoder(Found | HasRoom | IsReady | Failed).decode

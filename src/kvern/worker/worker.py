@@ -1,9 +1,10 @@
 """One device of an engine, and all that lives on it: weights, KV cache, rows, adapters, grammars, processors."""
 
 import contextlib
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from kvern.cpu.cores import cpu_threads
 from kvern.cpu.ready import build, working_groups
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
+from kvern.expert_placement import Placement
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.unquantized import Unquantized
@@ -50,6 +52,8 @@ from kvern.worker.device import (
     check_states,
     check_weights_fit,
 )
+from kvern.worker.expert_counts import ExpertCounts, experts_of
+from kvern.worker.expert_moves import move_experts
 from kvern.worker.fallback_check import check_fallback, check_fallback_options
 from kvern.worker.memory import DeviceMemory
 from kvern.worker.plan import (
@@ -251,6 +255,30 @@ class Worker:
     def build(self, layout: Layout) -> None:
         """Take the memory of the KV cache; then steps can run."""
         self.runner = self._parts.runner(self._contents, layout)
+
+    def expert_placements(self) -> dict[int, Placement]:
+        """Of the layers whose experts are placed whole."""
+        layers = enumerate(experts_of(self._contents.decoder))
+        shares = {layer: experts.share for layer, experts in layers if experts is not None}
+        return {layer: share.placement for layer, share in shares.items() if share.placement is not None}
+
+    def check_experts_move(self) -> None:
+        """Raises ConfigError where a slot of experts has no memory of its own."""
+        for experts in experts_of(self._contents.decoder):
+            if experts is not None and experts.tensors_of(0) is None:
+                raise ConfigError(
+                    f"rebalance_experts is {self._config.rebalance_experts}, and experts that are stored as "
+                    f"{experts.name} cannot change their places yet: leave rebalance_experts out"
+                )
+
+    def place_experts(self, placements: Mapping[int, Placement]) -> None:
+        """Place the experts of these layers anew, between the same steps on all ranks."""
+        move_experts(experts_of(self._contents.decoder), placements, self._ranks)
+
+    @cached_property
+    def expert_counts(self) -> ExpertCounts:
+        """Of the model's experts, once it is loaded."""
+        return ExpertCounts(self._contents.decoder)
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs, in a thread; None: it is there."""
