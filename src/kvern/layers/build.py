@@ -104,10 +104,6 @@ class Build:
         shares = {name: self.shares(each) for name, each in sections.items()}
         return Linear(inputs, outputs, self, bias=bias, fused=fused, shares=shares)
 
-    def whole(self, size: int) -> Sequence[Section]:
-        """What every rank has all of."""
-        return [Section(size, self.ranks.size)]
-
     def shares(self, sections: Iterable[Section]) -> Sequence[Share]:
         """What this rank holds of sections that lie one behind the other."""
         return [self.ranks.share(*section) for section in sections]
@@ -116,6 +112,11 @@ class Build:
         """A linear layer that sums over inputs which `column` layers produced."""
         make = Linear if self.ranks.size == 1 else SummedLinear
         return make(inputs, {part: outputs}, self, bias=bias)
+
+    @property
+    def whole(self) -> "Build":
+        """For what every rank has all of."""
+        return replace(self, ranks=ALONE)
 
     def experts(self, hidden_size: int, spec: MoeSpec) -> Experts:
         """The experts of a mixture, whose gate, up and down may be stored in different ways."""
