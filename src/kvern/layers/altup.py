@@ -28,9 +28,9 @@ class Streams(Module):
     def __init__(self, hidden_size: int, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
         more, leaving = spec.streams - 1, build.at("altup_unembed_projections")
-        parts = {str(index): build.whole(hidden_size) for index in range(more)}
+        parts = {str(index): hidden_size for index in range(more)}
         self.entering = build.at("altup_projections").column(hidden_size, parts)
-        self.leaving = nn.ModuleList(leaving.column(hidden_size, {part: size}) for part, size in parts.items())
+        self.leaving = nn.ModuleList(leaving.column(hidden_size, {part: hidden_size}) for part in parts)
 
     def enter(self, embedded: Tensor) -> Tensor:
         """`[T, hidden] -> [T, streams, hidden]`: the embeddings, and projections of them that are as long."""
@@ -71,10 +71,10 @@ class AltUp(Module):
     def __init__(self, model: ModelSpec, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
         count = spec.streams
-        self.router = build.column(model.hidden_size, {"modality_router": build.whole(count)})
+        self.router = build.column(model.hidden_size, {"modality_router": count})
         self.router_norm = make_norm(model.norm, model.hidden_size, "router_norm", build)
-        self.prediction = build.column(count, {"prediction_coefs": build.whole(count * count)})
-        self.correction = build.column(count, {"correction_coefs": build.whole(count)})
+        self.prediction = build.column(count, {"prediction_coefs": count * count})
+        self.correction = build.column(count, {"correction_coefs": count})
         self.output_scale = OutputScale(model.hidden_size, build)
         self._router_scale = 1 / model.hidden_size
 
@@ -104,8 +104,8 @@ class Laurel(Module):
 
     def __init__(self, model: ModelSpec, spec: AltUpSpec, build: Build) -> None:
         super().__init__()
-        self.left = build.column(model.hidden_size, {"linear_left": build.whole(spec.laurel_rank)})
-        self.right = build.column(spec.laurel_rank, {"linear_right": build.whole(model.hidden_size)})
+        self.left = build.column(model.hidden_size, {"linear_left": spec.laurel_rank})
+        self.right = build.row(spec.laurel_rank, "linear_right", model.hidden_size)
         self.norm = make_norm(model.norm, model.hidden_size, "post_laurel_norm", build)
 
     def forward(self, x: Tensor, rows: Any) -> Tensor:
@@ -122,8 +122,8 @@ class AltUpLayer(AugmentedLayer):
     def __init__(self, places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> None:
         super().__init__(places, model, layer, build)
         assert model.altup is not None
-        self.altup = AltUp(model, model.altup, build.at("altup"))
-        self.laurel = Laurel(model, model.altup, build.at("laurel"))
+        self.altup = AltUp(model, model.altup, build.at("altup").whole)
+        self.laurel = Laurel(model, model.altup, build.at("laurel").whole)
 
     def forward(
         self,

@@ -106,10 +106,6 @@ class Build:
         shares = {name: self.shares(each) for name, each in sections.items()}
         return Linear(inputs, outputs, self, bias=bias, fused=fused, shares=shares)
 
-    def whole(self, size: int) -> Sequence[Section]:
-        """What every rank has all of."""
-        return [Section(size, self.ranks.size)]
-
     def shares(self, sections: Iterable[Section]) -> Sequence[Share]:
         """What this rank holds of sections that lie one behind the other."""
         return [self.ranks.share(*section) for section in sections]
@@ -122,6 +118,11 @@ class Build:
 
     @property
     def unshared(self) -> "Build":
+        """For what every rank has all of."""
+        return replace(self, ranks=ALONE)
+
+    @property
+    def whole(self) -> "Build":
         """For what every rank has all of."""
         return replace(self, ranks=ALONE)
 

@@ -38,20 +38,17 @@ class Asked(NamedTuple):
 
 
 class Indexer(Module):
-    """Index queries, keys and weights of tokens; the first entries of each head are rotated in halves.
-
-    All ranks have all of it: a selection takes all index heads, which are small.
-    """
+    """Index queries, keys and weights of tokens; the first entries of each head are rotated in halves."""
 
     def __init__(self, model: ModelSpec, spec: LatentAttentionSpec, indexer: IndexerSpec, build: Build) -> None:
         super().__init__()
         assert spec.q_lora_rank is not None
         self.heads = indexer.heads
-        self.wq_b = build.column(spec.q_lora_rank, {"wq_b": build.whole(indexer.heads * indexer.head_dim)})
-        self.wk = build.column(model.hidden_size, {"wk": build.whole(indexer.head_dim)})
+        self.wq_b = build.column(spec.q_lora_rank, {"wq_b": indexer.heads * indexer.head_dim})
+        self.wk = build.column(model.hidden_size, {"wk": indexer.head_dim})
         norm = NormSpec("layer", spec.epsilon, bias=True)
         self.k_norm = LayerNorm(norm, indexer.head_dim, "k_norm", build)
-        self.weights_proj = build.column(model.hidden_size, {"weights_proj": build.whole(indexer.heads)})
+        self.weights_proj = build.column(model.hidden_size, {"weights_proj": indexer.heads})
         self._scale = (indexer.heads * indexer.head_dim) ** -0.5
 
     def forward(self, hidden: Tensor, latent: Tensor, adapters: StepAdapters) -> tuple[Asked, Tensor]:
@@ -73,7 +70,7 @@ class IndexedAttention(LatentAttention):
     ) -> None:
         super().__init__(index, model, spec, rope, build)
         assert spec.indexer is not None
-        self.indexer = Indexer(model, spec, spec.indexer, build.at("indexer"))
+        self.indexer = Indexer(model, spec, spec.indexer, build.at("indexer").whole)  # all index heads select
         self.top_k, self._index_dim = spec.indexer.top_k, spec.indexer.head_dim
         self._rotate_index = make_rotate(rope, spec.qk_rope_head_dim)
         self._takes_tables = "cpu_layers" in build.kernels

@@ -106,8 +106,8 @@ class LatentAttention(Module):
         norm = NormSpec("rms", spec.epsilon)
         parts: dict[str, int | Sequence[Section]] = {"q_proj": queries}
         if spec.q_lora_rank is not None:
-            parts = {"q_a_proj": build.whole(spec.q_lora_rank)}
-        parts["kv_a_proj_with_mqa"] = build.whole(self._cached)
+            parts = {"q_a_proj": [Section(spec.q_lora_rank, build.ranks.size)]}
+        parts["kv_a_proj_with_mqa"] = [Section(self._cached, build.ranks.size)]
         self.in_proj = build.column(model.hidden_size, parts, bias=model.qkv_bias)
         if spec.q_lora_rank is not None:
             self.q_a_layernorm = make_norm(norm, spec.q_lora_rank, "q_a_layernorm", build)

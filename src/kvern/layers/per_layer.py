@@ -24,7 +24,7 @@ class PerLayerInputs(Module):
         self._ranks, held = build.ranks, outputs // build.ranks.size
         columns = self._ranks.share(held)
         self.table = table(spec.vocab_size, held, scale, build, name="embed_tokens_per_layer", columns=columns)
-        self.projection = build.column(model.hidden_size, {"per_layer_model_projection": build.whole(outputs)})
+        self.projection = build.whole.column(model.hidden_size, {"per_layer_model_projection": outputs})
         self.norm = make_norm(model.norm, spec.width, "per_layer_projection_norm", build)
         self.width, self._on_rows = spec.width, build.on_rows
         self._projection_scale = model.hidden_size**-0.5

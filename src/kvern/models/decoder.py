@@ -80,7 +80,7 @@ class Decoder(WeightedModel):
         self._rope_index = tuple(0 if layer.rope is None else ropes.index(layer.rope) for layer in spec.layers)
         self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, spec.embedding_scale, build)
         self.per_layer = None if spec.per_layer is None else PerLayerInputs(spec, spec.per_layer, build)
-        self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build)
+        self.streams = None if spec.altup is None else Streams(spec.hidden_size, spec.altup, build.whole)
         kinds = [{isinstance(mixer, RecurrentSpec) for mixer in layer.mixers} for layer in spec.layers]
         self._memory_index = tuple(sum(kind) + (len(kind) == 2) for kind in kinds)
         self._last_storing = spec.last_storing_layer
