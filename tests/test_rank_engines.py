@@ -46,7 +46,7 @@ ALL: dict[str, Any] = {
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["age"]}
 PLAIN = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 SEEDED = PLAIN.replace(temperature=0.9, seed=5)
-TOKENS = 100
+TOKENS = 400
 STORY_SO_FAR = "The little dog ran to the big tree and the little cat ran to the small house. The little "
 ASKED: dict[str, SamplingParams] = {
     "greedy": PLAIN,
@@ -166,12 +166,12 @@ def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals) -> None:
         with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
             client = served.client().with_options(timeout=120)
             texts = [pool.submit(read, client, seed) for seed in seeds]
-            eventually(lambda: served.figure("generation_tokens_total") > TOKENS)
+            eventually(lambda: served.figure("generation_tokens_total") > TOKENS / 4)
             engine = served.engine_pid()
             rank = child_of(engine, RANK)
             os.kill(rank, how)
             assert [text.result(120) for text in texts] == expected
-        assert served.engine_pid() != engine, "another took over"
+        eventually(lambda: served.engine_pid() != engine)  # another takes over
         pids = [served.engine_pid(), *ranks_of(served.engine_pid())]
         assert len(pids) == 2
     for pid in [engine, rank, *pids]:

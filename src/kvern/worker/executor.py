@@ -228,7 +228,7 @@ def _start_ranks(
             others.send(LoadWeights(plan, str(others.meeting)))
             try:
                 ranks.connect(others.meeting, device, config.rank_timeout, plan.kernels, ordered=config.deterministic)
-            except RuntimeError as error:
+            except (OSError, RuntimeError) as error:
                 raise ConfigError(f"the ranks cannot meet: {error}") from error
         begun = time.monotonic()
         room = worker.load(plan)
