@@ -21,13 +21,13 @@ FEW = ("llama3", "llama_bias", "gemma3", "phi3", "gpt_neox")
 """Tied embeddings, biases, norms of each head, fused tensors, tensors that are reordered first."""
 
 
-def logits_of_ranks(folder: Path, size: int) -> list[torch.Tensor]:
-    """Of PROMPT, as each of `size` ranks has them, which are threads here."""
+def logits_of_ranks(folder: Path, size: int, **options: Any) -> list[torch.Tensor]:
+    """Of PROMPT, as each of `size` ranks has them, which are threads here; `options` of `load_model`."""
 
     def compute(rank: int) -> torch.Tensor:
         ranks = Ranks(rank, size)
         ranks.connect(folder / f"meeting-{size}", torch.device("cpu"), SECONDS)
-        return logits(load_model(folder, ranks=ranks), PROMPT)
+        return logits(load_model(folder, ranks=ranks, **options), PROMPT)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(compute, range(size)))
@@ -87,9 +87,6 @@ def test_sizes_that_do_not_divide_a_model_are_refused(size: int, reason: str) ->
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_adapters": 2}, "adapters and tensor_parallel_size 2 are not possible together yet"),
-        ({"quantization": "int8"}, "quantized weights or a GGUF file and tensor_parallel_size 2"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and"),
         ({"draft_model": "kvern-1m"}, "draft_model kvern-1m and"),
         ({"deterministic": True}, "deterministic and"),
         ({"target_itl": "50ms"}, "target_itl and"),

@@ -47,6 +47,12 @@ class LowRank:
     def rank(self) -> int:
         return self.down.shape[0]
 
+    def share(self, target: Target) -> "LowRank":
+        """What is added to the part that is here."""
+        inputs, outputs = target.inputs.held, target.outputs.held
+        down, up = self.down[:, inputs.start : inputs.stop], self.up[outputs.start : outputs.stop]
+        return LowRank(down.contiguous(), up.contiguous())
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -136,7 +142,7 @@ def _place(
         raise InvalidAdapter(f"{file}: {name} {_why_not(name)}")
     if not module.targeted:
         raise InvalidAdapter(f"{file}: {name} has tensors, but target_modules does not name it")
-    rank, inputs, outputs = module.rank, parts[0].inputs, sum(part.outputs for part in parts)
+    rank, inputs, outputs = module.rank, parts[0].inputs.whole, sum(part.outputs.whole for part in parts)
     for side, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
         if module.matrices[side].shape != expected:
             raise InvalidAdapter(
@@ -160,7 +166,7 @@ def _low_ranks(file: Path, weights: BinaryIO, place: _Place, spec: ModelSpec, dt
                 f"{file}: tensor {place.name}.lora_{side}.weight, scaled by {scale:g}, holds numbers that are not "
                 f"finite in {str(dtype).removeprefix('torch.')}"
             )
-    each = torch.split(up, [part.outputs for part in parts])
+    each = torch.split(up, [part.outputs.whole for part in parts])
     return {part.key: LowRank(down, rows.contiguous()) for part, rows in zip(parts, each, strict=True)}
 
 

@@ -59,9 +59,9 @@ class Ranks:
         first = self.rank // copies * count
         return Share(range(first, first + count), count * self.size // copies)
 
-    def padded_share(self, whole: int) -> tuple[int, Share]:
+    def padded_share(self, whole: int, multiple: int = 1) -> tuple[int, Share]:
         """Of a dimension cut into parts of one size, of which the last may hold less: that size, and the share."""
-        count = -(-whole // self.size)
+        count = -(-whole // (self.size * multiple)) * multiple
         first = min(self.rank * count, whole)
         return count, Share(range(first, min(first + count, whole)), whole)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvern.device.ranks import ALONE, Ranks
 from kvern.kernel_list.dense import ACTIVATION, FEW_OUTPUTS, ROWS, gated_mlps
 from kvern.kernel_list.entry import Call, Inputs, Kernel, linear_shapes
 from kvern.kernel_list.experts import moes
@@ -85,10 +86,13 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 """What is timed, by name, whether a model stores it or not. Without a group, rows have a scale."""
 
 
-def packed_kinds(spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods) -> tuple[PackedKind, ...]:
-    """The matrices that a model multiplies by and stores quantized, each kind once."""
+def packed_kinds(
+    spec: ModelSpec, dtype: torch.dtype, methods: LinearMethods, ranks: Ranks = ALONE
+) -> tuple[PackedKind, ...]:
+    """The matrices that a model, or what `ranks` have of it, multiplies by and stores quantized, each kind once."""
     layers = tuple(dataclasses.replace(layer, rope=None) for layer in spec.layers)
-    outline = Decoder(dataclasses.replace(spec, layers=layers), Build(dtype, torch.device("meta"), 1, linear=methods))
+    build = Build(dtype, torch.device("meta"), 1, linear=methods, ranks=ranks)
+    outline = Decoder(dataclasses.replace(spec, layers=layers), build)
     kinds: dict[PackedKind, None] = {}
     for module in outline.modules():
         if isinstance(module, Weighted) and not isinstance(module, Embedding):

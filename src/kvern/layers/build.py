@@ -76,6 +76,11 @@ class Build:
             self.on_rows.beside,
         )
 
+    def whole_method(self, parts: Mapping[str, int], inputs: int) -> LinearMethod:
+        """The weight of parts that no ranks share, without memory: what it has to say of a checkpoint's tensors."""
+        alone = replace(self, device=torch.device("meta"), kernels=frozenset(), ranks=ALONE)
+        return alone.linear_method(parts, inputs)
+
     def column(
         self,
         inputs: int,

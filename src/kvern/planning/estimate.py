@@ -15,7 +15,10 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, MoeSpec
+from kvern.models.loader import check_share
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import share_of
 from kvern.planning.hardware import Card
@@ -30,12 +33,12 @@ WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual st
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model its cost depends on: `dtype` names its activations'; `plain`: ranks can share its weights."""
+    """What of a model its cost depends on: `dtype` names its activations'; its weights are stored as `linear` says."""
 
     spec: ModelSpec
     dtype: str
     shares: Sequence[Share]
-    plain: bool = True
+    linear: LinearMethods = LinearMethods(Unquantized())
 
     @cached_property
     def experts(self) -> MoeSpec | None:
@@ -109,10 +112,10 @@ class Estimate:
 def splits(cards: int, model: Model) -> Iterator[Split]:
     """All ways to divide a model among all of so many cards that kvern knows."""
     for tensor in range(1, cards + 1):
-        if cards % tensor or (tensor > 1 and not model.plain):
+        if cards % tensor:
             continue
         try:
-            share_of(model.spec, tensor)
+            check_share(model.spec, tensor, model.linear)
         except ConfigError:
             continue
         yield Split(tensor, cards // tensor)

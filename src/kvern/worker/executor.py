@@ -14,7 +14,17 @@ from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.rank_processes import RankProcesses
-from kvern.worker.rank_wire import Found, HasRoom, IsReady, LoadWeights, RunStep, TakeMemory, UseIdleTime
+from kvern.worker.rank_wire import (
+    AddAdapter,
+    DropAdapter,
+    Found,
+    HasRoom,
+    IsReady,
+    LoadWeights,
+    RunStep,
+    TakeMemory,
+    UseIdleTime,
+)
 from kvern.worker.startup import Startup
 from kvern.worker.step_parts import StepParts
 from kvern.worker.tiered import TIERS, Tier, TieredSteps
@@ -127,6 +137,14 @@ class RankedExecutor(InProcessExecutor):
     def idle(self) -> bool:
         self._others.send(UseIdleTime())
         return super().idle()
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        self._others.send(AddAdapter.of(key, adapter))
+        super().add_adapter(key, adapter)
+
+    def drop_adapter(self, key: int) -> None:
+        self._others.send(DropAdapter(key))
+        super().drop_adapter(key)
 
 
 def start(

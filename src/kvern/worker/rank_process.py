@@ -23,6 +23,8 @@ from kvern.models.loader import read_config
 from kvern.step import StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.rank_wire import (
+    AddAdapter,
+    DropAdapter,
     Failed,
     Found,
     HasRoom,
@@ -96,6 +98,10 @@ def _run(socket: "zmq.Socket[bytes]", worker: Worker, depth: int) -> None:
                     in_flight.popleft().result()
             case UseIdleTime():
                 worker.runner.idle()
+            case AddAdapter() as message:
+                worker.add_adapter(message.key, message.adapter())
+            case DropAdapter(key):
+                worker.drop_adapter(key)
 
 
 def _end_with(parent: int) -> None:

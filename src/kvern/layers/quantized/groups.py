@@ -71,15 +71,16 @@ class GroupedMethod(QuantizedMethod):
     def __init__(self, shape: LinearShape, form: Form) -> None:
         self.form = form
         self.group = shape.inputs if form.group == -1 else form.group
+        self.groups = Axis("others", 1) if form.group == -1 else Axis("inputs", form.group)
         super().__init__(shape)
         for kind in {"zero", "factor", "order"} - self.storage().keys():
             setattr(self, kind, None)
-        self.name = f"{form.code} in groups of {self.group}"
+        self.name = f"{form.code} in groups of {self.group}{' in any order' * form.ordered}"
         self._begun: set[str] = set()
         self._ordered_by: int | None = None
 
     def storage(self) -> Mapping[str, TensorLayout]:
-        form, groups = self.form, (OUTPUTS, Axis("inputs", self.group))
+        form, groups = self.form, (OUTPUTS, self.groups)
         wide = form.code == "int8"
         layouts = {
             "codes": TensorLayout(torch.int8, (OUTPUTS, INPUTS))
@@ -94,6 +95,10 @@ class GroupedMethod(QuantizedMethod):
         if form.ordered:
             layouts["order"] = TensorLayout(torch.int32, (INPUTS,))
         return layouts
+
+    def cuts(self) -> tuple[int, int]:
+        outputs, inputs = super().cuts()
+        return outputs, self.shape.inputs if self.form.ordered else inputs
 
     def put(self, kind: str, tensor: Tensor, part: Part, first: int, along: int = 0) -> None:
         """Copy a run of a part of `codes`, `scale` or `zero`, as they are stored here: see `copy_part`.
@@ -119,10 +124,11 @@ class GroupedMethod(QuantizedMethod):
 
     def put_group_index(self, groups: Tensor, part: Part, first: int) -> None:
         """A run of the group of each input. Raises ValueError where this matrix cannot be stored so."""
-        place = slice(first, first + len(groups))
+        place = slice(first - part.inputs.start, first - part.inputs.start + len(groups))
         if self.order is None:
-            inputs = torch.arange(place.start, place.stop, device=groups.device)
-            if not torch.equal(groups.long(), inputs // self.group):
+            inputs = torch.arange(first, first + len(groups), device=groups.device)
+            expected = inputs // self.form.group if self.form.group != -1 else torch.zeros_like(inputs)
+            if not torch.equal(groups.long(), expected):
                 raise ValueError(
                     "its inputs are not in the order of their groups, though the quantization_config says neither "
                     "desc_act (GPTQ) nor actorder (compressed-tensors): correct it there"
@@ -265,7 +271,7 @@ def pack_pairs(codes: Tensor) -> Tensor:
 
 def words_to_bytes(words: Tensor) -> Tensor:
     """int32 [..., N] -> uint8 [..., 4 * N], the lowest byte of each first."""
-    return words.to(torch.int32).flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    return words.to(torch.int32).flatten().contiguous().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
 
 
 def signed(codes: Tensor) -> Tensor:
