@@ -191,13 +191,6 @@ def _outline(make: Callable[[ModelSpec, Build], Model], spec: ModelSpec, build: 
     return make(replace(spec, layers=layers), meta)
 
 
-def check_share(spec: ModelSpec, size: int, linear: LinearMethods) -> None:
-    """Raise ConfigError if so many ranks cannot share the model, whose weights are stored as `linear` says."""
-    if size > 1:
-        build = Build(torch.bfloat16, torch.device("meta"), 1, linear=linear, ranks=Ranks(0, size))
-        outline_of(share_of(spec, size), build)
-
-
 def outline_model(folder: Path, dtype: str = "auto", load_format: Literal["auto", "dummy"] = "auto") -> Decoder:
     """The model of a folder without memory, told by the headers of its files, which are checked; no weight is read.
 

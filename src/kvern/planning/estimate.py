@@ -18,12 +18,12 @@ from kvern.errors import ConfigError
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, MoeSpec
-from kvern.models.loader import check_share
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import share_of
 from kvern.planning.hardware import Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
 from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
+from kvern.worker.rank_limits import check_share
 
 READ, COMPUTED = 0.9, 0.65
 """Shares of a card's bandwidth and rate that steps reach."""

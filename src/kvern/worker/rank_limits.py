@@ -5,10 +5,14 @@ from pathlib import Path
 import torch
 
 from kvern.config import EngineConfig
+from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError
+from kvern.layers.build import Build
+from kvern.layers.linear_format import LinearMethods
 from kvern.model_spec import ModelSpec
 from kvern.models.checkpoint import read_headers
-from kvern.models.loader import check_share, read_config, stored_methods
+from kvern.models.loader import outline_of, read_config, stored_methods
+from kvern.models.share import share_of
 from kvern.worker.device import resolve_device
 
 
@@ -38,3 +42,10 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
         )
     stored = [] if config.load_format == "dummy" else read_headers(folder)
     check_share(spec, size, stored_methods(read_config(folder), spec, stored, quantization=config.quantization))
+
+
+def check_share(spec: ModelSpec, size: int, linear: LinearMethods) -> None:
+    """Raise ConfigError if so many ranks cannot share the model, whose weights are stored as `linear` says."""
+    if size > 1:
+        build = Build(torch.bfloat16, torch.device("meta"), 1, linear=linear, ranks=Ranks(0, size))
+        outline_of(share_of(spec, size), build)

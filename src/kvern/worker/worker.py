@@ -19,6 +19,7 @@ from kvern.cpu.cores import cpu_threads
 from kvern.cpu.ready import build, working_groups
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
+from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.unquantized import Unquantized
@@ -348,6 +349,7 @@ def usable_kernels(
 
     check_head_dim(config, spec)
     keep_builds(config.cache_folder)
+    on_meta = Build(dtype, torch.device("meta"), 1, linear=methods, ranks=ranks)
     inputs = Inputs(
         device,
         dtype,
@@ -358,7 +360,7 @@ def usable_kernels(
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
-        packed=() if spec.encoder is not None else packed_kinds(spec, dtype, methods, ranks),
+        packed=() if spec.encoder is not None else packed_kinds(spec, on_meta),
         drafts=drafts,
     )
     with startup.stage("kernels"):
