@@ -85,8 +85,8 @@ def test_what_does_not_fit_says_so(models: dict[str, Model]) -> None:
 
 
 def test_groups_of_weights_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
-    for group, expected in ((128, [1, 2, 4]), (1024, [1, 2])):  # of the 14,336 inputs of an MLP's second layer
-        config = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": group}}
+    for block, expected in ((128, [1, 2, 4]), (1024, [1, 2])):  # of the 14,336 inputs of an MLP's second layer
+        config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, block]}}
         model = replace(models["8b"], linear=linear_methods(config, Unquantized()))
         assert [split.tensor for split in splits(4, model)] == expected
 

@@ -13,6 +13,7 @@ from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError
 from kvern.layers.linear_method import INPUTS, OUTPUTS, Axis, Part, TensorLayout, taken
 from kvern.layers.quantized.method import QuantizedMethod
+from kvern.layers.quantized.packed_tensors import packed_format
 from kvern.models.loader import load_model
 from tests.families import make_checkpoint
 from tests.gguf_files import write_gguf
@@ -21,8 +22,8 @@ from tests.scaled_checkpoints import CHECKPOINTS, quantize, reference
 from tests.test_gguf import MIXES, folder_of
 from tests.test_linear_methods import methods
 from tests.test_model_parity import PROMPT, logits
-from tests.test_packed_tensors import packed
-from tests.test_quantized_four_bits import AWQ, CASES, GPTQ, make, of_tests
+from tests.test_packed_tensors import INTEGERS, packed
+from tests.test_quantized_four_bits import AWQ, CASES, FORMATS, GPTQ, make, of_tests
 from tests.test_tensor_parallel import logits_of_ranks
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "minimax_m2", "glm4_moe_lite")
@@ -59,11 +60,17 @@ def test_all_codes_of_a_byte_are_shared_or_refused(name: str, tmp_path: Path) ->
         check_scaled(name, tmp_path)
 
 
+FORMATS["pack-quantized in 64"] = lambda: packed_format(
+    INTEGERS | {"symmetric": False, "group_size": 64}, None, "pack-quantized"
+)
 FOUR_BITS: dict[str, tuple[str, Pack, dict[str, Any]]] = {
     "gptq": ("llama", gptq, GPTQ),
     "gptq of whole rows": ("llama_bias", partial(gptq, group=-1), GPTQ | {"group_size": -1}),
+    "gptq, cut within groups": ("llama", partial(gptq, group=64), GPTQ | {"group_size": 64}),
     "awq of fused tensors": ("phi3", awq, AWQ),
+    "awq, cut within groups": ("llama", partial(awq, group=64), AWQ | {"group_size": 64}),
     "pack-quantized": ("qwen3", packed, of_tests("pack-quantized")),
+    "pack-quantized, cut within groups": ("qwen3", partial(packed, group=64), of_tests("pack-quantized in 64")),
     "nvfp4": ("qwen3", nvfp4, of_tests("nvfp4")),
 }
 
@@ -130,7 +137,7 @@ def test_plain_weights_are_quantized_share_by_share(quantization: str, tmp_path:
         (
             partial(gptq, group=64),
             GPTQ | {"group_size": 64},
-            r"groups of 64: 64 of its 64 .* tensor_parallel_size 1, or",
+            r"groups of 64: 32 of its 64 .* tensor_parallel_size 2, or",
         ),
         (partial(awq, group=32), AWQ | {"group_size": 32}, r"groups of 32: 32 of its 64 .* tensor_parallel_size 2, or"),
         (partial(gptq, act_order=3), GPTQ | {"desc_act": True}, "groups of 16 in any order: 64 of its 64"),

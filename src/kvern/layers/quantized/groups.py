@@ -4,6 +4,7 @@ What checkpoints hold is turned into this one form run by run, as it is loaded, 
 ever allocated for a whole layer. Formats say in `layouts` and `load` how theirs becomes this.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,10 @@ EXACT = ("int4", "int8", "e2m1")
 """Codes whose numbers, less a zero, any dtype of activations holds."""
 
 
+SMALLEST_SHARED = 32
+"""Inputs of a group that a share of a matrix cuts: kernels of CPUs and GPUs read such groups."""
+
+
 class Form(NamedTuple):
     """How a matrix is stored: the code's name, and how many inputs share a scale of this dtype; -1: all of a row.
 
@@ -58,7 +63,8 @@ class GroupedMethod(QuantizedMethod):
     """`(code - zero) * scale`, or a number of the code's times `scale`, times the row's `factor`.
 
     `codes` uint8 [outputs, inputs / 2], whose low four bits are the even input's, or int8 [outputs, inputs]; `scale`
-    and `zero` [outputs, inputs / group]. E8M0 scales are uint8, the exponent plus 127.
+    and `zero` [outputs, inputs / group]. E8M0 scales are uint8, the exponent plus 127. A share of a larger matrix that
+    begins or ends within groups of a checkpoint, `groups`, has smaller ones.
     """
 
     codes: Tensor
@@ -70,8 +76,9 @@ class GroupedMethod(QuantizedMethod):
 
     def __init__(self, shape: LinearShape, form: Form) -> None:
         self.form = form
-        self.group = shape.inputs if form.group == -1 else form.group
+        self.group = shape.inputs if form.group == -1 else math.gcd(form.group, shape.inputs)
         self.groups = Axis("others", 1) if form.group == -1 else Axis("inputs", form.group)
+        self._own_groups = self.groups if form.group == -1 else Axis("inputs", self.group)
         super().__init__(shape)
         for kind in {"zero", "factor", "order"} - self.storage().keys():
             setattr(self, kind, None)
@@ -80,7 +87,7 @@ class GroupedMethod(QuantizedMethod):
         self._ordered_by: int | None = None
 
     def storage(self) -> Mapping[str, TensorLayout]:
-        form, groups = self.form, (OUTPUTS, self.groups)
+        form, groups = self.form, (OUTPUTS, self._own_groups)
         wide = form.code == "int8"
         layouts = {
             "codes": TensorLayout(torch.int8, (OUTPUTS, INPUTS))
@@ -97,14 +104,20 @@ class GroupedMethod(QuantizedMethod):
         return layouts
 
     def cuts(self) -> tuple[int, int]:
+        """Shares may cut a group of a checkpoint: each then has its scale, for smaller groups."""
         outputs, inputs = super().cuts()
-        return outputs, self.shape.inputs if self.form.ordered else inputs
+        if self.form.ordered:
+            return outputs, self.shape.inputs
+        return outputs, SMALLEST_SHARED if inputs % SMALLEST_SHARED == 0 else inputs
 
     def put(self, kind: str, tensor: Tensor, part: Part, first: int, along: int = 0) -> None:
         """Copy a run of a part of `codes`, `scale` or `zero`, as they are stored here: see `copy_part`.
 
         Scales keep the checkpoint's precision. Raises ValueError for a scale that is no number.
         """
+        if kind in ("scale", "zero") and self.group < self.form.group:
+            copies = self.form.group // self.group
+            tensor, first = tensor.repeat_interleave(copies, 1), first * copies if along == 1 else first
         target = getattr(self, kind)
         if tensor.dtype.itemsize == 1 < target.dtype.itemsize:
             tensor = tensor.float()
@@ -301,7 +314,7 @@ class GroupedFormat(LinearFormat):
     def linear(self, shape: LinearShape, build: "Build") -> LinearMethod:
         for what, size, pieces in (("inputs", shape.inputs, self._inputs), ("outputs", shape.outputs, self._outputs)):
             for piece in pieces:
-                if size % piece:
+                if size % piece and build.ranks.size == 1:
                     raise UnsupportedModel(
                         f"{build.path or 'the model'}: a weight of {size} {what} cannot be cut into groups of {piece}, "
                         f"as {self.name} is; quantize it with a group size that divides {size}, or leave it plain"
