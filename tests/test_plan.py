@@ -2,12 +2,15 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvern.cli.main import main
 from kvern.errors import ConfigError
+from kvern.layers.linear_format import linear_methods
+from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import outline_model
 from kvern.models.precision import shares
 from kvern.planning.estimate import Model, Split, Workload, estimate, splits
@@ -114,9 +117,11 @@ def test_what_does_not_fit_says_so(models: dict[str, Model]) -> None:
     assert "no room for a sequence of 101,000 tokens" in tight.lacks
 
 
-def test_weights_that_ranks_cannot_share_are_not_divided(models: dict[str, Model]) -> None:
-    whole = Model(models["8b"].spec, "bfloat16", models["8b"].shares, plain=False)
-    assert [split.tensor for split in splits(4, whole)] == [1]
+def test_groups_of_weights_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
+    for block, expected in ((128, [1, 2, 4]), (1024, [1, 2])):  # of the 14,336 inputs of an MLP's second layer
+        config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, block]}}
+        model = replace(models["8b"], linear=linear_methods(config, Unquantized()))
+        assert [split.tensor for split in splits(4, model)] == expected
 
 
 def test_one_request_wants_all_cards(models: dict[str, Model]) -> None:

@@ -51,9 +51,16 @@ def of_ranks(
         return list(threads.map(run, range(size)))
 
 
+def logits_of_ranks(
+    folder: Path, size: int, load: Callable[..., Decoder] = load_model, **options: Any
+) -> list[torch.Tensor]:
+    """Of PROMPT; `options` of `load`."""
+    return of_ranks(folder, size, lambda decoder: logits(decoder, PROMPT), partial(load, **options))
+
+
 def check(folder: Path, size: int, load: Callable[..., Decoder] = load_model, **shared: Any) -> None:
     expected = logits(load(folder), PROMPT)
-    found = of_ranks(folder, size, lambda decoder: logits(decoder, PROMPT), partial(load, **shared))
+    found = logits_of_ranks(folder, size, load, **shared)
     assert (found[0] - expected).abs().max() < 1e-4
     assert all(torch.equal(found[0], other) for other in found), "each rank samples from the same numbers"
 
@@ -152,9 +159,6 @@ def test_sizes_that_do_not_divide_states_are_refused(family: str, changes: dict[
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_adapters": 2}, "adapters and tensor_parallel_size 2 are not possible together yet"),
-        ({"quantization": "int8"}, "quantized weights or a GGUF file and tensor_parallel_size 2"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 and"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be at least 1"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel is on, and llama has no experts"),
         ({"redundant_experts": 1}, "redundant_experts is 1: it must be 0, or more with enable_expert_parallel"),

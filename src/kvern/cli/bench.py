@@ -86,6 +86,7 @@ class Kernels:
         import torch
         from rich.table import Table
 
+        from kvern.layers.build import Build
         from kvern.layers.linear_format import linear_methods
         from kvern.layers.unquantized import Unquantized
         from kvern.models.folder import model_folder
@@ -105,7 +106,8 @@ class Kernels:
         unknown = set(self.codes) - {"all", *FORMS}
         if unknown:
             raise ConfigError(f"codes are {', '.join(sorted(unknown))}; there are {', '.join(FORMS)}, and all")
-        packed = packed_kinds(spec, dtype, linear_methods(described, Unquantized(), self.engine.quantization))
+        methods = linear_methods(described, Unquantized(), self.engine.quantization)
+        packed = packed_kinds(spec, Build(dtype, torch.device("meta"), 1, linear=methods))
         packed += kinds_of_forms(spec, dtype, tuple(FORMS) if "all" in self.codes else self.codes)
         bandwidth, rate = ceilings(device)
         table = Table(

@@ -49,13 +49,15 @@ class PlanCommand:
         for name in ("requests", "input", "output"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: give 1 or more")
+        from kvern.models.checkpoint import read_headers
+        from kvern.models.loader import read_config, stored_methods
         from kvern.planning.estimate import Model, Workload, estimate, splits
         from kvern.planning.hardware import parse_hardware, this_machine
-        from kvern.worker.rank_limits import has_plain_weights
 
         report = self._report()
-        plain = self.load_format == "dummy" or has_plain_weights(report.folder)
-        model = Model(report.spec, report.dtype, report.shares, plain)
+        stored = [] if self.load_format == "dummy" else read_headers(report.folder)
+        linear = stored_methods(read_config(report.folder), report.spec, stored)
+        model = Model(report.spec, report.dtype, report.shares, linear)
         longest, context = self.input + self.output, model.spec.max_position_embeddings
         if longest > context:
             raise ConfigError(f"input and output are {longest} tokens, above the model's context of {context}")

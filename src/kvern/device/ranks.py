@@ -91,9 +91,9 @@ class Ranks:
         first = self.rank // copies * count
         return Share(range(first, first + count), count * self.size // copies)
 
-    def padded_share(self, whole: int) -> tuple[int, Share]:
+    def padded_share(self, whole: int, multiple: int = 1) -> tuple[int, Share]:
         """Of a dimension cut into parts of one size, of which the last may hold less: that size, and the share."""
-        count = -(-whole // self.size)
+        count = -(-whole // (self.size * multiple)) * multiple
         first = min(self.rank * count, whole)
         return count, Share(range(first, min(first + count, whole)), whole)
 
@@ -127,8 +127,13 @@ class Ranks:
         return parts
 
     def hand(self, x: Tensor, source: int, target: int) -> None:
-        """Write what the rank `source` has in `x`, contiguous, to that of the rank `target`; others do nothing."""
-        if self.rank == source:
+        """Write what the rank `source` has in `x`, contiguous and as large on all, to that of the rank `target`."""
+        if self._memory is not None:
+            numbers = x.view(1, -1).view(torch.uint8)
+            found = self._memory.beside(numbers, self.size * numbers.shape[1])
+            if self.rank == target:
+                numbers.copy_(found[:, source * numbers.shape[1] :][:, : numbers.shape[1]])
+        elif self.rank == source:
             self._groups[0].send([x], target, 0).wait()
         elif self.rank == target:
             self._groups[0].recv([x], source, 0).wait()

@@ -88,6 +88,11 @@ class Build:
             self.on_rows.beside,
         )
 
+    def whole_method(self, parts: Mapping[str, int], inputs: int) -> LinearMethod:
+        """The weight of parts that no ranks share, without memory: what it has to say of a checkpoint's tensors."""
+        alone = replace(self, device=torch.device("meta"), kernels=frozenset(), ranks=ALONE)
+        return alone.linear_method(parts, inputs)
+
     def column(
         self,
         inputs: int,
@@ -115,11 +120,6 @@ class Build:
         if self.ranks.size > 1 and self.sums:
             return SummedLinear(inputs, {part: outputs}, self, bias=bias)
         return Linear(inputs, {part: outputs}, self, bias=bias, inputs_share=self.ranks.share(inputs))
-
-    @property
-    def unshared(self) -> "Build":
-        """For what every rank has all of."""
-        return replace(self, ranks=ALONE)
 
     @property
     def whole(self) -> "Build":

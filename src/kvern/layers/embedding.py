@@ -57,7 +57,8 @@ class SharedEmbedding(Embedding):
     """A rank's share of the vocabulary; it knows nothing of other tokens, which other ranks add."""
 
     def __init__(self, vocab_size: int, width: int, scale: float, build: Build) -> None:
-        count, share = build.ranks.padded_share(vocab_size)
+        multiple, _ = build.whole_method({"embed_tokens": vocab_size}, width).cuts()
+        count, share = build.ranks.padded_share(vocab_size, multiple)
         super().__init__(count, width, scale, build, share=share)
         self._held_ids, self._ranks = share.held, build.ranks
 
@@ -72,7 +73,8 @@ class SharedHead(Linear):
     def __init__(
         self, inputs: int, vocab_size: int, build: Build, *, bias: bool = False, method: LinearMethod | None = None
     ) -> None:
-        count, share = build.ranks.padded_share(vocab_size)
+        stored = method or build.whole_method({"lm_head": vocab_size}, inputs)
+        count, share = build.ranks.padded_share(vocab_size, stored.cuts()[0])
         shares = {"lm_head": [share]}
         super().__init__(inputs, {"lm_head": count}, build, bias=bias, method=method, shares=shares)
         self._vocab_size, self._ranks = vocab_size, build.ranks

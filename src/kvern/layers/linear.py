@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kvern.device.ranks import Share, places
-from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random
+from kvern.errors import ConfigError
+from kvern.layers.linear_method import OUTPUTS, LinearMethod, Part, TensorLayout, copy_part, fill_random, taken
 from kvern.layers.loadable import Loadable
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Weighted(Loadable):
         self.dtype, self.device = dtype or build.dtype, build.device
         self._first = dict(zip(outputs, accumulate(outputs.values(), initial=0), strict=False))
         self._shares = method is not None
+        if build.ranks.size > 1 and method is None:
+            self._check_cuts(build)
         self.method = method or self._make_method(build)
         for part in () if self._shares else self.method.methods():
             part.use_kernels(build)
@@ -57,6 +60,31 @@ class Weighted(Loadable):
 
     def _make_method(self, build: "Build") -> LinearMethod:
         return build.linear_method(self.outputs, self.inputs, self.dtype)
+
+    def _check_cuts(self, build: "Build") -> None:
+        """Raise ConfigError where a share begins or ends among numbers that are stored together."""
+        sizes = {name: sum(share.whole for share in shares) for name, shares in self._held.items()}
+        whole = build.whole_method(sizes, self._inputs_held.whole)
+        outputs, inputs = whole.cuts()
+        cuts = [
+            (name, "outputs", held, sizes[name], outputs)
+            for name, shares in self._held.items()
+            for _, held in places(shares)
+        ]
+        cuts.append((next(iter(self._held)), "inputs", *self._inputs_held, inputs))
+        for name, what, held, count, together in cuts:
+            if held.start % together or (held.stop % together and held.stop != count):
+                size, stored = build.ranks.size, ", ".join(dict.fromkeys(method.name for method in whole.methods()))
+                fits = next((other for other in range(size - 1, 1, -1) if count % (other * together) == 0), 1)
+                raise ConfigError(
+                    f"tensor_parallel_size is {size}, and {build.name(name)} is stored as {stored}: {together} of its "
+                    f"{count} {what} stay together, and a share has {len(held)}; choose tensor_parallel_size {fits}, "
+                    "or a model whose groups divide the shares"
+                )
+
+    def shares(self, part: str) -> tuple[Sequence[Share], Share]:
+        """Which of a checkpoint's outputs and inputs of a part are here."""
+        return self._held[part], self._inputs_held
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         return self._shapes({name: sum(share.whole for share in shares) for name, shares in self._held.items()})
@@ -95,8 +123,8 @@ class Weighted(Loadable):
         for place in self._places(name):
             if kind == "bias" and self.bias is not None:
                 copy_part(TensorLayout(self.dtype, (OUTPUTS,)), self.bias, tensor, place, first_row)
-            else:
-                self.method.load(kind, tensor, place, first_row)
+            elif (found := taken(self.method.part_layouts(place.first)[kind], tensor, place, first_row)) is not None:
+                self.method.load(kind, *found)
 
     def _places(self, name: str) -> Iterator[Part]:
         """Where what a checkpoint calls so goes: at once what is held whole, else share by share."""
@@ -131,6 +159,15 @@ class Linear(Weighted):
             return self.method.multiply(x, self.bias)
         return self.method.multiply_codes(x, self.bias)
 
+    @property
+    def added(self) -> Tensor | None:
+        """The bias that is added here."""
+        return self.bias
+
+    def total(self, out: Tensor) -> Tensor:
+        """The layer's result, of its product here and what was added to that, which may be overwritten."""
+        return out
+
     def scores(self, x: Tensor) -> Tensor:
         """`x [T, inputs] -> [T, sum of outputs]` float32, for a head."""
         return self.method.scores(x, self.bias)
@@ -153,6 +190,13 @@ class SummedLinear(Linear):
         if isinstance(x, Tensor):
             return self._ranks.sum(self.method.multiply(x, self._added))
         return self._ranks.sum(self.method.multiply_codes(x, self._added))
+
+    @property
+    def added(self) -> Tensor | None:
+        return self._added
+
+    def total(self, out: Tensor) -> Tensor:
+        return self._ranks.sum(out)
 
     def row_product(self) -> None:
         """There is none: what follows a product in one launch would come before the sum."""

@@ -7,7 +7,7 @@ A layer owns a `LinearMethod` and knows nothing else of its weight. What a check
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -119,6 +119,30 @@ def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, 
     target.copy_(tensor)
 
 
+def taken(layout: TensorLayout, tensor: Tensor, part: Part, first_row: int) -> tuple[Tensor, Part, int] | None:
+    """Of a run of a part's tensor the entries that `part` takes, as a view: others are not read. None: there are none.
+
+    Of all dimensions but the first, which has a first row, the part is one of what is left.
+    """
+    for dim, (of, per, times) in enumerate(layout.axes):
+        if of == "others":
+            continue
+        wanted = part.outputs if of == "outputs" else part.inputs
+        begin = first_row if dim == 0 else 0
+        first = max(begin, wanted.start // per * times)
+        end = min(begin + tensor.shape[dim], -(-wanted.stop // per) * times)
+        if first >= end:
+            return None
+        tensor = tensor.narrow(dim, first - begin, end - first)
+        if dim == 0:
+            first_row = first
+        else:
+            left_out = wanted.start // per * per
+            held = range(wanted.start - left_out, wanted.stop - left_out)
+            part = replace(part, outputs=held) if of == "outputs" else replace(part, inputs=held)
+    return tensor, part, first_row
+
+
 def fill_random(parameter: Tensor, generator: torch.Generator) -> None:
     """Numbers of small spread, or any integers, in place."""
     if not parameter.is_floating_point():
@@ -183,12 +207,15 @@ class LinearMethod(Module, ABC):
 
     def cuts(self) -> tuple[int, int]:
         """Parts begin, and shards are cut, at multiples of so many outputs and inputs."""
-        axes = [axis for layout in self.layouts().values() for axis in layout.axes]
+        axes = [axis for layout in (*self.layouts().values(), *self.storage().values()) for axis in layout.axes]
         outputs, inputs = (math.lcm(*(axis.per for axis in axes if axis.of == of)) for of in ("outputs", "inputs"))
         return outputs, inputs
 
     def load(self, kind: str, tensor: Tensor, part: Part, first_row: int = 0) -> None:
-        """Take what `part` has of `tensor`: rows, from `first_row` on, of the part's tensor; any dtype and device."""
+        """Take what `part` has of `tensor`: rows, from `first_row` on, of the part's tensor; any dtype and device.
+
+        Rows are counted in the whole part; of other dimensions `tensor` and `part` may be what a share is in (`taken`).
+        """
         copy_part(self.layouts()[kind], getattr(self, kind), tensor, part, first_row)
 
     def fill_random(self, generator: torch.Generator) -> None:

@@ -44,7 +44,7 @@ class SharedMoE(MoE):
         shared = MlpSpec(spec.shared_width, spec.activation, gated=spec.gated)
         self.shared_expert = make_mlp(hidden_size, shared, replace(build.at("shared_expert"), sums=False))
         gate = {"shared_expert_gate": 1}
-        self.shared_expert_gate = build.unshared.column(hidden_size, gate) if spec.shared_gate else None
+        self.shared_expert_gate = build.whole.column(hidden_size, gate) if spec.shared_gate else None
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
         shared: Tensor = self.shared_expert(x, rows)
@@ -58,8 +58,8 @@ class LatentMoE(SharedMoE):
 
     def __init__(self, hidden_size: int, spec: MoeSpec, build: Build) -> None:
         super().__init__(hidden_size, spec, build)
-        self.fc1_latent_proj = build.unshared.column(hidden_size, {"fc1_latent_proj": spec.latent})
-        self.fc2_latent_proj = build.unshared.row(spec.latent, "fc2_latent_proj", hidden_size)
+        self.fc1_latent_proj = build.whole.column(hidden_size, {"fc1_latent_proj": spec.latent})
+        self.fc2_latent_proj = build.whole.row(spec.latent, "fc2_latent_proj", hidden_size)
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
         mixed: Tensor = self.fc2_latent_proj(self.routed(x, self.fc1_latent_proj(x, rows)), rows)

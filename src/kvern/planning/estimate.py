@@ -17,12 +17,15 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.unquantized import Unquantized
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import WholeExperts, share_of
 from kvern.planning.hardware import Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
 from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
+from kvern.worker.rank_limits import check_share
 
 READ, COMPUTED = 0.9, 0.65
 """Shares of a card's bandwidth and rate that steps reach."""
@@ -32,12 +35,12 @@ WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual st
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model its cost depends on: `dtype` names its activations'; `plain`: ranks can share its weights."""
+    """What of a model its cost depends on: `dtype` names its activations'; its weights are stored as `linear` says."""
 
     spec: ModelSpec
     dtype: str
     shares: Sequence[Share]
-    plain: bool = True
+    linear: LinearMethods = LinearMethods(Unquantized())
 
     @cached_property
     def experts(self) -> MoeSpec | None:
@@ -117,12 +120,12 @@ class Estimate:
 def splits(cards: int, model: Model) -> Iterator[Split]:
     """All ways to divide a model among all of so many cards that kvern knows."""
     for tensor in range(1, cards + 1):
-        if cards % tensor or (tensor > 1 and not model.plain):
+        if cards % tensor:
             continue
         for whole_experts in (False, True)[: 1 + (tensor > 1)]:
             split = Split(tensor, cards // tensor, whole_experts)
             with contextlib.suppress(ConfigError):
-                share_of(model.spec, tensor, split.placing)
+                check_share(model.spec, tensor, model.linear, split.placing)
                 yield split
 
 

@@ -20,6 +20,8 @@ from kvern.worker.plan import Layout, agree, lay_out
 from kvern.worker.rank_processes import RankProcesses
 from kvern.worker.rank_tier import NotedTier
 from kvern.worker.rank_wire import (
+    AddAdapter,
+    DropAdapter,
     ForgetSteps,
     Found,
     HasRoom,
@@ -183,6 +185,14 @@ class RankedExecutor(InProcessExecutor):
     def idle(self) -> bool:
         self._others.send(UseIdleTime())
         return super().idle()
+
+    def add_adapter(self, key: int, adapter: Adapter) -> None:
+        self._others.send(AddAdapter.of(key, adapter))
+        super().add_adapter(key, adapter)
+
+    def drop_adapter(self, key: int) -> None:
+        self._others.send(DropAdapter(key))
+        super().drop_adapter(key)
 
 
 def start(

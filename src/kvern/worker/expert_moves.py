@@ -36,15 +36,14 @@ def move_experts(layers: list[Experts | None], placements: Mapping[int, Placemen
         assert experts is not None and experts.share.placement is not None
         came = []
         for move in moves_between(experts.share.placement, placement):
-            if ranks.rank not in (move.source, move.target):
-                continue
-            gives = ranks.rank == move.source
-            tensors = experts.tensors_of(move.source_slot if gives else move.target_slot)
+            takes = ranks.rank == move.target
+            slot = {move.source: move.source_slot, move.target: move.target_slot}.get(ranks.rank, 0)
+            tensors = experts.tensors_of(slot)
             assert tensors is not None, "start asks for it"
             for tensor in tensors:
-                copy = tensor if gives else tensor.clone()
+                copy = tensor.clone() if takes else tensor
                 ranks.hand(copy, move.source, move.target)
-                came += [] if gives else [(tensor, copy)]
+                came += [(tensor, copy)] if takes else []
         for tensor, copy in came:
             tensor.copy_(copy)
         experts.share.place(placement)

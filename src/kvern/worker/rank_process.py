@@ -25,6 +25,8 @@ from kvern.step import StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.rank_tier import follow
 from kvern.worker.rank_wire import (
+    AddAdapter,
+    DropAdapter,
     Failed,
     ForgetSteps,
     Found,
@@ -121,6 +123,10 @@ def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:
                 runner.idle()
             case PlaceExperts(placements):
                 rank.worker.place_experts(placements)
+            case AddAdapter() as message:
+                rank.worker.add_adapter(message.key, message.adapter())
+            case DropAdapter(key):
+                rank.worker.drop_adapter(key)
 
 
 def _end_with(parent: int) -> None:

@@ -1,14 +1,17 @@
 """What the process of the first rank and those of the others say to each other: msgpack, never pickle.
 
-first rank --> StartRank on standard input; LoadWeights, TakeMemory                                        --> rank
-           --> then RunStep, ForgetSteps, UseIdleTime and PlaceExperts, in order                           -->
+first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunStep and what is between steps --> rank
 first rank <-- Found, HasRoom, IsReady; Failed in the place of any of them: it cannot start               <-- rank
+
+All come in order: an adapter is there before the first step that loads it, and goes behind the last.
 """
 
 from typing import Any
 
 import msgspec
+import torch
 
+from kvern.adapters.peft import Adapter, LowRank
 from kvern.expert_placement import Placement
 from kvern.step import SchedulerOutput
 from kvern.worker.plan import Findings, Layout, Plan, Room
@@ -69,6 +72,39 @@ class PlaceExperts(RankMessage):
     placements: dict[int, Placement]
 
 
+class AddAdapter(RankMessage):
+    """An adapter for steps to load, whole: by part its rank and the bytes of both matrices of this dtype."""
+
+    key: int
+    dtype: str
+    digest: bytes
+    parts: dict[str, tuple[int, bytearray, bytearray]]
+
+    @classmethod
+    def of(cls, key: int, adapter: Adapter) -> "AddAdapter":
+        """Of an adapter that was read."""
+        dtype = next((part.down.dtype for part in adapter.parts.values()), torch.float32)
+        parts = {name: (part.rank, _bytes(part.down), _bytes(part.up)) for name, part in adapter.parts.items()}
+        return cls(key, str(dtype).removeprefix("torch."), adapter.digest, parts)
+
+    def adapter(self) -> Adapter:
+        """The adapter, which shares the message's memory."""
+        dtype = getattr(torch, self.dtype)
+        parts = {
+            name: LowRank(
+                torch.frombuffer(down, dtype=dtype).view(rank, -1), torch.frombuffer(up, dtype=dtype).view(-1, rank)
+            )
+            for name, (rank, down, up) in self.parts.items()
+        }
+        return Adapter(parts, self.digest)
+
+
+class DropAdapter(RankMessage):
+    """No step loads this adapter any more."""
+
+    key: int
+
+
 class Found(RankMessage):
     """What `Worker.probe` found."""
 
@@ -91,9 +127,13 @@ class Failed(RankMessage):
     reason: str
 
 
+def _bytes(matrix: torch.Tensor) -> bytearray:
+    return bytearray(matrix.view(torch.uint8).numpy())
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
 decode_for_rank = msgspec.msgpack.Decoder(
-    LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime | PlaceExperts
+    LoadWeights | TakeMemory | RunStep | ForgetSteps | UseIdleTime | PlaceExperts | AddAdapter | DropAdapter
 ).decode
 decode_for_first = msgspec.msgpack.Decoder(Found | HasRoom | IsReady | Failed).decode

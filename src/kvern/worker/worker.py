@@ -21,6 +21,7 @@ from kvern.cpu.ready import build, working_groups
 from kvern.device.ranks import ALONE, Ranks
 from kvern.errors import ConfigError, InvalidAdapter
 from kvern.expert_placement import Placement
+from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.unquantized import Unquantized
@@ -103,7 +104,7 @@ class Worker:
         self._draft, self._ranks = draft, ranks
         self._config, self._folder, self._device = config, folder, device
         self._whole_experts = whole_experts(config)
-        self._spec = share_of(spec, ranks.size, self._whole_experts)
+        self._whole, self._spec = spec, share_of(spec, ranks.size, self._whole_experts)
         self._startup = startup
         processes = ranks.size * config.data_parallel_size
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
@@ -123,7 +124,8 @@ class Worker:
             check_fallback_options(config, self._spec, dtype, device)
         if config.kv_cache_dtype in EIGHT_BIT and config.load_format != "dummy" and self._spec.layers:
             largest = LARGEST_CODE[getattr(torch, EIGHT_BIT[config.kv_cache_dtype])]
-            self._stored_scales = stored_scales(self._folder, read_config(self._folder), self._spec, largest)
+            described = read_config(self._folder)
+            self._stored_scales = stored_scales(self._folder, described, self._whole, largest, self._ranks)
         gpu, methods = None, LinearMethods(Unquantized())
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -136,7 +138,7 @@ class Worker:
         else:
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // self._ranks.size))
         drafts = config.proposer is not None or self._draft is not None
-        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts)
+        kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts, self._ranks)
         check_state_kernels(self._spec, kernels, device)
         if isinstance(self._spec, TransformersSpec):
             kernels &= FALLBACK_KERNELS
@@ -316,7 +318,8 @@ class Worker:
             return None
         bank = AdapterBank(decoder, places, rank, kernels)
         pinned = self._device.type == "cuda"
-        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned)
+        shared = self._ranks.size > 1
+        self._store = AdapterStore(decoder.spec, bank.targets, rank, decoder.build.dtype, pinned, shared)
         return Adapters(bank, self._store)
 
 
@@ -358,6 +361,7 @@ def usable_kernels(
     startup: Startup,
     methods: LinearMethods,
     drafts: bool = False,
+    ranks: Ranks = ALONE,
 ) -> frozenset[str]:
     """The groups of kernels that the options allow and that work on this device. Raises ConfigError."""
     if device.type == "cpu" and config.cpu_kernels and dtype in CPU_DTYPES:
@@ -375,6 +379,7 @@ def usable_kernels(
 
     check_head_dim(config, spec)
     keep_builds(config.cache_folder)
+    on_meta = Build(dtype, torch.device("meta"), 1, linear=methods, ranks=ranks)
     inputs = Inputs(
         device,
         dtype,
@@ -385,7 +390,7 @@ def usable_kernels(
         adapter_rank=config.max_adapter_rank if config.adapter_places else 0,
         adapter_places=config.adapter_places,
         cache_dtype=getattr(torch, EIGHT_BIT.get(config.kv_cache_dtype, ""), None),
-        packed=() if spec.encoder is not None else packed_kinds(spec, dtype, methods),
+        packed=() if spec.encoder is not None else packed_kinds(spec, on_meta),
         drafts=drafts,
     )
     with startup.stage("kernels"):

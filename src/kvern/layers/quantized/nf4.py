@@ -43,6 +43,10 @@ class Nf4Method(GroupedMethod):
         self._nested = nested
         self._states: dict[int, _State] = {}
 
+    def cuts(self) -> tuple[int, int]:
+        """A row's inputs stay together, as rows stand one behind another."""
+        return 1, self.shape.inputs
+
     def layouts(self) -> Mapping[str, TensorLayout]:
         inputs, bytes_ = self.shape.inputs, torch.uint8
         layouts = {
