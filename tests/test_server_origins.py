@@ -4,7 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,6 @@ import pytest
 from kvern.cli.main import main
 from tests.raw_requests import TEXT, connect, form, received
 from tests.served import SMALL, Served, eventually, serving
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
-        yield served
 
 
 def ask(server: Served, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
