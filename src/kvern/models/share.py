@@ -75,7 +75,7 @@ def _attention(spec: ModelSpec, mixer: AttentionSpec, size: int) -> AttentionSpe
     _check_divides(spec, "attention heads", mixer.heads, size)
     copies = max(1, size // mixer.kv_heads)
     _check_divides(spec, "KV heads", mixer.kv_heads * copies, size)
-    _check_divides(spec, "query heads for each KV head", mixer.heads // mixer.kv_heads, copies)
+    _check_divides(spec, "query heads for each KV head", mixer.heads // mixer.kv_heads, size, copies)
     return replace(mixer, heads=mixer.heads // size, kv_heads=mixer.kv_heads * copies // size, copies=copies)
 
 
@@ -89,12 +89,13 @@ def _recurrent(spec: ModelSpec, mixer: RecurrentSpec, size: int) -> RecurrentSpe
         return replace(mixer, key_heads=mixer.key_heads // size, value_heads=mixer.value_heads // size)
     copies = max(1, size // mixer.groups)
     _check_divides(spec, "groups of heads of a state", mixer.groups * copies, size)
-    _check_divides(spec, "heads of a state for each group", mixer.heads // mixer.groups, copies)
+    _check_divides(spec, "heads of a state for each group", mixer.heads // mixer.groups, size, copies)
     return replace(mixer, heads=mixer.heads // size, groups=mixer.groups * copies // size, copies=copies)
 
 
-def _check_divides(spec: ModelSpec, what: str, count: int, size: int) -> None:
-    if count % size:
+def _check_divides(spec: ModelSpec, what: str, count: int, size: int, sharing: int | None = None) -> None:
+    """Raise ConfigError where ranks do not share evenly; `sharing`: so many of them, if not all."""
+    if count % (sharing or size):
         raise ConfigError(
             f"tensor_parallel_size is {size}, and {spec.model_type} has {count} {what}, which so many ranks cannot "
             "share evenly: choose a size that divides them"
