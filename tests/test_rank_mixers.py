@@ -11,28 +11,27 @@ from tests.families import make_checkpoint
 from tests.latent_engine import GREEDY, OPTIONS, OUTPUT, PROMPTS, answers, expected_answers
 from tests.speculation import AnyLength, Remembered
 
-SHARED: dict[str, tuple[str, dict[str, Any]]] = {
-    "falcon_h1": ("falcon_h1", {"mamba_n_groups": 1}),
-    "qwen3_5": ("qwen3_5", {}),
-    "lfm2": ("lfm2", {}),
-    "olmo2": ("olmo2", {}),
-    "cohere": ("cohere", {}),
-    "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 3}),
-    "gemma3n": ("gemma3n", {}),
-    "gemma4": ("gemma4", {}),
-    "gemma4_vision": ("gemma4_vision", {}),
-    "deepseek_v32": ("deepseek_v32", {"first_k_dense_replace": 3}),
+SHARED: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_n_groups": 1},
+    "qwen3_5": {},
+    "lfm2": {},
+    "olmo2": {},
+    "cohere": {},
+    "deepseek_v3": {"first_k_dense_replace": 3},
+    "deepseek_v32": {"first_k_dense_replace": 3},
+    "gemma3n": {},
+    "gemma4": {},
+    "gemma4_vision": {},
 }
-"""Families, and what their tiny models have else; a group of state heads is on both ranks."""
+"""Families, and what their tiny models have otherwise: heads of a state in one group, on both ranks; no experts."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "falcon_h1" else pytest.mark.nightly) for name in SHARED]
+    "family", [pytest.param(name, marks=[] if name == "falcon_h1" else pytest.mark.nightly) for name in SHARED]
 )
-def test_two_ranks_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_transformers_does(family: str, tmp_path: Path) -> None:
     """Chunks of several sizes, preemptions, hits of prefixes, drafts, samples and beams."""
-    family, changes = SHARED[name]
-    folder = make_checkpoint(family, tmp_path, **changes)
+    folder = make_checkpoint(family, tmp_path, **SHARED[family])
     expected = expected_answers(folder)
     options = OPTIONS | {"device": "cpu", "kv_cache_tokens": 64}
     with LLM(str(folder), **options) as alone:

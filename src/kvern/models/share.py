@@ -1,7 +1,8 @@
 """What one of several ranks has of a model (tensor parallelism, Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank has some heads of every attention and a part of every MLP's width; what it computes with them is a summand of
-what the layer gives. KV heads that are fewer than ranks are there several times.
+Each rank has some heads of every attention and state and a part of every MLP's width; what it computes with them is a
+summand of what the layer gives. KV heads, or groups of a state's heads, that are fewer than ranks are there several
+times.
 """
 
 from collections.abc import Iterable
