@@ -18,7 +18,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "cohere": {},
     "deepseek_v3": {"first_k_dense_replace": 3},
-    "deepseek_v32": {"first_k_dense_replace": 3},
     "gemma3n": {},
     "gemma4": {},
     "gemma4_vision": {},
