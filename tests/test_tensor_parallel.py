@@ -147,7 +147,11 @@ def test_sizes_that_do_not_divide_a_model_are_refused(size: int, reason: str) ->
     ("family", "changes", "reason"),
     [
         ("qwen3_5", {}, "qwen3_5 has 2 key heads of a state"),
-        ("falcon_h1", {"mamba_n_groups": 1, "mamba_n_heads": 6}, "has 6 heads of a state for each group"),
+        (
+            "falcon_h1",
+            {"mamba_n_groups": 1, "mamba_n_heads": 6},
+            "size is 4, and falcon_h1 has 6 heads of a state for each",
+        ),
         ("falcon_h1", {"mamba_n_groups": 3}, "has 3 groups of heads of a state"),
     ],
 )

@@ -1,7 +1,8 @@
 """What one of several ranks has of a model (tensor parallelism, Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank has some heads of every attention and a part of the width of every MLP and expert, or whole experts; what it
-computes with them is a summand of what the layer gives. KV heads that are fewer than ranks are there several times.
+Each rank has some heads of every attention and state and a part of the width of every MLP and expert, or whole experts;
+what it computes with them is a summand of what the layer gives. KV heads, or groups of a state's heads, that are fewer
+than ranks are there several times.
 """
 
 from collections.abc import Iterable
@@ -84,7 +85,7 @@ def _attention(spec: ModelSpec, mixer: AttentionSpec, size: int) -> AttentionSpe
     _check_divides(spec, "attention heads", mixer.heads, size)
     copies = max(1, size // mixer.kv_heads)
     _check_divides(spec, "KV heads", mixer.kv_heads * copies, size)
-    _check_divides(spec, "query heads for each KV head", mixer.heads // mixer.kv_heads, copies)
+    _check_divides(spec, "query heads for each KV head", mixer.heads // mixer.kv_heads, size, sharing=copies)
     return replace(mixer, heads=mixer.heads // size, kv_heads=mixer.kv_heads * copies // size, copies=copies)
 
 
@@ -98,7 +99,7 @@ def _recurrent(spec: ModelSpec, mixer: RecurrentSpec, size: int) -> RecurrentSpe
         return replace(mixer, key_heads=mixer.key_heads // size, value_heads=mixer.value_heads // size)
     copies = max(1, size // mixer.groups)
     _check_divides(spec, "groups of heads of a state", mixer.groups * copies, size)
-    _check_divides(spec, "heads of a state for each group", mixer.heads // mixer.groups, copies)
+    _check_divides(spec, "heads of a state for each group", mixer.heads // mixer.groups, size, sharing=copies)
     return replace(mixer, heads=mixer.heads // size, groups=mixer.groups * copies // size, copies=copies)
 
 
@@ -134,8 +135,11 @@ def _check_experts(spec: ModelSpec, size: int, whole: WholeExperts) -> None:
         )
 
 
-def _check_divides(spec: ModelSpec, what: str, count: int, size: int, instead: str = "") -> None:
-    if count % size:
+def _check_divides(
+    spec: ModelSpec, what: str, count: int, size: int, instead: str = "", sharing: int | None = None
+) -> None:
+    """Raise ConfigError where ranks do not share evenly; `sharing`: so many of them, if not all."""
+    if count % (sharing or size):
         raise ConfigError(
             f"tensor_parallel_size is {size}, and {spec.model_type} has {count} {what}, which so many ranks cannot "
             f"share evenly: {instead}choose a size that divides them"
