@@ -195,8 +195,9 @@ def _start_ranks(
         others.send(TakeMemory(layout))
         begun = time.monotonic()
         worker.build(layout)
+        tier = make_tier(config, layout)
         others.answers(IsReady, "taken its memory", time.monotonic() - begun)
     except BaseException:
         others.end()
         raise
-    return RankedExecutor(worker, others, ranks, make_tier(config, layout)), layout
+    return RankedExecutor(worker, others, ranks, tier), layout

@@ -4,7 +4,7 @@ first rank --> StartRank on standard input; LoadWeights, TakeMemory, then RunSte
 first rank <-- Found, HasRoom, IsReady; Failed in the place of any of them: it cannot start               <-- rank
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,7 +41,7 @@ class TakeMemory(RankMessage):
 class TierCall(msgspec.Struct, array_like=True, gc=False):
     """What a tier of the KV cache was asked: a method of `KVTier`, its keys, and for `put` the block."""
 
-    method: str
+    method: Literal["put", "acquire", "release", "lose"]
     keys: list[bytes]
     block: int = 0
 
