@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from kvern import LLM, SamplingParams
+from kvern.device.ranks import Ranks
 from kvern.errors import ConfigError
 from kvern.models.decoder import Decoder
 from kvern.models.draft_formats import load_draft_head
 from kvern.models.loader import load_model
 from kvern.models.medusa_formats import load_medusa
+from kvern.step import SchedulerOutput
+from kvern.worker.drafter import ComputedStep, GuardedDrafter
 from tests.draft_heads import write_eagle, write_medusa
 from tests.families import make_checkpoint
 from tests.test_draft_heads import drafted, states_of
@@ -30,6 +33,23 @@ def of_eagle(folder: Path, decoder: Decoder) -> torch.Tensor:
 def of_medusa(folder: Path, decoder: Decoder) -> torch.Tensor:
     heads, states = load_medusa(folder, decoder), states_of(decoder)
     return torch.stack([heads.logits(states, head) for head in range(heads.count)])
+
+
+class Failing:
+    reads_hidden, inputs, graphs = False, None, None
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        raise ValueError("it fails")
+
+    def draft(self, step: ComputedStep) -> None:
+        raise ValueError("it fails")
+
+
+def test_a_drafter_that_fails_on_a_rank_costs_the_step() -> None:
+    """Another one's drafts would be verified there."""
+    GuardedDrafter(Failing()).prepare(SchedulerOutput(1))
+    with pytest.raises(ValueError, match="it fails"):
+        GuardedDrafter(Failing(), ranks=Ranks(1, 2)).prepare(SchedulerOutput(1))
 
 
 KINDS = ["eagle", "eagle3", "medusa"]

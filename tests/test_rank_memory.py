@@ -15,7 +15,7 @@ from kvern.cpu.ranks import SharedMemory
 from kvern.cpu.ready import working_groups
 
 pytestmark = pytest.mark.skipif(
-    "cpu_layers" not in working_groups(EngineConfig().cache_folder, 1), reason="no kernels for this CPU"
+    "cpu_ranks" not in working_groups(EngineConfig().cache_folder, 1), reason="no kernels for this CPU"
 )
 
 

@@ -119,6 +119,21 @@ def test_each_rank_has_the_sinks_of_its_heads(tmp_path: Path) -> None:
     check(folder, 2, load_with_sinks)
 
 
+def test_ordered_sums_do_not_depend_on_what_is_beside(tmp_path: Path) -> None:
+    """Without kernels, where a library adds up in the order that it likes."""
+    given = torch.randn(3, 1000) * torch.tensor([1.0, 1e4, 1e-3])[:, None]
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ranks = Ranks(rank, 3)
+        ranks.connect(tmp_path / "meeting", torch.device("cpu"), SECONDS, ordered=True)
+        return ranks.sum(given[rank].clone()), ranks.least(torch.tensor([rank, 7, -rank]))
+
+    with ThreadPoolExecutor(3) as threads:
+        for total, least in threads.map(run, range(3)):
+            assert torch.equal(total, given[0] + given[1] + given[2])
+            assert least.tolist() == [0, 7, -2]
+
+
 def test_each_rank_holds_its_share_alone(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     whole, ranks = load_model(folder), Ranks(1, 2)

@@ -61,14 +61,14 @@ class Ranks:
     ) -> None:
         """Meet the others, who name the same file, which does not exist before; wait for them so long at most.
 
-        CPUs share memory if all of them have the `kernels` "cpu_layers", else they talk through gloo over the loopback
+        CPUs share memory if all of them have the `kernels` "cpu_ranks", else they talk through gloo over the loopback
         interface, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the same
         order of additions as sums of few.
         """
         if self.size == 1:
             return
         self._ordered = ordered
-        if "cpu_layers" in kernels:
+        if "cpu_ranks" in kernels:
             self._memory = SharedMemory(file, self.rank, self.size, seconds)
             return
         distributed: Any = importlib.import_module("torch.distributed")

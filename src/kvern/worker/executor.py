@@ -247,11 +247,12 @@ def _start_ranks(
         others.send(TakeMemory(layout))
         begun = time.monotonic()
         worker.build(layout)
+        tier = make_tier(config, layout)
         others.answers(IsReady, "taken its memory", time.monotonic() - begun)
     except BaseException:
         others.end()
         raise
-    return RankedExecutor(worker, others, ranks, make_tier(config, layout), make_balance(config, worker)), layout
+    return RankedExecutor(worker, others, ranks, tier, make_balance(config, worker)), layout
 
 
 def make_balance(config: EngineConfig, worker: Worker) -> ExpertBalance | None:

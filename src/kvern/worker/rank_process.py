@@ -99,8 +99,9 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)
     worker.build(take.layout)
+    rank = _Rank(worker, ranks, take.layout.depth, make_tier(config, take.layout))
     socket.send(encode(IsReady()))
-    return _Rank(worker, ranks, take.layout.depth, make_tier(config, take.layout))
+    return rank
 
 
 def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:

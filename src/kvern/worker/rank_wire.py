@@ -6,7 +6,7 @@ first rank <-- Found, HasRoom, IsReady; Failed in the place of any of them: it c
 All come in order: an adapter is there before the first step that loads it, and goes behind the last.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -46,7 +46,7 @@ class TakeMemory(RankMessage):
 class TierCall(msgspec.Struct, array_like=True, gc=False):
     """What a tier of the KV cache was asked: a method of `KVTier`, its keys, and for `put` the block."""
 
-    method: str
+    method: Literal["put", "acquire", "release", "lose"]
     keys: list[bytes]
     block: int = 0
 

@@ -34,7 +34,7 @@ from kvern.worker.head_drafter import HeadDrafter
 from kvern.worker.medusa_drafter import MedusaDrafter
 from kvern.worker.memory import DeviceMemory, bytes_of_draft, bytes_of_state, bytes_of_token, cache_bytes
 from kvern.worker.needs import Needs
-from kvern.worker.plan import Layout, Plan, Room
+from kvern.worker.plan import RANK_KERNELS, Layout, Plan, Room
 from kvern.worker.runner import ModelRunner
 from kvern.worker.sampling import CompiledSampling, Sampling, TorchSampling
 from kvern.worker.state_memory import StateMemory
@@ -49,6 +49,8 @@ class TorchParts:
         self.unquantized = Unquantized()
         self.groups = choose_groups(config, spec, plan)
         self._compiled = "cpu_sampling" in plan.kernels
+        # What ranks say to each other without kernels would be missing when a captured step is run again.
+        self._captures = self._compiled and (config.tensor_parallel_size == 1 or plan.kernels >= RANK_KERNELS)
         self._rejection = config.acceptance == "rejection"
         self.restrict = cpu.restrict if self._compiled else masks.restrict
 
@@ -84,7 +86,7 @@ class TorchParts:
         rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
         decoder, captured, draft = contents.decoder, None, contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
-        if self._compiled and states is None and isinstance(attention, CompiledAttention):
+        if self._captures and states is None and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
         return ModelRunner(
@@ -113,10 +115,10 @@ class TorchParts:
         if isinstance(decoder, DraftHead):
             build, draw = partial(_build_batch, rows, size), partial(_draw, sampling)
             head = None
-            if self._compiled and isinstance(attention, CompiledAttention):
+            if self._captures and isinstance(attention, CompiledAttention):
                 head = CapturedHead(decoder, attention, rows, size)
             return HeadDrafter(decoder, attention, rows, build, draw, captured=head)
-        if self._compiled and isinstance(attention, CompiledAttention):
+        if self._captures and isinstance(attention, CompiledAttention):
             captured = CapturedDecodes(decoder, attention, rows, size)
         return DraftModel(decoder, attention, rows, size, layout.max_batch_tokens, sampling, captured, drawn)
 

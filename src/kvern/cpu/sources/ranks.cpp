@@ -34,15 +34,13 @@ struct alignas(128) Post {
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free, "processes share them");
 
-// As `kvern.cpu.ranks` has it. `lost`: nothing is computed any more, as of this rank, counted from 1, `loss` is true.
+// As `kvern.cpu.ranks` has it. `lost`: 1 and the rank that was missing, from when on nothing is computed; `loss`: how.
 struct Ranks {
     char* memory;
     int64_t rank, size, pieces, nanoseconds, lost, loss;
 
     Post& post(int64_t of) const { return reinterpret_cast<Post*>(memory)[of]; }
-    char* place(int64_t of) const {
-        return memory + size * sizeof(Post) + (2 * of + (pieces & 1)) * PIECE;
-    }
+    char* place(int64_t of) const { return memory + size * sizeof(Post) + (2 * of + (pieces & 1)) * PIECE; }
 };
 
 // Wait until a rank has brought as many pieces as this one; whether it has.
