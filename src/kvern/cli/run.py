@@ -77,10 +77,10 @@ class RunCommand:
             seed=engine.seed,
             overwrite=self.overwrite,
         )
-        llm = load(engine)
-        llm.check_generates()
-        result = job.run(llm)
-        print_table(result, DraftFigures.between(EngineStatistics(), llm.statistics()))
+        with load(engine) as llm:
+            llm.check_generates()
+            result = job.run(llm)
+            print_table(result, DraftFigures.between(EngineStatistics(), llm.statistics()))
         if result.interrupted:
             sys.stderr.write(
                 f"kvern: interrupted: {result.totals.rows} rows are done; the same command goes on from there\n"
