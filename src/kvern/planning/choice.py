@@ -43,6 +43,13 @@ def ranked(
     )
 
 
+def model_of(config: EngineConfig, folder: Path) -> Model:
+    """What the costs of the model in `folder` depend on, from the headers of its files. Raises KvernError."""
+    outline = outline_model(folder, load_format=config.load_format)
+    plain = config.load_format == "dummy" or has_plain_weights(folder)
+    return Model(outline.spec, str(outline.build.dtype).removeprefix("torch."), shares(outline), plain)
+
+
 def verdict(found: Sequence[Estimate]) -> str:
     """Which split was chosen, and why the next lost; `found` are in order."""
     best = found[0]
@@ -62,17 +69,15 @@ def verdict(found: Sequence[Estimate]) -> str:
 def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
     """For the usual workload, as far as the model's context goes; `config.model` is a folder. Raises KvernError."""
     folder = Path(config.model or "")
-    outline = outline_model(folder, load_format=config.load_format)
-    plain = config.load_format == "dummy" or has_plain_weights(folder)
-    model = Model(outline.spec, str(outline.build.dtype).removeprefix("torch."), shares(outline), plain)
-    longest = config.max_model_len or outline.spec.max_position_embeddings
+    model = model_of(config, folder)
+    longest = config.max_model_len or model.spec.max_position_embeddings
     usual = Workload()
     if usual.input + usual.output > longest:
         usual = Workload(input=max(longest // 2, 1), output=max(longest // 4, 1))
 
     def possible(ranks: int) -> bool:
         try:
-            check_ranks(replace(config, tensor_parallel_size=ranks), folder, outline.spec)
+            check_ranks(replace(config, tensor_parallel_size=ranks), folder, model.spec)
         except ConfigError:
             return ranks == 1
         return True
