@@ -118,6 +118,12 @@ def test_engines_that_do_not_start_again_end_the_job(tiny_model: Path, tmp_path:
     assert threads_of_engines() == before
 
 
+@pytest.mark.nightly
+def test_what_is_wrong_with_an_option_is_named(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len is 513, above the model's 512"):
+        LLM(str(tiny_model), threads=1, data_parallel_size=2, max_model_len=513)
+
+
 def test_a_single_engine_says_so(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="data_parallel_size is 2, and this is one engine, in this process: leave it"):
         AsyncLLM(str(tiny_model), data_parallel_size=2)

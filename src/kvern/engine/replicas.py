@@ -243,7 +243,8 @@ class Replicas:
         staying = self._staying
         if len(staying) == 1:
             return staying[0]
-        ready = [replica for replica in staying if replica.supervisor.is_ready]
+        known = [replica for replica in staying if generation.spec.adapter in replica.adapters.known]
+        ready = [replica for replica in known if replica.supervisor.is_ready]
         return self._cheapest(generation) or min(ready or staying, key=lambda replica: replica.workload.tokens)
 
     def _cheapest(self, generation: Generation) -> Replica | None:
