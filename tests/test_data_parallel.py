@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pynvml
 import pytest
+import torch
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.cli.main import main
 from kvern.engine.client import EngineClient
 from kvern.engine.generation import Generation
-from kvern.engine.places import places_of, visible_gpus
+from kvern.engine.places import gpu_count, places_of, visible_gpus
 from kvern.engine.prefix_record import PIECE_TOKENS, PrefixRecord, piece_keys
 from kvern.errors import ConfigError
 from kvern.request import PromptInput, RequestSpec
@@ -339,6 +341,13 @@ def test_each_engine_needs_a_gpu_or_a_core(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="data_parallel_size is 2, and this process sees 0 GPUs: each engine needs"):
         places_of(EngineConfig(device="cuda", data_parallel_size=2))
     assert places_of(EngineConfig(device="cuda"))[0].environment == {}
+
+
+def test_gpus_count_where_pytorch_can_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may tell of some beside a PyTorch that is built for CPUs."""
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 4)
+    assert gpu_count() == (0 if torch.version.cuda is None else 4)
 
 
 def test_an_engine_of_several_ranks_gets_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvern.cli.main import main
+from kvern.cli.main import main, read_command
+from kvern.cli.serve import planned
+from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import outline_model
 from kvern.models.precision import shares
+from kvern.planning.choice import choose
 from kvern.planning.estimate import Model, Split, Workload, estimate, splits
-from kvern.planning.hardware import CARDS, parse_hardware, this_machine
+from kvern.planning.hardware import CARDS, check_alike, linked, names_of, parse_hardware, this_machine
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,6 +165,67 @@ def test_bad_workloads_are_refused(folders: dict[str, Path], capsys: pytest.Capt
     for wrong in (["--requests", "0"], ["--input", "0"], ["--output", "-1"], ["--input", "140000"]):
         assert main([*arguments, *wrong]) == 2
         assert "kvern: error:" in capsys.readouterr().err
+
+
+def test_a_server_takes_what_the_plan_chooses(folders: dict[str, Path]) -> None:
+    """Unless its options do not go with it."""
+    config = EngineConfig(str(folders["70b"]), load_format="dummy")
+    choice = choose(config, [CARDS["h200"]] * 2)
+    assert (choice.tensor_parallel_size, choice.data_parallel_size) == (2, 1)
+    assert choice.reason.startswith(
+        "2 x h200 of 150 GB, linked by NVLink: Chosen: tensor 2 x data 1. Tensor 1 x data 2 "
+    )
+    choice = choose(replace(config, deterministic=True), [CARDS["h200"]] * 2)
+    assert (choice.tensor_parallel_size, choice.data_parallel_size) == (1, 2)
+    assert "linked by PCIe: It fits in no way" in choose(config, [CARDS["l4"]] * 2).reason
+    short = choose(replace(config, max_model_len=64), [CARDS["b200"]])
+    assert short.reason == "1 x b200 of 191 GB: Nothing else is possible: tensor 1 x data 1."
+
+
+def test_unlike_cards_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"GPUs differ \(0: h100 with 85 GB, 1: l4 with 24 GB\)"):
+        check_alike([CARDS["h100"], CARDS["l4"]])
+    with pytest.raises(ConfigError, match=r"0: h100 with 85 GB, 1: h100 with 40 GB"):
+        check_alike([CARDS["h100"], replace(CARDS["h100"], memory=40e9)])
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_links_are_those_that_the_driver_tells(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three GPUs of which one has no NVLink to another, PCIe is the slowest link."""
+    import pynvml
+
+    def status(one: str, other: str, what: int) -> int:
+        assert what == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return int(pynvml.NVML_P2P_STATUS_OK if pairs or {one, other} != {"0", "2"} else 1)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    cards = linked([CARDS["h100"]] * 3, ["0", "1", "2"])
+    assert names_of(cards) == f"3 x h100 of 85 GB, linked by {'NVLink' if pairs else 'PCIe'}"
+    assert len({(card.link, card.delay) for card in cards}) == 1
+
+
+def test_a_server_plans_where_there_are_several_gpus(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, which sees no GPU here; never where somebody has said it, nor with one GPU or none."""
+    engine = EngineConfig(str(folders["8b"]), load_format="dummy")
+    for gpus in ([], ["0"]):
+        monkeypatch.setattr("kvern.engine.places.seen_gpus", lambda config, gpus=gpus: gpus)
+        assert planned(engine) is engine
+    monkeypatch.setattr("kvern.engine.places.seen_gpus", lambda config: ["0", "1"])
+    assert planned(engine) == engine
+    said = capsys.readouterr().err
+    assert said.startswith("kvern: 1 x CPU of ") and said.endswith("(-tp and -dp say it otherwise)\n")
+    for arguments, environment, divided in (
+        (["m"], {}, False),
+        (["m", "-tp", "1"], {}, True),
+        (["m", "--data-parallel-size=1"], {}, True),
+        (["m"], {"KVERN_DATA_PARALLEL_SIZE": "1"}, True),
+    ):
+        command, _ = read_command(["serve", *arguments], environment)
+        assert command.divided is divided
 
 
 def test_this_machine_has_a_card_or_a_processor() -> None:

@@ -79,11 +79,11 @@ class RunCommand:
             seed=engine.seed,
             overwrite=self.overwrite,
         )
-        llm = load(engine)
-        llm.check_generates()
-        result = job.run(llm)
-        drafts = DraftFigures.between(EngineStatistics(), llm.statistics())
-        print_table(result, [*drafts.rows(), *busiest_rows(llm.expert_tokens())])
+        with load(engine) as llm:
+            llm.check_generates()
+            result = job.run(llm)
+            drafts = DraftFigures.between(EngineStatistics(), llm.statistics())
+            print_table(result, [*drafts.rows(), *busiest_rows(llm.expert_tokens())])
         if result.interrupted:
             sys.stderr.write(
                 f"kvern: interrupted: {result.totals.rows} rows are done; the same command goes on from there\n"

@@ -59,7 +59,7 @@ class EngineClient:
     @property
     def max_batch_requests(self) -> int:
         """Sequences that run at the same time at most, in all engines."""
-        return sum(replica.supervisor.link.ready.max_batch_requests for replica in self.replicas)
+        return self.replicas.max_batch_requests
 
     @property
     def ready(self) -> Ready:

@@ -48,7 +48,7 @@ def places_of(config: EngineConfig) -> list[Place]:
 def place_of(config: EngineConfig, number: int, count: int) -> Place:
     """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
     each, most = config.tensor_parallel_size, max(number + 1, count)
-    gpus = [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = seen_gpus(config)
     if gpus or config.device == "cuda":
         if most * each > len(gpus):
             raise ConfigError(f"this process sees {len(gpus)} GPUs: each engine needs {each}")
@@ -58,6 +58,11 @@ def place_of(config: EngineConfig, number: int, count: int) -> Place:
         raise ConfigError(f"this process may use {len(cores)} processor cores: each engine needs one")
     threads, processors = cores[number]
     return Place(processors=processors, threads=threads)
+
+
+def seen_gpus(config: EngineConfig) -> list[str]:
+    """The GPUs that engines may use, by what CUDA_VISIBLE_DEVICES calls them."""
+    return [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def check_memory(config: EngineConfig, place: Place) -> None:

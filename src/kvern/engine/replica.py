@@ -17,6 +17,7 @@ from kvern.engine.turns import Turns
 from kvern.engine.wire import AdapterRead, Events
 from kvern.engine.workload import Workload
 from kvern.errors import EngineDied
+from kvern.events import EngineStatistics, all_together
 from kvern.observe.metrics import Metrics, Refusals
 
 
@@ -46,6 +47,7 @@ class Replica:
         self.leaving = False
         """It gets no new requests, and ends when it has none."""
         self.metrics = Metrics(config.model_names[0])
+        self._earlier = self._latest = EngineStatistics()
         self.supervisor = Supervisor(place.config(config), self, place, process)
         self.adapters = EngineAdapters(self.supervisor)
         self.record = PrefixRecord()
@@ -72,6 +74,11 @@ class Replica:
             if name not in suspected and not (generation.begun and self.supervisor.is_ready)
         ]
 
+    @property
+    def statistics(self) -> EngineStatistics:
+        """Of all engines that were here, one after the other."""
+        return all_together([self._earlier, self._latest])
+
     def remember(self, wanted: bool) -> None:
         """Note from now on what the engine has cached, if that is not done already; or forget it."""
         if wanted != self.record.is_kept:
@@ -82,6 +89,7 @@ class Replica:
         if isinstance(message, AdapterRead):
             self.adapters.hear(message)
         else:
+            self._latest = message.statistics
             self.metrics.step(message.statistics, message.seconds)
             if message.expert_tokens:
                 self.metrics.experts.count(message.expert_tokens)
@@ -90,6 +98,7 @@ class Replica:
 
     def died(self, death: Death) -> bool:
         """The engine has ended; returns whether that taught which request may be the cause."""
+        self._earlier, self._latest = self.statistics, EngineStatistics()
         self.adapters.interrupt(death.reason)
         self.metrics.engine(ready=False)
         learnt = self._recovery.died(death)

@@ -29,6 +29,7 @@ from kvern.engine.turns import Turns
 from kvern.engine.wire import Ready
 from kvern.errors import EngineDied, InvalidRequest, shown
 from kvern.observe.metrics import Refusals
+from kvern.request import RequestSpec
 
 
 class Replicas:
@@ -68,6 +69,11 @@ class Replicas:
             max_model_len=min(ready.max_model_len for ready in each),
             max_batch_requests=min(ready.max_batch_requests for ready in each),
         )
+
+    @property
+    def max_batch_requests(self) -> int:
+        """Sequences that run at the same time at most, in all engines."""
+        return sum(replica.supervisor.link.ready.max_batch_requests for replica in self)
 
     @property
     def trouble(self) -> str | None:
@@ -146,11 +152,42 @@ class Replicas:
         """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
         await until_one_is_available(self._supervisors)
 
-    def take(self, generation: Generation) -> None:
-        """Give it to an engine; some take requests."""
+    def check_alive(self) -> None:
+        """Raise EngineUnavailable if engines keep dying, wherever they are."""
+        troubles = [trouble for one in self._staying if (trouble := one.supervisor.unavailable) is not None]
+        if len(troubles) == len(self._staying):
+            raise troubles[0]
+
+    async def begin(
+        self,
+        checked: RequestSpec,
+        text: str | None,
+        *,
+        news: asyncio.Event,
+        asked: float,
+        owner: str = "",
+        patient: bool = False,
+        adapter: str | None = None,
+    ) -> Generation:
+        """Give a request, of a prompt that was this text, to an engine, waiting for one if all are being replaced.
+
+        Raises InvalidRequest if the adapter is unknown, or EngineDied.
+        """
+        await self.until_available()
+        key = self.adapters.names.key(adapter)
+        output = self.outputs.add(text, checked)
+        turn = self.turns.take(owner, checked.params.sequences)
+        spec = msgspec.structs.replace(checked, adapter=key, turn=turn)
+        generation = Generation(output, spec, news, asked, owner, patient)
         if any(replica.record.is_kept for replica in self):
-            generation.piece_keys = piece_keys(generation.spec)
+            generation.piece_keys = piece_keys(spec)
         self._chosen(generation).workload.take(generation)
+        return generation
+
+    def abort(self, generations: Sequence[Generation]) -> None:
+        """End those that have not ended; their blocks are free after the step that runs."""
+        for replica in self:
+            replica.workload.abort(generations)
 
     def move(self) -> None:
         """Give what waits for an engine, or behind others' trials, to engines that begin with it at once."""
@@ -206,7 +243,8 @@ class Replicas:
         staying = self._staying
         if len(staying) == 1:
             return staying[0]
-        ready = [replica for replica in staying if replica.supervisor.is_ready]
+        known = [replica for replica in staying if generation.spec.adapter in replica.adapters.known]
+        ready = [replica for replica in known if replica.supervisor.is_ready]
         return self._cheapest(generation) or min(ready or staying, key=lambda replica: replica.workload.tokens)
 
     def _cheapest(self, generation: Generation) -> Replica | None:

@@ -21,10 +21,11 @@ class ExpertTokens(Collector):
     def restarted(self) -> None:
         """Another engine begins at nothing."""
         if self._now:
-            self._earlier = self._sums()
+            self._earlier = self.sums()
             self._now = [[0] * len(layer) for layer in self._now]
 
-    def _sums(self) -> list[list[int]]:
+    def sums(self) -> list[list[int]]:
+        """What each expert of each layer has had in all engines."""
         if not self._earlier:
             return [list(layer) for layer in self._now]
         pairs = zip(self._earlier, self._now, strict=True)
@@ -36,7 +37,7 @@ class ExpertTokens(Collector):
             return
         names, values = [*self._labels, "layer", "expert"], list(self._labels.values())
         family = CounterMetricFamily("kvern:expert_tokens", "Tokens that an expert has had.", labels=names)
-        for layer, experts in enumerate(self._sums()):
+        for layer, experts in enumerate(self.sums()):
             for expert, count in enumerate(experts):
                 family.add_metric([*values, str(layer), str(expert)], count)
         yield family
