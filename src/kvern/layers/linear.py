@@ -121,15 +121,15 @@ class Weighted(Loadable):
 
     def _places(self, name: str) -> Iterator[Part]:
         """Where what a checkpoint calls so goes: of a fused part at once what is held whole, else part by part."""
-        inputs = self._inputs_held.held
+        part = partial(Part, inputs=self._inputs_held.held, all_inputs=self._inputs_held.whole)
         if name in self.outputs:
-            yield Part(self._first[name], self._held[name].held, inputs)
+            yield part(self._first[name], self._held[name].held)
         elif all(len(share.held) == share.whole for share in self._held.values()):
-            yield Part(0, range(sum(self.outputs.values())), inputs)
+            yield part(0, range(sum(self.outputs.values())))
         else:
             begin = 0
-            for part, (held, whole) in self._held.items():
-                yield Part(self._first[part], range(begin + held.start, begin + held.stop), inputs)
+            for name, (held, whole) in self._held.items():
+                yield part(self._first[name], range(begin + held.start, begin + held.stop))
                 begin += whole
 
     def fill_random(self, generator: torch.Generator) -> None:

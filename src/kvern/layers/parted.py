@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -66,7 +67,7 @@ class PartedMethod(LinearMethod):
                         "and gates and ups, in tensors of their own"
                     )
                 outputs = range(begin, begin + method.shape.outputs)
-                method.load(kind, tensor, Part(0, outputs, part.inputs), first_row)
+                method.load(kind, tensor, replace(part, first=0, outputs=outputs), first_row)
 
     def fill_random(self, generator: torch.Generator) -> None:
         for method in self._methods:
