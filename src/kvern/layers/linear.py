@@ -67,7 +67,7 @@ class Weighted(Loadable):
         shares = [(name, "outputs", share, outputs) for name, share in self._held.items()]
         shares.append((next(iter(self._held)), "inputs", self._inputs_held, inputs))
         for name, what, (held, count), together in shares:
-            if held.start % together or (held.stop % together and held.stop != count):
+            if any(end % together and end != count for end in (held.start, held.stop)):
                 size, stored = build.ranks.size, ", ".join(dict.fromkeys(method.name for method in whole.methods()))
                 fits = next((other for other in range(size - 1, 1, -1) if count % (other * together) == 0), 1)
                 raise ConfigError(

@@ -55,7 +55,7 @@ class RowProduct(Protocol):
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor: `times` entries for each `per` outputs, inputs, or numbers of all rows in a row.
+    """A dimension of a stored tensor: `times` entries for each `per` outputs, inputs, or numbers of all rows together.
 
     For "others" it has `per`, which is `ANY` where a checkpoint decides.
     """
