@@ -17,7 +17,7 @@ from kvern.layers.quantized.packed_tensors import packed_format
 from kvern.models.loader import load_model
 from tests.families import make_checkpoint
 from tests.gguf_files import write_gguf
-from tests.packers import Pack, awq, gptq, nvfp4
+from tests.packers import Pack, awq, gptq, nf4, nvfp4
 from tests.scaled_checkpoints import CHECKPOINTS, quantize, reference
 from tests.test_gguf import MIXES, folder_of
 from tests.test_linear_methods import methods
@@ -72,11 +72,13 @@ FOUR_BITS: dict[str, tuple[str, Pack, dict[str, Any]]] = {
     "pack-quantized": ("qwen3", packed, of_tests("pack-quantized")),
     "pack-quantized, cut within groups": ("qwen3", partial(packed, group=64), of_tests("pack-quantized in 64")),
     "nvfp4": ("qwen3", nvfp4, of_tests("nvfp4")),
+    "nf4 of fused tensors": ("phi3", partial(nf4, nested=True), of_tests("nested nf4")),
 }
+SIZES = {"nf4 of fused tensors": {"hidden_size": 128, "num_key_value_heads": 2}}
 
 
-def check_four_bits(family: str, pack: Pack, config: dict[str, Any], folder: Path) -> None:
-    made = make(family, folder, pack, config)
+def check_four_bits(family: str, pack: Pack, config: dict[str, Any], folder: Path, **sizes: Any) -> None:
+    made = make(family, folder, pack, config, **sizes)
     found, expected = logits_of_ranks(made.quantized, 2), logits(load_model(made.quantized), PROMPT)
     assert (found[0] - expected).abs().max() < 1e-4
     assert torch.equal(found[0], found[1])
@@ -84,7 +86,7 @@ def check_four_bits(family: str, pack: Pack, config: dict[str, Any], folder: Pat
 
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_codes_of_four_bits_are_shared(name: str, tmp_path: Path) -> None:
-    check_four_bits(*FOUR_BITS[name], tmp_path)
+    check_four_bits(*FOUR_BITS[name], tmp_path, **SIZES.get(name, {}))
 
 
 @pytest.mark.nightly

@@ -92,7 +92,10 @@ class Ranks:
         return Share(range(first, first + count), count * self.size // copies)
 
     def padded_share(self, whole: int, multiple: int = 1) -> tuple[int, Share]:
-        """Of a dimension cut into parts of one size, of which the last may hold less: that size, and the share."""
+        """Of a dimension cut into parts of one size, of which the last may hold less: that size, and the share.
+
+        The size is a multiple of `multiple`.
+        """
         count = -(-whole // (self.size * multiple)) * multiple
         first = min(self.rank * count, whole)
         return count, Share(range(first, min(first + count, whole)), whole)

@@ -73,7 +73,7 @@ class Weighted(Loadable):
         ]
         cuts.append((next(iter(self._held)), "inputs", *self._inputs_held, inputs))
         for name, what, held, count, together in cuts:
-            if held.start % together or (held.stop % together and held.stop != count):
+            if any(end % together and end != count for end in (held.start, held.stop)):
                 size, stored = build.ranks.size, ", ".join(dict.fromkeys(method.name for method in whole.methods()))
                 fits = next((other for other in range(size - 1, 1, -1) if count % (other * together) == 0), 1)
                 raise ConfigError(
@@ -130,11 +130,11 @@ class Weighted(Loadable):
         """Where what a checkpoint calls so goes: at once what is held whole, else share by share."""
         parts = [name] if name in self.outputs else list(self.outputs)
         shares = [share for part in parts for share in self._held[part]]
-        first, inputs = self._first[parts[0]], self._inputs_held.held
+        first, (inputs, all_inputs) = self._first[parts[0]], self._inputs_held
         if all(len(share.held) == share.whole for share in shares):
             shares = [Share(range(whole := sum(share.whole for share in shares)), whole)]
         for place, outputs in places(shares):
-            yield Part(first + place, outputs, inputs)
+            yield Part(first + place, outputs, inputs, all_inputs)
 
     def fill_random(self, generator: torch.Generator) -> None:
         if not self._shares:

@@ -55,12 +55,12 @@ class RowProduct(Protocol):
 
 
 class Axis(NamedTuple):
-    """A dimension of a stored tensor: `times` entries for each `per` outputs or inputs; for "others" it has `per`.
+    """A dimension of a stored tensor: `times` entries for each `per` outputs, inputs, or numbers of all rows together.
 
-    `per` is `ANY` where a checkpoint decides.
+    For "others" it has `per`, which is `ANY` where a checkpoint decides.
     """
 
-    of: Literal["outputs", "inputs", "others"]
+    of: Literal["outputs", "inputs", "numbers", "others"]
     per: int = 1
     times: int = 1
 
@@ -81,7 +81,7 @@ class TensorLayout(NamedTuple):
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         """Of the tensor of a matrix, or of a part of one."""
-        counts = {"outputs": outputs, "inputs": inputs}
+        counts = {"outputs": outputs, "inputs": inputs, "numbers": outputs * inputs}
         return tuple(
             -(-counts[axis.of] // axis.per) * axis.times if axis.of in counts else axis.per for axis in self.axes
         )
@@ -91,12 +91,14 @@ class TensorLayout(NamedTuple):
 class Part:
     """A part of a checkpoint, as "k_proj", within a matrix: its outputs begin at the matrix's output `first`.
 
-    `outputs` and `inputs` are those of the part that the matrix holds: all, or the slice of a shard.
+    `outputs` and `inputs` are those of the part that the matrix holds: all, or the slice of a shard, of rows that have
+    `all_inputs`; None: as many as are held.
     """
 
     first: int
     outputs: range
     inputs: range
+    all_inputs: int | None = None
 
 
 def copy_part(layout: TensorLayout, target: Tensor, tensor: Tensor, part: Part, first_row: int, along: int = 0) -> None:
@@ -125,7 +127,7 @@ def taken(layout: TensorLayout, tensor: Tensor, part: Part, first_row: int) -> t
     Of all dimensions but the first, which has a first row, the part is one of what is left.
     """
     for dim, (of, per, times) in enumerate(layout.axes):
-        if of == "others":
+        if of in ("numbers", "others"):
             continue
         wanted = part.outputs if of == "outputs" else part.inputs
         begin = first_row if dim == 0 else 0

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -68,7 +69,7 @@ class PartedMethod(LinearMethod):
                         "and gates and ups, in tensors of their own"
                     )
                 outputs = range(start, start + end - begin)
-                method.load(kind, tensor, Part(begin - first, outputs, part.inputs), first_row)
+                method.load(kind, tensor, replace(part, first=begin - first, outputs=outputs), first_row)
 
     def fill_random(self, generator: torch.Generator) -> None:
         for method in self._methods:

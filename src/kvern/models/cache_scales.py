@@ -56,10 +56,9 @@ def stored_scales(
 
 def _heads(spec: ModelSpec, ranks: Ranks) -> dict[int, slice]:
     """Those of a rank, by layer with a cache."""
-    layers = share_of(spec, ranks.size).layers
-    mixers = {layer: layers[layer].attention for layer in spec.caching_layers}
-    held = {layer: ranks.share(mixer.kv_heads, mixer.copies).held for layer, mixer in mixers.items()}
-    return {layer: slice(heads.start, heads.stop) for layer, heads in held.items()}
+    mixers = share_of(spec, ranks.size).attentions
+    held = [ranks.share(mixer.kv_heads, mixer.copies).held for mixer in mixers]
+    return {layer: slice(heads.start, heads.stop) for layer, heads in zip(spec.caching_layers, held, strict=True)}
 
 
 def _read(tensor: StoredTensor, kv_heads: int) -> torch.Tensor:

@@ -184,7 +184,7 @@ class ScaledMethod(QuantizedMethod):
         repeats = -(-rows // self.rows_per_scale)
         tensor = tensor.reshape(max(len(tensor), 1) if tensor.dim() else 1, -1).repeat_interleave(repeats, 0)
         if not self.form.block.outputs:
-            part = Part(part.first, range(rows), part.inputs)
+            part = replace(part, outputs=range(rows))
         copy_part(self.storage()[name], getattr(self, name), tensor, part, first_row * repeats)
 
     def finish(self) -> None:
