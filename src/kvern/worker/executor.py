@@ -91,7 +91,7 @@ class InProcessExecutor:
         """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
         self._worker = worker
         self.tier: KVTier | None = tier
-        self._execute = tiered(StepParts(worker.runner.execute).execute, tier, worker.runner.caches)
+        self._execute = tiered(StepParts(worker.runner.execute).execute, tier, worker.runner)
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -151,7 +151,7 @@ class RankedExecutor(InProcessExecutor):
         """`balance` has experts placed anew between steps; None: they stay where they are."""
         super().__init__(worker)
         # Steps run whole: ranks would cut them in different places.
-        self._execute = tiered(worker.runner.execute, tier, worker.runner.caches, ranks)
+        self._execute = tiered(worker.runner.execute, tier, worker.runner, ranks)
         self._others, self._balance = others, balance
         self._noted = self.tier = None if tier is None else NotedTier(tier)
 

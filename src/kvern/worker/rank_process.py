@@ -107,7 +107,7 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
 def _run(socket: "zmq.Socket[bytes]", rank: _Rank) -> None:
     """Run steps without end. Raises what a step raises: then the ranks do not agree any more."""
     runner, tier = rank.worker.runner, rank.tier
-    execute = tiered(runner.execute, tier, runner.caches, rank.ranks)
+    execute = tiered(runner.execute, tier, runner, rank.ranks)
     in_flight: deque[StepResult] = deque()
     while True:
         match decode_for_rank(socket.recv()):

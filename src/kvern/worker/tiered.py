@@ -11,6 +11,7 @@ from kvern.config import EngineConfig
 from kvern.device.ranks import ALONE, Ranks
 from kvern.plugins import Plugins
 from kvern.step import BlockLoad, BlockSave, ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.worker.contents import Runner
 from kvern.worker.plan import Layout
 
 
@@ -46,11 +47,11 @@ def make_tier(config: EngineConfig, layout: Layout) -> Tier | None:
 def tiered(
     execute: Callable[[SchedulerOutput], StepResult],
     tier: Tier | None,
-    caches: Sequence[torch.Tensor],
+    runner: Runner,
     ranks: Ranks = ALONE,
 ) -> Callable[[SchedulerOutput], StepResult]:
-    """`execute`, beside a tier if there is one."""
-    return execute if tier is None else TieredSteps(execute, tier, caches, ranks).execute
+    """`execute`, beside a tier of the runner's cache if there is one."""
+    return execute if tier is None else TieredSteps(execute, tier, runner.caches, ranks).execute
 
 
 class TieredSteps:
