@@ -66,9 +66,10 @@ def through(experts: Experts) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("share", [cut, placed, copied])
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("linear", [PLAIN, INT8], ids=["plain", "int8"])
+@pytest.mark.parametrize(
+    ("linear", "share"), [(PLAIN, cut), (PLAIN, placed), (PLAIN, copied), (INT8, placed), (INT8, copied)]
+)
 def test_summands_of_ranks(name: str, linear: LinearMethods, share: "type[cut]", size: int) -> None:
     spec = SPECS[name]
     for names in ("parts", "stacked_parts", "fused_parts"):
@@ -78,6 +79,13 @@ def test_summands_of_ranks(name: str, linear: LinearMethods, share: "type[cut]",
         for experts in ranks:
             experts.waits = False
         torch.testing.assert_close(sum(map(through, ranks)), expected, rtol=0, atol=1e-5)
+
+
+def test_parts_of_quantized_experts_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="experts are quantized, of which ranks cannot have parts yet: turn enable_exp"
+    ):
+        loaded(cut(SPECS["gated"], 2), INT8, Ranks(0, 2), "parts")
 
 
 def test_experts_are_on_few_ranks_and_copies_take_turns() -> None:

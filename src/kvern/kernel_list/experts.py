@@ -143,7 +143,7 @@ def plain_experts(spec: ModelSpec, inputs: Inputs) -> list[MoeSpec]:
     return [
         moe
         for moe in moes(spec)
-        if moe.activation in ACTIVATIONS and (moe.experts * moe.first_width, width_of_rows(spec, moe)) not in packed
+        if moe.activation in ACTIVATIONS and (moe.slots * moe.first_width, width_of_rows(spec, moe)) not in packed
     ]
 
 

@@ -119,6 +119,7 @@ class Build:
         """A linear layer that sums over inputs which `column` layers produced."""
         if self.ranks.size > 1 and self.sums:
             return SummedLinear(inputs, {part: outputs}, self, bias=bias)
+        assert self.sums or not bias, "each rank would add it"
         return Linear(inputs, {part: outputs}, self, bias=bias, inputs_share=self.ranks.share(inputs))
 
     @property

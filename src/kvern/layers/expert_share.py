@@ -41,8 +41,8 @@ class ExpertShare:
         self.placement, self.held = placement, placement[self._rank]
         slots = [
             [
-                self.held.index(expert) if ranks[turn % len(ranks)] == self._rank else -1
-                for expert, ranks in enumerate(owners)
+                self.held.index(expert) if owning[turn % len(owning)] == self._rank else -1
+                for expert, owning in enumerate(owners)
             ]
             for turn in range(len(self._slots))
         ]

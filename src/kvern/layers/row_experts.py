@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.packed import LANES
+from kvern.errors import ConfigError
 from kvern.layers.experts import Experts, MethodExperts, SeparateExperts
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.quantized.method import QuantizedMethod
@@ -66,7 +67,13 @@ def make_experts(hidden_size: int, spec: MoeSpec, build: "Build", formats: Mappi
     """Experts whose "gate", if there is one, "up" and "down" have these formats: stacked by rows where they can be.
 
     A format that does not join parts keeps more of a part than rows, as an order of its inputs: it is not stacked.
+    Raises ConfigError where ranks have parts of experts: what is stored together is not cut.
     """
+    if build.ranks.size > 1 and spec.placed_over == 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {build.ranks.size}, and {build.name('experts')} are quantized, of which ranks "
+            "cannot have parts yet: turn enable_expert_parallel on, for whole experts"
+        )
     gate, down = formats.get("gate", formats["up"]), formats["down"]
     if gate is formats["up"] and gate.joins and down.joins:
         outline = replace(build, device=META)

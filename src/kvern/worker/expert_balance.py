@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvern.expert_placement import Placement, kept_in_place, place_experts, rank_loads
 from kvern.worker.expert_counts import LayerCounts
@@ -10,11 +10,11 @@ from kvern.worker.expert_counts import LayerCounts
 logger = logging.getLogger("kvern")
 
 LEAST_GAIN = 0.05
-"""Of the busiest rank's work over all layers that are moved: what experts are moved for."""
+"""Of the busiest rank's work in a layer: what its experts are moved for."""
 
 
 class ExpertBalance:
-    """Looks every so many `seconds` at what experts have had since it looked last.
+    """Looks every so many `seconds` at what experts have had since it looked last, then has a layer for each step.
 
     `count` begins to read, as `ExpertCounts.read`; `placements` are those of the layers whose experts are placed.
     """
@@ -22,44 +22,38 @@ class ExpertBalance:
     def __init__(
         self,
         count: Callable[[], Callable[[], LayerCounts]],
-        placements: dict[int, Placement],
+        placements: Mapping[int, Placement],
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._count, self._placements, self._seconds, self._clock = count, placements, seconds, clock
+        self._count, self._placements, self._seconds, self._clock = count, dict(placements), seconds, clock
         self._seen: LayerCounts = []
+        self._loads: list[tuple[int, list[int]]] = []
+        """Of layers that were looked at, and not yet decided."""
         self._next = clock() + seconds
 
     def due(self) -> dict[int, Placement]:
-        """The layers whose experts are to be placed anew before the next step, which is taken for done; mostly none."""
-        now = self._clock()
-        if now < self._next:
-            return {}
-        self._next = now + self._seconds
-        counts, seen = self._count()(), self._seen
-        self._seen = counts
-        loads = {layer: _since(counts[layer], seen[layer] if seen else None) for layer in self._placements}
-        better = {layer: self._better(layer, load) for layer, load in loads.items()}
-        before = sum(max(rank_loads(self._placements[layer], load)) for layer, load in loads.items())
-        after = sum(max(rank_loads(better[layer], load)) for layer, load in loads.items())
+        """The layer whose experts are to be placed anew before the next step, which is taken for done; mostly none."""
+        if not self._loads:
+            now = self._clock()
+            if now < self._next:
+                return {}
+            self._next = now + self._seconds
+            self._look()
+        layer, load = self._loads.pop()
+        old = self._placements[layer]
+        new = kept_in_place(old, place_experts(load, len(old), sum(map(len, old)) - len(load)))
+        before, after = max(rank_loads(old, load)), max(rank_loads(new, load))
         if not before or after > (1 - LEAST_GAIN) * before:
             return {}
-        moved = {layer: placement for layer, placement in better.items() if placement != self._placements[layer]}
-        self._placements |= moved
-        logger.info(
-            "experts of %d layers change their places: the busiest ranks had %.0f%% more",
-            len(moved),
-            100 * (before / after - 1),
-        )
-        return moved
+        logger.info("layer %d: experts change their places, the busiest rank has %.0f%%", layer, 100 * after / before)
+        self._placements[layer] = new
+        return {layer: new}
 
-    def _better(self, layer: int, load: list[int]) -> Placement:
-        """What suits this load best, or what is."""
-        old = self._placements[layer]
-        copies = sum(map(len, old)) - len(load)
-        new = kept_in_place(old, place_experts(load, len(old), copies))
-        return new if max(rank_loads(new, load)) < max(rank_loads(old, load)) else old
-
-
-def _since(now: list[int], before: list[int] | None) -> list[int]:
-    return now if before is None else [later - earlier for later, earlier in zip(now, before, strict=True)]
+    def _look(self) -> None:
+        counts, seen = self._count()(), self._seen
+        self._seen = counts
+        for layer in self._placements:
+            earlier = seen[layer] if seen else [0] * len(counts[layer])
+            load = [now - before for now, before in zip(counts[layer], earlier, strict=True)]
+            self._loads.append((layer, load))
