@@ -75,13 +75,11 @@ class Server:
 
     def app(self) -> ASGIApp:
         """The ASGI application. With keys, every route but /health and /ping needs one of them."""
-        responses, claude, files, batches, adapters, engines, tokens = (
+        responses, claude, files, batches, tokens = (
             self.responses,
             MessagesApi(self.service),
             Files(self.store),
             self.batches,
-            AdaptersApi(self.service),
-            EnginesApi(self.service),
             Tokens(self.service),
         )
         routes = [
@@ -97,10 +95,8 @@ class Server:
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
-            Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
-            Route("/v1/add_engine", engines.add, methods=["POST"]),
-            Route("/v1/remove_engine", engines.remove, methods=["POST"]),
+            *AdaptersApi(self.service).routes(),
+            *EnginesApi(self.service).routes(),
             Route(COMPLETIONS, self.completions.create, methods=["POST"]),
             Route(CHAT, self.completions.create, methods=["POST"]),
             Route(EMBEDDINGS, self.embeddings.create, methods=["POST"]),

@@ -2,6 +2,7 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from kvern.api.errors import HttpError
 from kvern.api.fields import LONGEST_TIMEOUT, typed
@@ -17,6 +18,13 @@ class EnginesApi:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+    def routes(self) -> list[Route]:
+        """Which path each has."""
+        return [
+            Route("/v1/add_engine", self.add, methods=["POST"]),
+            Route("/v1/remove_engine", self.remove, methods=["POST"]),
+        ]
 
     async def add(self, request: Request) -> Response:
         """POST /v1/add_engine: start another engine of a model. Answered when it takes requests."""
