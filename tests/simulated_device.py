@@ -41,6 +41,8 @@ class Setup:
     continuous: bool = True
     policy: str = "fcfs"
     depth: int = 1
+    stages: int = 1
+    """Of the model: with more than one a row learns of its tokens from steps alone."""
     block_size: int = 4
     max_model_len: int = 24
     spare_blocks: int = 3
@@ -95,7 +97,7 @@ class Setup:
         budget = slots + self.spare_budget
         if not self.chunked:
             budget = max(budget, self.max_model_len)
-        return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous)
+        return SchedulerLimits(budget, slots, self.aging_steps, self.chunked, self.continuous, self.stages)
 
 
 def first_key(request: Request) -> int:
@@ -240,6 +242,9 @@ class SimulatedDevice:
         self._change_rows(output)
         if failing:
             self._lose(output)
+        for slot, first, token_ids in output.known:
+            assert token_ids and len(self.rows[slot].tokens) >= first, "a token between is not known"
+            self.rows[slot].tokens[first:] = token_ids
         for slot, first, token_ids in output.drafts:
             assert len(self.rows[slot].tokens) == first and token_ids, "drafts do not follow what is known"
             self.rows[slot].tokens += token_ids
@@ -275,7 +280,7 @@ class SimulatedDevice:
             kept = self._verified(row, item, prefix)
             width = row.request.params.beam_width
             if width is None:
-                if item.sampled:
+                if item.sampled and self.setup.stages == 1:
                     row.tokens[len(prefix) + 1 - item.sampled :] = kept
                 if any(other.uncertain or other.guesses or other.sampled > 1 for other in output.scheduled):
                     row.computed = len(prefix) + len(kept) - item.sampled

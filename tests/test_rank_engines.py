@@ -71,14 +71,31 @@ def ranks_of(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def ranked() -> Iterator[LLM]:
-    with LLM(tensor_parallel_size=2, **OPTIONS) as llm:
+def expected() -> list[RequestOutput]:
+    with LLM(**OPTIONS) as alone:
+        return answers(alone)
+
+
+SHARED: dict[str, Any] = {"tensor_parallel_size": 2}
+STAGED: dict[str, Any] = {"pipeline_parallel_size": 2}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        SHARED,
+        STAGED,
+        pytest.param(SHARED | STAGED, marks=pytest.mark.nightly),
+        pytest.param({"pipeline_parallel_size": 3}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def ranked(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(**request.param, **OPTIONS) as llm:
         yield llm
 
 
-def test_two_ranks_answer_as_one_process_does(ranked: LLM) -> None:
-    with LLM(**OPTIONS) as alone:
-        expected = answers(alone)
+def test_several_ranks_answer_as_one_process_does(ranked: LLM, expected: list[RequestOutput]) -> None:
     for name, one, other in zip(list(ASKED) * 2, expected, answers(ranked), strict=True):
         assert [item.token_ids for item in other.outputs] == [item.token_ids for item in one.outputs], name
         for item, found in zip(one.outputs, other.outputs, strict=True):
@@ -91,9 +108,9 @@ def test_two_ranks_answer_as_one_process_does(ranked: LLM) -> None:
 
 
 def test_a_lost_rank_ends_an_engine_in_its_process_with_the_reason(ranked: LLM) -> None:
-    (rank,) = ranks_of(os.getpid())
+    rank, *_ = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
-    with pytest.raises(EngineDied, match="it lost rank 1, which ended with a signal, SIGKILL"):
+    with pytest.raises(EngineDied, match=r"it lost rank [0-3], which ended with a signal, SIGKILL"):
         ranked.generate("Once upon a time", PLAIN)
     assert ranks_of(os.getpid()) == []
 
@@ -106,13 +123,14 @@ def read(client: openai.OpenAI, seed: int) -> str:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("option", ["-tp", "-pp"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals) -> None:
+def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: str) -> None:
     seeds = range(6)
     with LLM("kvern-1m", threads=1, max_model_len=512, dtype="float32", device="cpu") as alone:
         params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=TOKENS, ignore_eos=True) for seed in seeds]
         expected = [output.outputs[0].text for output in alone.generate(["Once upon a time"] * len(seeds), params)]
-    with serving(*SMALL, "-tp", "2", "--device", "cpu", "--engine-timeout", "8") as served:
+    with serving(*SMALL, option, "2", "--device", "cpu", "--engine-timeout", "8") as served:
         with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
             client = served.client().with_options(timeout=120)
             texts = [pool.submit(read, client, seed) for seed in seeds]

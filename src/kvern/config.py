@@ -54,6 +54,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Processes that compute the model together, each with a share of its weights and of its KV cache: one a GPU, or
     several of a CPU. One that waits for another for half of engine_timeout gives up: a server then starts anew."""
+    pipeline_parallel_size: int = 1
+    """Stages that have some of the model's layers each, one behind the other, and compute different steps at a time:
+    tensor_parallel_size processes each."""
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
     use, and no more than its control group gives it the time of."""
@@ -173,7 +176,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         sizes = "max_model_len", "kv_cache_tokens", "block_size", "max_batch_requests"
-        for name in ("threads", "tensor_parallel_size", "data_parallel_size", "aging_steps", *sizes):
+        processes = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+        for name in ("threads", *processes, "aging_steps", *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")
@@ -224,6 +228,16 @@ class EngineConfig:
     def target_itl_seconds(self) -> float | None:
         """The option in seconds; 0: there is no limit. None: it is not given."""
         return None if self.target_itl is None else read_seconds("target_itl", self.target_itl)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute the model together: stage by stage, those of one stage behind one another."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that an engine's own process is: the first of the last stage, where tokens are sampled."""
+        return self.ranks - self.tensor_parallel_size
 
     @property
     def rank_timeout(self) -> float:

@@ -1,16 +1,15 @@
 """Ranks that compute one model together: processes of one machine, each with a device and a share of the weights."""
 
-import importlib
-import os
 import weakref
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-LOOPBACK = "127.0.0.1"
+from kvern.device.process_group import connect
+from kvern.device.stages import WHOLE, Stage
 
 
 class Share(NamedTuple):
@@ -21,15 +20,17 @@ class Share(NamedTuple):
 
 
 class Ranks:
-    """Rank `rank` of `size`. All of them call the same methods in the same order, on tensors of the same shapes.
+    """Rank `rank` of `size`, which share the layers of a `stage`.
+
+    All of them call the same methods in the same order, on tensors of the same shapes.
 
     Tensors stay on the ranks' devices; on GPUs no method waits, and a CUDA graph may hold what it does. A method raises
     RuntimeError where another rank has ended, or on a CPU does not come within the time given to `connect`.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
-        self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
+    def __init__(self, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> None:
+        self.rank, self.size, self.stage = rank, size, stage
+        self._groups: list[Any] = []
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
     def connect(self, file: Path, device: torch.device, seconds: float) -> None:
@@ -37,22 +38,14 @@ class Ranks:
 
         CPUs talk through gloo over the loopback interface, and wait so long each time; GPUs talk through NCCL.
         """
-        if self.size == 1:
-            return
-        distributed: Any = importlib.import_module("torch.distributed")
-        store = distributed.FileStore(str(file), self.size)
-        store.set_timeout(timedelta(seconds=seconds))
-        if device.type == "cuda":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all are on one machine
-            options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds)
-            self._groups.append(distributed.ProcessGroupNCCL(store, self.rank, self.size, options))
-            return
-        gloo = distributed.ProcessGroupGloo
-        gloo_options = gloo._Options()
-        gloo_options._timeout = timedelta(seconds=seconds)
-        gloo_options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        self._groups.append(gloo(store, self.rank, self.size, gloo_options))
+        if self.size > 1:
+            self._groups.append(connect(_of(file, "stage", self.stage.index), self.rank, self.size, device, seconds))
+        self.stage.connect(_of(file, "rank", self.rank), device, seconds)
+
+    @property
+    def processes(self) -> int:
+        """How many compute the model, those of all stages."""
+        return self.size * self.stage.count
 
     def share(self, count: int, copies: int = 1) -> Share:
         """This rank's of a dimension cut into parts of `count` entries; `copies` neighbours hold the same part."""
@@ -81,6 +74,17 @@ class Ranks:
         """What the first rank has, on each of them; `x`, contiguous, is overwritten on the others."""
         self._groups[0].broadcast([x]).wait()
         return x
+
+
+def _of(file: Path, kind: str, number: int) -> Path:
+    return file.with_name(f"{file.name}-{kind}-{number}")
+
+
+def ranks_of(number: int, size: int, layers: Sequence[range]) -> Ranks:
+    """Process `number` of stages with these layers, each of `size` ranks."""
+    index, rank = divmod(number, size)
+    stage = Stage(index, len(layers), layers[index]) if len(layers) > 1 else WHOLE
+    return Ranks(rank, size, stage)
 
 
 ALONE = Ranks()

@@ -189,7 +189,8 @@ class EngineCore:
             wanted = None
             if self.drafting is not None:
                 wanted = self.drafting.wanted(len(self.scheduler.running) + len(self.scheduler.waiting))
-            output = self.scheduler.schedule(self._pace.time(self.scheduler.waiting.best()), wanted)
+            time_limit = self._pace.time(self.scheduler.waiting.best())
+            output = self.scheduler.schedule(time_limit, wanted, self._depth - len(self._in_flight))
             if output.scheduled or output.loads:
                 self._submit(output)
                 if len(self._in_flight) < self._depth:

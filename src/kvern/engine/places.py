@@ -29,7 +29,7 @@ def places_of(config: EngineConfig) -> list[Place]:
     count = config.data_parallel_size
     if count == 1:
         return [Place()]
-    each = config.tensor_parallel_size
+    each = config.ranks
     gpus = [] if config.device == "cpu" else visible_gpus(gpu_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus or config.device == "cuda":
         if count * each > len(gpus):

@@ -22,7 +22,7 @@ def share_of(spec: ModelSpec, size: int) -> ModelSpec:
     for reason in _reasons(spec):
         raise ConfigError(f"tensor_parallel_size is {size}, and {spec.model_type} has {reason}, {NOT_YET}")
     layers = tuple(_layer_share(spec, layer, size) for layer in spec.layers)
-    return replace(spec, layers=layers, renames=tuple(_of_whole(rename, spec) for rename in spec.renames))
+    return replace(spec, layers=layers, renames=tuple(of_whole(rename, spec) for rename in spec.renames))
 
 
 NOT_YET = "which is not possible together yet: leave tensor_parallel_size at 1"
@@ -73,8 +73,8 @@ def _check_divides(spec: ModelSpec, what: str, count: int, size: int) -> None:
         )
 
 
-def _of_whole(rename: Rename, spec: ModelSpec) -> Rename:
-    """The rule for tensors of the checkpoint, which has the whole model."""
+def of_whole(rename: Rename, spec: ModelSpec) -> Rename:
+    """The rule for tensors of the checkpoint, which has the whole model `spec`."""
     return rename if rename.transform is None else replace(rename, transform=partial(_transformed, rename, spec))
 
 

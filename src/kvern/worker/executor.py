@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import ranks_of
 from kvern.errors import EngineDied
 from kvern.model_spec import ModelSpec
+from kvern.models.loader import outline_model
+from kvern.models.stages import divide
 from kvern.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.plan import Layout, agree, lay_out
@@ -129,6 +132,28 @@ class RankedExecutor(InProcessExecutor):
         return super().idle()
 
 
+class StagedExecutor(RankedExecutor):
+    """The last of several stages on CPUs, which begins a step when its result is asked for.
+
+    It has to wait for the stage before, and meanwhile others can begin.
+    """
+
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        if self._error is None:
+            self._others.send(RunStep(output))
+        return _LaterStep(partial(InProcessExecutor.submit, self, output))
+
+
+class _LaterStep:
+    """A step that begins when its result is asked for."""
+
+    def __init__(self, begin: Callable[[], StepResult]) -> None:
+        self._begin = begin
+
+    def result(self) -> ModelRunnerOutput:
+        return self._begin().result()
+
+
 def start(
     config: EngineConfig,
     folder: Path,
@@ -141,7 +166,7 @@ def start(
 
     `lost` as in `RankProcesses`. Raises KvernError subclasses.
     """
-    if config.tensor_parallel_size > 1:
+    if config.ranks > 1:
         return _start_ranks(config, folder, spec, startup, lost)
     worker = Worker(config, folder, spec, resolve_device(config), startup, draft)
     plan = agree([worker.probe()], config, spec)
@@ -154,10 +179,13 @@ def start(
 def _start_ranks(
     config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, lost: Callable[[int], None] | None
 ) -> tuple[RankedExecutor, Layout]:
-    device = resolve_device(config)
-    ranks = Ranks(0, config.tensor_parallel_size)
+    layers = [range(len(spec.layers))]
+    if config.pipeline_parallel_size > 1:
+        layers = divide(outline_model(folder, config.dtype, config.load_format), config.pipeline_parallel_size)
+    device = resolve_device(config, config.first_rank)
+    ranks = ranks_of(config.first_rank, config.tensor_parallel_size, layers)
     worker = Worker(config, folder, spec, device, startup, ranks=ranks)
-    others = RankProcesses(config, folder, lost)
+    others = RankProcesses(config, folder, layers, lost)
     try:
         findings = worker.probe()
         with startup.stage("ranks"):
@@ -172,4 +200,5 @@ def _start_ranks(
     except BaseException:
         others.end()
         raise
-    return RankedExecutor(worker, others), layout
+    waits = len(layers) > 1 and device.type == "cpu"
+    return (StagedExecutor if waits else RankedExecutor)(worker, others), layout

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import ranks_of
 from kvern.errors import KvernError
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
@@ -70,7 +70,8 @@ def _make_worker(socket: "zmq.Socket[bytes]") -> tuple[Worker, int]:
     start = decode_start(sys.stdin.buffer.read())
     config, folder = EngineConfig(**start.config), Path(start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
-    ranks = Ranks(start.rank, config.tensor_parallel_size)
+    layers = [range(*places) for places in start.layers]
+    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers)
     device = resolve_device(config, start.rank)
     worker = Worker(config, folder, spec, device, Startup(), ranks=ranks)
     socket.send(encode(Found(worker.probe())))

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,17 +30,27 @@ Answer = TypeVar("Answer", bound=RankMessage)
 
 
 class RankProcesses:
-    """Ranks 1, 2 ..., which end when one of them does, when this object is gone, or when this process ends.
+    """All ranks but this process's own, which end when one of them does, or this object or process does.
+
+    `layers`: those of each stage.
 
     `lost` is called, in a thread, with the exit code of the first that ended by itself, negative: by which signal.
     """
 
-    def __init__(self, config: EngineConfig, model: Path, lost: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Path,
+        layers: Sequence[range],
+        lost: Callable[[int], None] | None = None,
+    ) -> None:
         folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
         self.meeting = Path(folder.name, "meeting")
         context = zmq.Context()
         self._sockets, processes = [], []
-        for rank in range(1, config.tensor_parallel_size):
+        self._ranks = [rank for rank in range(config.ranks) if rank != config.first_rank]
+        places = [(stage.start, stage.stop) for stage in layers]
+        for rank in self._ranks:
             address = f"ipc://{Path(folder.name, f'rank-{rank}')}"
             socket = context.socket(zmq.PAIR)
             socket.set(zmq.LINGER, 0)
@@ -52,10 +62,10 @@ class RankProcesses:
             )
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, `answers` will tell
-                process.stdin.write(encode(StartRank(dataclasses.asdict(config), str(model), rank)))
+                process.stdin.write(encode(StartRank(dataclasses.asdict(config), str(model), rank, places)))
             self._sockets.append(socket)
             processes.append(process)
-        self._end = _End(processes, lost)
+        self._end = _End(dict(zip(self._ranks, processes, strict=True)), lost)
         weakref.finalize(self, _leave, self._end, self._sockets, context, folder)
 
     def send(self, message: RankMessage) -> None:
@@ -67,7 +77,7 @@ class RankProcesses:
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
         """One of each, in their order. Raises ConfigError with the reason of one that cannot start."""
-        return [self._answer(rank, socket, kind) for rank, socket in enumerate(self._sockets, 1)]
+        return [self._answer(rank, socket, kind) for rank, socket in zip(self._ranks, self._sockets, strict=True)]
 
     def _answer(self, rank: int, socket: "zmq.Socket[bytes]", kind: type[Answer]) -> Answer:
         while not socket.poll(LOOK_MILLISECONDS):
@@ -105,12 +115,13 @@ def _leave(
 class _End:
     """Of processes, which end together."""
 
-    def __init__(self, processes: Sequence["subprocess.Popen[bytes]"], lost: Callable[[int], None] | None) -> None:
-        self._processes, self._lost = processes, lost
+    def __init__(self, processes: Mapping[int, "subprocess.Popen[bytes]"], lost: Callable[[int], None] | None) -> None:
+        """`processes`: by their ranks."""
+        self._processes, self._lost = list(processes.values()), lost
         self._wanted = threading.Lock()
         self.noticed = threading.Event()
         self.reason: str | None = None
-        for rank, process in enumerate(processes, 1):
+        for rank, process in processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
     def all(self) -> None:

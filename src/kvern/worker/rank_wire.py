@@ -17,11 +17,15 @@ class RankMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class StartRank(RankMessage):
-    """The options as built-in values, the model's folder, and which rank the process is."""
+    """The options as built-in values, the model's folder, which rank the process is, and how stages share layers.
+
+    `layers`: where those of each stage begin and end.
+    """
 
     config: dict[str, Any]
     folder: str
     rank: int
+    layers: list[tuple[int, int]]
 
 
 class LoadWeights(RankMessage):

@@ -84,7 +84,7 @@ class TorchParts:
         rows = make_rows(slots, layout.max_model_len, -(-layout.max_model_len // size), device, windows)
         decoder, captured, draft = contents.decoder, None, contents.draft
         drafter = None if draft is None else draft.parts.drafter(draft.decoder, layout, rows)
-        captures = states is None and contents.ranks.size == 1  # what ranks say to each other is no kernel
+        captures = states is None and contents.ranks.processes == 1  # what ranks say to each other is no kernel
         if self._compiled and captures and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
