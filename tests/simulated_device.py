@@ -25,10 +25,7 @@ from kvern.step import (
     SchedulerOutput,
 )
 
-VOCABULARY = 4
-
-
-STOP_TOKEN = 3
+VOCABULARY, STOP_TOKEN = 4, 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,6 @@ class Setup:
     policy: str = "fcfs"
     depth: int = 1
     stages: int = 1
-    """Of the model: with more than one a row learns of its tokens from steps alone."""
     block_size: int = 4
     max_model_len: int = 24
     spare_blocks: int = 3
@@ -242,9 +238,6 @@ class SimulatedDevice:
         self._change_rows(output)
         if failing:
             self._lose(output)
-        for slot, first, token_ids in output.known:
-            assert token_ids and len(self.rows[slot].tokens) >= first, "a token between is not known"
-            self.rows[slot].tokens[first:] = token_ids
         for slot, first, token_ids in output.drafts:
             assert len(self.rows[slot].tokens) == first and token_ids, "drafts do not follow what is known"
             self.rows[slot].tokens += token_ids
@@ -300,7 +293,7 @@ class SimulatedDevice:
         return result
 
     def _change_rows(self, output: SchedulerOutput) -> None:
-        """Rows fork, then join and grow."""
+        """Rows fork, then join, grow, and learn what a later stage has sampled."""
         before = dict(self.rows)
         for fork in output.forked:
             source = before[fork.source]
@@ -322,6 +315,9 @@ class SimulatedDevice:
             own = self.rows[grown.slot].windowed[grown.table]
             assert not own or own.keys() & {grown.first - 1, grown.first}, "a block table has a gap within its window"
             own |= enumerate(grown.block_ids, grown.first)
+        for slot, first, token_ids in output.known:
+            assert token_ids and len(self.rows[slot].tokens) >= first, "a token between is not known"
+            self.rows[slot].tokens[first:] = token_ids
 
     def _blocks(self, row: Row, position: int) -> list[tuple[int, int]]:
         """Where a row has a token, in each block table with memory; that of layers without a window is -1."""

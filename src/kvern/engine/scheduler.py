@@ -27,6 +27,7 @@ from kvern.engine.draft_room import Wanted, to_guess, to_verify
 from kvern.engine.forks import PendingForks
 from kvern.engine.policy import Policy
 from kvern.engine.running import RunningRequests, future_siblings
+from kvern.engine.stages import in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_costs import load_of
 from kvern.engine.waiting import Cause, WaitingQueue
@@ -44,7 +45,6 @@ class SchedulerLimits:
     chunked_prefill: bool = True
     continuous: bool = True
     stages: int = 1
-    """Of the model: more than one compute different steps at a time, each of requests of its own."""
 
 
 class Scheduler:
@@ -140,19 +140,16 @@ class Scheduler:
 
     # Steps
 
-    def schedule(
-        self, time: StepTime | None = None, wanted: Wanted | None = None, beginning: int = 1
-    ) -> SchedulerOutput:
+    def schedule(self, time: StepTime | None = None, wanted: Wanted | None = None, begin: int = 1) -> SchedulerOutput:
         """Plan the next step, of this `time` if decodes are in it; empty when nothing can run before one returns.
 
-        `wanted` says how many drafts the device should guess of a request behind the step; None: it guesses none.
-        `beginning`: so many steps, this one among them, may begin before one returns.
+        `wanted` says how many drafts the device should guess of a request behind it; None: none. `begin`: as `in_turn`.
         """
         self.step += 1
         self._wanted = wanted
         output = SchedulerOutput(self.step)
         preempted = self.preemption_count
-        budget = self._schedule_running(output, time, beginning)
+        budget = self._schedule_running(output, time, begin)
         if self.preemption_count == preempted:
             self._admit(output, budget)
             while not output.scheduled and self._make_room():
@@ -190,15 +187,15 @@ class Scheduler:
         for unit in units:
             self.waiting.wake(unit)
 
-    def _schedule_running(self, output: SchedulerOutput, time: StepTime | None, beginning: int) -> StepBudget:
+    def _schedule_running(self, output: SchedulerOutput, time: StepTime | None, begin: int) -> StepBudget:
         """Returns what is left of the budget."""
-        tokens, decodes = self.limits.max_batch_tokens, self._decodes(beginning)
+        tokens = self.limits.max_batch_tokens
         behind: list[Request] = []
-        for request in list(self.running):
+        for request in in_turn(self.running, self.limits.stages, begin):
             remaining = request.remaining_tokens
             if remaining > 1:
                 behind.append(request)
-            elif remaining == 1 <= tokens and self._may_decode(request) and len(output.scheduled) < decodes:
+            elif remaining == 1 <= tokens:
                 drafted = request.draft_token_ids or request.guesses
                 verified = self._verify(request, tokens - len(self.running), output) if drafted else 0
                 tokens -= verified or self._advance(request, 1, 1, output)
@@ -210,19 +207,6 @@ class Scheduler:
             count = budget.chunk(start, remaining, self.cache.until_mark(request))
             budget.take(start, self._advance(request, remaining, count, output))
         return budget
-
-    def _may_decode(self, request: Request) -> bool:
-        """With several stages the first learns of a token when it has been sampled, and the host knows it."""
-        return self.limits.stages == 1 or not request.in_flight
-
-    def _decodes(self, beginning: int) -> int:
-        """How many decodes the step takes: with several stages as many as those that begin before or behind it."""
-        stages = self.limits.stages
-        if stages == 1:
-            return self.limits.max_batch_requests
-        decoding = [request for request in self.running if request.remaining_tokens == 1]
-        ready = sum(map(self._may_decode, decoding))
-        return min(-(-ready // beginning), -(-len(decoding) // stages))
 
     def _advance(self, request: Request, remaining: int, count: int, output: SchedulerOutput) -> int:
         """Compute `count` of a running request's tokens, if it has not been preempted; how many are computed."""
@@ -321,8 +305,6 @@ class Scheduler:
                 self._extend(request, count + 1 + guesses, output)
         output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, uncertain, guesses))
         output.request_ids.append(request.request_id)
-        if self.limits.stages > 1 and start >= request.prompt_length:
-            output.known.append((request.slot, start, request.token_ids[start : start + count]))
         request.num_computed_tokens = start + count
         request.in_flight += sampled
         request.drafts_in_flight += max(sampled - 1, 0)

@@ -103,19 +103,11 @@ def load_model(
     spec = part_of_stage(share_of(whole, ranks.size), ranks.stage)
     stored = [] if load_format == "dummy" else read_headers(folder)
     linear = stored_methods(config, spec, stored, unquantized, quantization)
-    renames = (*spec.renames, *linear.renames)
-    names = [llama_name(tensor.name, renames)[0] for tensor in stored]
+    names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
     stored = tensors_of_stage(stored, names, whole, ranks.stage)
     length = max_model_len or spec.max_position_embeddings
-    build = Build(
-        choose_dtype(dtype, spec, None if load_format == "dummy" else folder),
-        torch.device(device),
-        length,
-        kernels,
-        linear,
-        deterministic,
-        ranks=ranks,
-    )
+    chosen = choose_dtype(dtype, spec, None if load_format == "dummy" else folder)
+    build = Build(chosen, torch.device(device), length, kernels, linear, deterministic, ranks=ranks)
     return filled_model(Decoder, spec, build, folder, None if load_format == "dummy" else stored)
 
 

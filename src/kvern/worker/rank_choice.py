@@ -1,9 +1,33 @@
-"""What of a step one rank decides for all: tokens that follow grammars, as that depends on the time it takes."""
+"""Which ranks choose tokens: the last stage's, and of tokens that follow grammars, as that takes time, their first."""
 
 import torch
 
 from kvern.device.ranks import Ranks
+from kvern.device.rows import BatchRows
 from kvern.device.transfer import upload
+from kvern.step import SchedulerOutput
+from kvern.structured.masks import GrammarRows
+from kvern.worker.needs import RowNeeds
+from kvern.worker.processor_rows import ProcessorRows
+
+
+def change_choices(
+    ranks: Ranks,
+    output: SchedulerOutput,
+    rows: BatchRows,
+    grammars: GrammarRows,
+    processors: ProcessorRows,
+    needs: RowNeeds,
+) -> None:
+    """Tell what chooses tokens here of the `rows` that a step let fork and join."""
+    if not ranks.stage.is_last:
+        return
+    grammars.fork(output.forked)
+    processors.fork(output.forked, rows)
+    needs.fork(output.forked)
+    grammars.join(output.joined if ranks.rank == 0 else ())
+    processors.join(output.joined)
+    needs.join(output.joined)
 
 
 def chosen_by_first(ranks: Ranks, chosen: torch.Tensor, unknown: list[int]) -> tuple[torch.Tensor, list[int]]:

@@ -21,7 +21,7 @@ from kvern.worker.captured_decodes import CapturedDecodes, Scored
 from kvern.worker.drafter import ComputedStep, Drafter, GuardedDrafter
 from kvern.worker.needs import Needs, RowNeeds
 from kvern.worker.processor_rows import ProcessorRows, ProcessorVerdict
-from kvern.worker.rank_choice import chosen_by_first
+from kvern.worker.rank_choice import change_choices, chosen_by_first
 from kvern.worker.result import (
     PendingStep,
     PromptLogprobs,
@@ -90,23 +90,13 @@ class ModelRunner:
             self._states.prepare(output)
         self._rows.fork(output.forked)
         self._rows.join(output.joined)
-        if self._ranks.stage.is_last:
-            self._change_choices(output)
+        change_choices(self._ranks, output, self._rows, self._grammars, self._processors, self._needs)
         if self._ranks.stage.is_first:
             self._rows.draft(output.known)
         self._rows.grow(output.grown)
         self._rows.grow_windows(output.grown_windows)
         self._rows.draft(output.drafts)
         self._drafter.prepare(output)
-
-    def _change_choices(self, output: SchedulerOutput) -> None:
-        """What tokens are chosen by: the last stage alone does."""
-        self._grammars.fork(output.forked)
-        self._processors.fork(output.forked, self._rows)
-        self._needs.fork(output.forked)
-        self._grammars.join(output.joined if self._ranks.rank == 0 else ())
-        self._processors.join(output.joined)
-        self._needs.join(output.joined)
 
     def _drafts(self, scheduled: Sequence[ScheduledTokens]) -> list[list[int]]:
         """Those that are to be verified, of each request; nothing if there are none."""
