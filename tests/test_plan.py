@@ -66,12 +66,28 @@ def test_ranks_share_weights_and_keys(models: dict[str, Model]) -> None:
 
 
 def test_heads_bound_how_a_model_is_divided(models: dict[str, Model]) -> None:
-    assert [split.tensor for split in splits(6, models["8b"])] == [1, 2], "32 heads are no multiple of 3"
+    assert {split.tensor for split in splits(6, models["8b"])} == {1, 2}, "32 heads are no multiple of 3"
     assert [str(split) for split in splits(4, models["8b"])] == [
         "tensor 1 x data 4",
+        "tensor 1 x pipeline 2 x data 2",
+        "tensor 1 x pipeline 4 x data 1",
         "tensor 2 x data 2",
+        "tensor 2 x pipeline 2 x data 1",
         "tensor 4 x data 1",
     ]
+
+
+def test_stages_divide_layers_and_the_requests_of_a_step(models: dict[str, Model]) -> None:
+    """The first has the embeddings beside half of what steps read; a step of a stage has half of the requests."""
+    model, workload = models["8b"], Workload(32, 1024, 256)
+    one, two = (estimate(model, CARDS["h200"], Split(1, 1, stages), workload) for stages in (1, 2))
+    embeddings = sum(share.nbytes for share in model.shares if share.kind == "embeddings")
+    assert two.weights == (one.weights - embeddings) / 2 + embeddings
+    assert two.token_bytes == one.token_bytes / 2
+    half = estimate(model, CARDS["h200"], Split(1, 1), Workload(16, 1024, 256))
+    assert two.decode == pytest.approx(half.decode, rel=0.01)
+    assert two.decode_one == pytest.approx(one.decode_one, rel=0.01), "one request is nowhere faster"
+    assert 1.2 * one.rate < two.rate < 2 * one.rate
 
 
 def test_what_does_not_fit_says_so(models: dict[str, Model]) -> None:
@@ -83,7 +99,8 @@ def test_what_does_not_fit_says_so(models: dict[str, Model]) -> None:
 
 def test_weights_that_ranks_cannot_share_are_not_divided(models: dict[str, Model]) -> None:
     whole = Model(models["8b"].spec, "bfloat16", models["8b"].shares, plain=False)
-    assert [split.tensor for split in splits(4, whole)] == [1]
+    assert {split.tensor for split in splits(4, whole)} == {1}
+    assert [split.pipeline for split in splits(4, whole)] == [1, 2, 4], "but by layers they are"
 
 
 def test_one_request_wants_all_cards(models: dict[str, Model]) -> None:
@@ -100,9 +117,13 @@ def test_the_command_chooses_and_writes(
     arguments = ["plan", str(folders["70b"]), "--load-format", "dummy", "--hardware", "2x h200"]
     assert main([*arguments, "--write", str(target)]) == 0
     assert "Chosen: tensor 2 x data 1" in capsys.readouterr().out
-    assert tomllib.loads(target.read_text()) == {"tensor_parallel_size": 2, "data_parallel_size": 1}
+    assert tomllib.loads(target.read_text()) == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+    }
     assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == {"tensor": 2, "data": 1}
+    assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == {"tensor": 2, "data": 1, "pipeline": 1}
 
 
 def test_a_model_that_fits_nowhere_is_an_error(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,16 @@
                 + keys and values read / bandwidth + overhead of each layer + all-reduces
     prompts     = operations / rate + all-reduces
 
+Stages are taken to be even. Each computes a share of the requests at a time, so that a decode of one of them takes what
+it takes a whole model with that share, and what stages hand on.
+
 The shares of bandwidth and rate that steps reach are those that were measured on an H200 (docs/PERFORMANCE.md).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -18,6 +22,7 @@ from kvern.errors import ConfigError
 from kvern.model_spec import ModelSpec, MoeSpec
 from kvern.models.precision import SMALL, Share
 from kvern.models.share import share_of
+from kvern.models.stages import check_stages
 from kvern.planning.hardware import Card
 from kvern.worker.memory import GPU_MEMORY_SHARE, MARGIN_BYTES, bytes_of_state, bytes_of_token, host_cache_bytes
 from kvern.worker.plan import BATCH_REQUESTS, states_of_a_request
@@ -76,13 +81,20 @@ class Workload:
 
 @dataclass(frozen=True)
 class Split:
-    """`data` replicas of the model, each over `tensor` cards."""
+    """`data` replicas of the model, each in `pipeline` stages over `tensor` cards."""
 
     tensor: int
     data: int
+    pipeline: int = 1
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} x data {self.data}"
+        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        return f"tensor {self.tensor} x {stages}data {self.data}"
+
+    @property
+    def cards(self) -> int:
+        """Of a replica."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)
@@ -108,21 +120,23 @@ class Estimate:
 
 def splits(cards: int, model: Model) -> Iterator[Split]:
     """All ways to divide a model among all of so many cards that kvern knows."""
-    for tensor in range(1, cards + 1):
-        if cards % tensor or (tensor > 1 and not model.plain):
+    for tensor, pipeline in product(range(1, cards + 1), repeat=2):
+        if cards % (tensor * pipeline) or (tensor > 1 and not model.plain):
             continue
         try:
             share_of(model.spec, tensor)
+            if pipeline > 1:
+                check_stages(model.spec, pipeline)
         except ConfigError:
             continue
-        yield Split(tensor, cards // tensor)
+        yield Split(tensor, cards // (tensor * pipeline), pipeline)
 
 
 def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Estimate:
     """What it would take and give on cards like this one."""
-    weights = sum(_part(share, split) * share.nbytes for share in model.shares)
-    token_bytes = model.token_bytes * _part_of_keys(model, split)
-    state_bytes = model.state_bytes / split.tensor
+    weights = _weights(model, split)
+    token_bytes = model.token_bytes * _part_of_keys(model, split) / split.pipeline
+    state_bytes = model.state_bytes / split.cards
     left = card.memory - weights
     if card.host:
         room = float(host_cache_bytes(max(int(left), 0), int(token_bytes), int(state_bytes)))
@@ -138,8 +152,8 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
         lacks = f"weights of {weights / 1e9:.1f} GB are more than a card's {card.memory / 1e9:.1f}"
     elif batch < 1:
         lacks = f"beside weights of {weights / 1e9:.1f} GB there is no room for a sequence of {longest:,} tokens"
-    rows, middle = max(batch, 1), workload.input + workload.output // 2
-    decode = _decode_seconds(model, card, split, rows, middle)
+    stages, middle = min(split.pipeline, max(batch, 1)), workload.input + workload.output // 2
+    decode = _decode_seconds(model, card, split, max(-(-batch // stages), 1), middle)
     served = min(workload.requests, split.data * batch)
     prompt = _prompt_seconds(model, card, split, workload.input)
     return Estimate(
@@ -151,13 +165,23 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
         decode_one=_decode_seconds(model, card, split, 1, middle),
         decode=decode,
         first_token=max(prompt, _decode_seconds(model, card, split, 1, 1)),
-        rate=0.0 if lacks else served * workload.output / (batch * prompt + workload.output * decode),
+        rate=0.0 if lacks else served * workload.output / (batch * prompt / stages + workload.output * decode),
         lacks=lacks,
     )
 
 
+def _weights(model: Model, split: Split) -> float:
+    """Bytes on the fullest card: of several stages the first has the embeddings beside its part of what steps read."""
+    bytes_of = {share: _part(share, split) * share.nbytes for share in model.shares}
+    if split.pipeline == 1:
+        return sum(bytes_of.values())
+    embeddings = sum(size for share, size in bytes_of.items() if share.kind == "embeddings")
+    read = sum(bytes_of.values()) - (0 if model.spec.tie_word_embeddings else embeddings)
+    return read / split.pipeline + embeddings
+
+
 def _part(share: Share, split: Split) -> float:
-    """Of these weights, what each rank has."""
+    """Of these weights, what each rank of a stage has."""
     return 1.0 if share.kind in WHOLE else 1 / split.tensor
 
 
@@ -172,7 +196,8 @@ def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: 
     computed = _product_seconds(model, card, split, rows)
     keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
     seconds = max(read / (READ * card.bandwidth), computed) + rows * keys / (READ * card.bandwidth)
-    return seconds + len(model.spec.layers) * card.overhead * (not card.host) + _reduced(model, card, split, rows)
+    overhead = len(model.spec.layers) * card.overhead * (not card.host)
+    return seconds + overhead + _moved(model, card, split, rows)
 
 
 def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> float:
@@ -182,7 +207,7 @@ def _prompt_seconds(model: Model, card: Card, split: Split, length: int) -> floa
         for item in model.spec.attentions
     )
     attended = pairs / (split.tensor * COMPUTED * card.rate)
-    return _product_seconds(model, card, split, length) + attended + _reduced(model, card, split, length)
+    return _product_seconds(model, card, split, length) + attended + _moved(model, card, split, length)
 
 
 def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
@@ -204,10 +229,11 @@ def _key_bytes(model: Model, context: int) -> float:
     return numbers * int(getattr(torch, model.dtype).itemsize)
 
 
-def _reduced(model: Model, card: Card, split: Split, rows: int) -> float:
-    """Seconds of all-reduces: two of a layer, of all rows."""
-    if split.tensor == 1:
-        return 0.0
+def _moved(model: Model, card: Card, split: Split, rows: int) -> float:
+    """Seconds of all-reduces, two of a layer, and of what stages hand on, of all rows."""
     moved = rows * model.spec.hidden_size * int(getattr(torch, model.dtype).itemsize)
+    handed = (split.pipeline - 1) * (card.delay + moved / card.link)
+    if split.tensor == 1:
+        return handed
     each = card.delay + 2 * (split.tensor - 1) / split.tensor * moved / card.link
-    return 2 * len(model.spec.layers) * each
+    return handed + 2 * len(model.spec.layers) * each
