@@ -25,8 +25,8 @@ class Stage:
         self.index, self.count, self.layers = index, count, layers
         self.is_first, self.is_last = index == 0, index == count - 1
         self._groups: list[Any] = []
-        weakref.finalize(self, self._groups.clear)
         self._sending: deque[Any] = deque()
+        weakref.finalize(self, _forget, self._sending, self._groups)
 
     def connect(self, file: Path, device: torch.device, seconds: float) -> None:
         """Meet the other stages; as `Ranks.connect`."""
@@ -43,6 +43,12 @@ class Stage:
         """Fill `hidden [T, width]` with what the stage before sent; a CPU waits for it."""
         self._groups[0].recv([hidden], self.index - 1, 0).wait()
         return hidden
+
+
+def _forget(sending: "deque[Any]", groups: list[Any]) -> None:
+    """Their threads cannot end any more once Python has."""
+    sending.clear()
+    groups.clear()
 
 
 WHOLE = Stage()

@@ -11,7 +11,7 @@ from kvern.step import ScheduledTokens
 
 
 def in_turn(running: Iterable[Request], stages: int, begin: int) -> list[Request]:
-    """Those that the next step may compute, of `begin` steps that may begin before one returns."""
+    """Those that the next step may compute, where `begin` steps, that one among them, may begin before one returns."""
     if stages == 1:
         return list(running)
     running = list(running)

@@ -1,4 +1,4 @@
-"""Which ranks choose tokens: the last stage's, and of tokens that follow grammars, as that takes time, their first."""
+"""Which ranks choose tokens: those of the last stage; where grammars are followed, which takes time, their first."""
 
 import torch
 
