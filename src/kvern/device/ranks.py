@@ -1,10 +1,7 @@
 """Ranks that compute one model together: processes of one machine, each with a device and a share of the weights."""
 
-import importlib
-import os
 import weakref
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.ranks import SharedMemory
-
-LOOPBACK = "127.0.0.1"
+from kvern.device.process_group import connect
+from kvern.device.stages import WHOLE, Stage
 
 
 class Share(NamedTuple):
@@ -35,7 +32,9 @@ def places(shares: Iterable[Share]) -> Iterator[tuple[int, range]]:
 
 
 class Ranks:
-    """Rank `rank` of `size`. All of them call the same methods in the same order, on tensors of the same shapes.
+    """Rank `rank` of `size`, which share the layers of a `stage`.
+
+    All of them call the same methods in the same order, on tensors of the same shapes.
 
     Tensors stay on the ranks' devices; on GPUs no method waits, and a CUDA graph may hold what it does. A method raises
     RuntimeError where another rank has ended, or on a CPU does not come within the time given to `connect`.
@@ -43,11 +42,11 @@ class Ranks:
     `check` raises it for calls that were captured on a CPU, and raise nothing when they are made again.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> None:
+        self.rank, self.size, self.stage = rank, size, stage
         self._memory: SharedMemory | None = None
         self._ordered = False
-        self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
+        self._groups: list[Any] = []
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
     def connect(
@@ -65,26 +64,18 @@ class Ranks:
         interface, and wait so long each time; GPUs talk through NCCL. With `ordered` sums of many numbers have the same
         order of additions as sums of few.
         """
-        if self.size == 1:
-            return
         self._ordered = ordered
-        if "cpu_ranks" in kernels:
-            self._memory = SharedMemory(file, self.rank, self.size, seconds)
-            return
-        distributed: Any = importlib.import_module("torch.distributed")
-        store = distributed.FileStore(str(file), self.size)
-        store.set_timeout(timedelta(seconds=seconds))
-        if device.type == "cuda":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all are on one machine
-            options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds)
-            self._groups.append(distributed.ProcessGroupNCCL(store, self.rank, self.size, options))
-            return
-        gloo = distributed.ProcessGroupGloo
-        gloo_options = gloo._Options()
-        gloo_options._timeout = timedelta(seconds=seconds)
-        gloo_options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        self._groups.append(gloo(store, self.rank, self.size, gloo_options))
+        own = _of(file, "stage", self.stage.index)
+        if self.size > 1 and "cpu_ranks" in kernels:
+            self._memory = SharedMemory(own, self.rank, self.size, seconds)
+        elif self.size > 1:
+            self._groups.append(connect(own, self.rank, self.size, device, seconds))
+        self.stage.connect(_of(file, "rank", self.rank), device, seconds)
+
+    @property
+    def processes(self) -> int:
+        """How many compute the model, those of all stages."""
+        return self.size * self.stage.count
 
     def share(self, count: int, copies: int = 1) -> Share:
         """This rank's of a dimension cut into parts of `count` entries; `copies` neighbours hold the same part."""
@@ -160,6 +151,17 @@ class Ranks:
         """Raise RuntimeError if a rank was missing in a call that was captured."""
         if self._memory is not None:
             self._memory.check()
+
+
+def _of(file: Path, kind: str, number: int) -> Path:
+    return file.with_name(f"{file.name}-{kind}-{number}")
+
+
+def ranks_of(number: int, size: int, layers: Sequence[range]) -> Ranks:
+    """Process `number` of stages with these layers, each of `size` ranks."""
+    index, rank = divmod(number, size)
+    stage = Stage(index, len(layers), layers[index]) if len(layers) > 1 else WHOLE
+    return Ranks(rank, size, stage)
 
 
 ALONE = Ranks()

@@ -47,7 +47,7 @@ def places_of(config: EngineConfig) -> list[Place]:
 
 def place_of(config: EngineConfig, number: int, count: int) -> Place:
     """Where the engine of this number runs, from 0 on, when there are `count`. Raises ConfigError without such."""
-    each, most = config.tensor_parallel_size, max(number + 1, count)
+    each, most = config.ranks, max(number + 1, count)
     gpus = seen_gpus(config)
     if gpus or config.device == "cuda":
         if most * each > len(gpus):

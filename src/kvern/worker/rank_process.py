@@ -17,7 +17,7 @@ from typing import NamedTuple
 import zmq
 
 from kvern.config import EngineConfig
-from kvern.device.ranks import Ranks
+from kvern.device.ranks import Ranks, ranks_of
 from kvern.errors import KvernError
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
@@ -86,7 +86,8 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> _Rank:
     start = decode_start(sys.stdin.buffer.read())
     config, folder = EngineConfig(**start.config), Path(start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
-    ranks = Ranks(start.rank, config.tensor_parallel_size)
+    layers = [range(*places) for places in start.layers]
+    ranks = ranks_of(start.rank, config.tensor_parallel_size, layers)
     device = resolve_device(config, start.rank)
     draft = None if start.draft is None else Path(start.draft)
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
