@@ -1,6 +1,7 @@
 """Drafts drawn from known probabilities: tokens have the model's, and drafts are accepted as often as can be."""
 
 import math
+import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.device.rows import BatchRows
+from kvern.engine.draft_room import Wanted
+from kvern.engine.proposer import takes_drafts
+from kvern.request import Request
 from kvern.sample import sampler
 from kvern.sample.random import uniform
 from kvern.sample.rejection import Drawn, DrawnDrafts, accept
@@ -184,11 +188,21 @@ class Drawing:
                 self.drawn.keep(slots, theirs)
 
 
+class OwnLengths(AnyLength):
+    """Has as many guessed as the request says: which others are in a step depends on when their forms are ready."""
+
+    def wanted(self, running: int) -> Wanted | None:
+        return lambda request: self._length(request) if takes_drafts(request) else 0
+
+    def _length(self, request: Request) -> int:
+        return random.Random(f"{request.params.seed} {len(request.token_ids)}").randint(0, 3)
+
+
 @contextmanager
 def drafting(llm: LLM, probabilities: torch.Tensor, rejection: bool) -> Iterator[None]:
     core, runner = llm._engine.core, llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
     runner._drafter = GuardedDrafter(Drawing(runner._rows, probabilities, Drawn() if rejection else None))
-    core.drafting = AnyLength(None, llm._engine.inputs.vocab_size, 3)
+    core.drafting = OwnLengths(None, llm._engine.inputs.vocab_size, 3)
     try:
         yield
     finally:

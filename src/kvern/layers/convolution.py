@@ -65,8 +65,6 @@ class Convolution(Loadable):
         if self.bias is not None and part == f"{self.name}.bias":
             copy_shares(self.bias, tensor, first_row, self._shares)
         else:
-            copy_shares(self.taps.T, tensor[:, 0], first_row, self._shares)
-
-    def finish(self) -> None:
-        if self._scales is not None:
-            self.taps.mul_(self._scales)
+            for channels in copy_shares(self.taps.T, tensor[:, 0], first_row, self._shares):
+                if self._scales is not None:
+                    self.taps[:, channels].mul_(self._scales[channels])

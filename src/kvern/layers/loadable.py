@@ -63,10 +63,14 @@ def copy_rows(target: Tensor, tensor: Tensor, first_row: int) -> None:
     target.narrow(0, first_row, tensor.shape[0]).copy_(tensor)
 
 
-def copy_shares(target: Tensor, tensor: Tensor, first_row: int, shares: Sequence[Share]) -> None:
+def copy_shares(target: Tensor, tensor: Tensor, first_row: int, shares: Sequence[Share]) -> list[slice]:
     """Write what a rank's `shares` of the rows have of `tensor`, those from `first_row` on, to `target`, which has
-    nothing but these shares."""
+    nothing but these shares. Returns which rows of `target` were written."""
+    written = []
     for place, rows in places(shares):
         begin, end = max(rows.start, first_row), min(rows.stop, first_row + len(tensor))
         if begin < end:
-            copy_rows(target, tensor[begin - first_row : end - first_row], place + begin - rows.start)
+            first = place + begin - rows.start
+            copy_rows(target, tensor[begin - first_row : end - first_row], first)
+            written.append(slice(first, first + end - begin))
+    return written
