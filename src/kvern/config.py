@@ -54,6 +54,9 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Processes that compute the model together, each with a share of its weights and of its KV cache: one a GPU, or
     several of a CPU. One that waits for another for half of engine_timeout gives up: a server then starts anew."""
+    executor: Literal["processes", "ray"] = "processes"
+    """Who starts the processes of engines and of their ranks: processes of this machine, or ray on nodes of the cluster
+    that RAY_ADDRESS names, where each rank has a GPU, or as many processors as threads says."""
     threads: int | None = None
     """CPU threads for the model. None: OMP_NUM_THREADS, else the physical cores of one memory node that the process may
     use, and no more than its control group gives it the time of."""

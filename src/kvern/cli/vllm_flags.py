@@ -149,7 +149,7 @@ VLLM: dict[str, Rule] = {
     "decode_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "prefill_context_parallel_size": Idle(ONE_DEVICE, 1, only=ONE),
     "nnodes": Idle("kvern runs on one machine", 1, only=ONE),
-    "distributed_executor_backend": Idle(ONE_PROCESS, 1, only=("mp", "uni")),
+    "distributed_executor_backend": Named("executor", lambda name: "processes" if name in ("mp", "uni") else name),
     "max_parallel_loading_workers": Idle(ONE_PROCESS, 1),
     "enable_expert_parallel": Idle(f"{ONE_DEVICE}, which holds all experts"),
     "enable_eplb": Idle(f"{ONE_DEVICE}, which holds all experts"),

@@ -1,14 +1,18 @@
-"""Ranks that compute one model together: processes of one machine, each with a device and a share of the weights."""
+"""Ranks that compute one model together: processes, each with a device and a share of the weights."""
 
 import importlib
 import os
+import socket
 import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
+
+from kvern.sockets import address_towards, interface_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,18 +36,36 @@ class Ranks:
         self._groups: list[Any] = []  # PyTorch's own description of it lacks these methods
         weakref.finalize(self, self._groups.clear)  # its threads cannot end any more once Python has
 
-    def connect(self, file: Path, device: torch.device, seconds: float) -> None:
-        """Meet the others, who name the same file, which does not exist before; wait for them so long at most.
+    def connect(
+        self, meeting: Path | str, device: torch.device, seconds: float, listener: socket.socket | None = None
+    ) -> None:
+        """Meet the others, who name the same place; wait for them so long at most.
 
-        CPUs talk through gloo over the loopback interface, and wait so long each time; GPUs talk through NCCL.
+        That is a file, which does not exist before, of ranks on one machine, which talk over the loopback interface; or
+        tcp://HOST:PORT, where the first rank has the `listener`, and all talk over the network that leads there. CPUs
+        talk through gloo, and wait so long each time; GPUs talk through NCCL.
         """
         if self.size == 1:
             return
         distributed: Any = importlib.import_module("torch.distributed")
-        store = distributed.FileStore(str(file), self.size)
+        own, place = LOOPBACK, urlsplit(str(meeting))
+        if place.scheme == "tcp":
+            own = address_towards(place.hostname or "")
+            descriptor = None if listener is None else listener.detach()
+            store = distributed.TCPStore(
+                place.hostname,
+                place.port,
+                self.size,
+                listener is not None,
+                timedelta(seconds=seconds),
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
+        else:
+            store = distributed.FileStore(str(meeting), self.size)
         store.set_timeout(timedelta(seconds=seconds))
         if device.type == "cuda":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all are on one machine
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo" if own == LOOPBACK else interface_of(own))
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=seconds)
             self._groups.append(distributed.ProcessGroupNCCL(store, self.rank, self.size, options))
@@ -51,7 +73,7 @@ class Ranks:
         gloo = distributed.ProcessGroupGloo
         gloo_options = gloo._Options()
         gloo_options._timeout = timedelta(seconds=seconds)
-        gloo_options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        gloo_options._devices = [gloo.create_device(hostname=own)]
         self._groups.append(gloo(store, self.rank, self.size, gloo_options))
 
     def share(self, count: int, copies: int = 1) -> Share:

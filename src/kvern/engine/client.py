@@ -41,7 +41,8 @@ class EngineClient:
         self.tokenizer = Tokenizer(self.folder, config.chat_template_kwargs)
         self.inputs = ClientInputs(self.config, self.folder, self.tokenizer)
         names, outputs = AdapterNames(frozenset(self.names)), OutputProcessor(self.tokenizer)
-        self.replicas = Replicas(self.config, outputs, names, process)
+        theirs = config if config.executor == "ray" else self.config  # other machines have folders of their own
+        self.replicas = Replicas(theirs, outputs, names, process)
         self.adapters = self.replicas.adapters
         self.refusals = self.replicas.refusals
         self.generations = Generations(self.inputs, self.replicas)

@@ -1,4 +1,4 @@
-"""Where the engines of one model run: a GPU each, or a share of the processors each."""
+"""Where the engines of one model run: a GPU each, a share of the processors each, or nodes of a Ray cluster."""
 
 import dataclasses
 import os
@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from kvern.config import EngineConfig
 from kvern.cpu.cores import shares_of_cores
+from kvern.engine.child import EngineChild, EngineProcess
+from kvern.engine.node_engine import EngineOnNode
 from kvern.errors import ConfigError
+from kvern.ray_nodes import NodeProcess, check_room, join_cluster
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,28 @@ class Place:
         """The options of the engine here."""
         return dataclasses.replace(config, threads=config.threads or self.threads)
 
+    def launch(self) -> EngineProcess:
+        """The process of an engine here."""
+        return EngineChild(self.environment)
+
+
+@dataclass(frozen=True)
+class RayPlace(Place):
+    """On some node of a Ray cluster, which has `cpus` and `gpus` for each of the engine's `ranks`."""
+
+    cpus: int = 1
+    gpus: int = 0
+    ranks: int = 1
+
+    def launch(self) -> EngineProcess:
+        return EngineOnNode(NodeProcess(self.cpus, self.gpus, self.ranks))
+
 
 def places_of(config: EngineConfig) -> list[Place]:
     """A place for each engine of `config.data_parallel_size`. Raises ConfigError if there are too few."""
     count = config.data_parallel_size
+    if config.executor == "ray":
+        return _ray_places(config)
     if count == 1:
         return [Place()]
     each = config.tensor_parallel_size
@@ -46,6 +67,16 @@ def places_of(config: EngineConfig) -> list[Place]:
             "needs one; lower it"
         )
     return [Place(processors=processors, threads=threads) for threads, processors in cores]
+
+
+def _ray_places(config: EngineConfig) -> list[Place]:
+    if config.device == "auto":
+        raise ConfigError("device is auto and executor ray: Ray has to know what an engine takes; give cuda or cpu")
+    place = RayPlace(cpus=config.threads or 1, gpus=int(config.device == "cuda"), ranks=config.tensor_parallel_size)
+    join_cluster()
+    processes = config.data_parallel_size * config.tensor_parallel_size
+    check_room(processes * place.cpus, processes * place.gpus)
+    return [place] * config.data_parallel_size
 
 
 def gpu_count() -> int:

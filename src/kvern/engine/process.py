@@ -40,6 +40,8 @@ from kvern.engine.wire import (
 )
 from kvern.errors import KvernError, in_a_line
 from kvern.events import TokenEvent
+from kvern.models.folder import of_this_machine
+from kvern.sockets import connect
 from kvern.worker import ahead
 from kvern.worker.startup import Startup
 
@@ -65,7 +67,7 @@ def main(address: str, running: str, parent: int) -> int:
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)  # a server that is busy must not stop the engine
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
-    socket.connect(address)
+    connect(socket, address)
     gc.disable()  # nothing that a start makes is garbage
     ahead.identify_triton()
     importing = threading.Thread(target=import_engine, name="import", daemon=True)
@@ -85,6 +87,7 @@ def main(address: str, running: str, parent: int) -> int:
 
             startup = Startup()
             note = RunningFile(Path(running)).write
+            config = of_this_machine(config)
             folder = Path(config.model or "")
             core, spec, layout = build_core(
                 config, folder, startup, prepares=True, note=note, streams=True, lost=end_like

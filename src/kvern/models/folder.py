@@ -10,6 +10,7 @@ a name that says what is in it, so that another start of the same model finds it
 well, with what it says of the model in the files that other models have.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -56,6 +57,16 @@ def model_folder(config: EngineConfig) -> Path:
     if config.generation_config != "auto" or config.override_generation_config:
         files["generation_config.json"] = as_json(_generation_config(files, config))
     return folder if files == found else _linked(files, cache)
+
+
+def of_this_machine(config: EngineConfig) -> EngineConfig:
+    """With the folder of the model in the place of its name, where a server on another machine gave the name.
+
+    Raises what `model_folder` does.
+    """
+    if config.executor != "ray":
+        return config
+    return dataclasses.replace(config, model=str(model_folder(config)), revision=None)
 
 
 def _made_of_gguf(file: Path, cache: Path, *, tokenizer: bool) -> Path:

@@ -162,8 +162,8 @@ def _start_ranks(
         findings = worker.probe()
         with startup.stage("ranks"):
             plan = agree([findings, *(answer.findings for answer in others.answers(Found))], config, spec)
-            others.send(LoadWeights(plan, str(others.meeting)))
-            ranks.connect(others.meeting, device, config.rank_timeout)
+            others.send(LoadWeights(plan, others.meeting))
+            ranks.connect(others.meeting, device, config.rank_timeout, others.listener)
         room = worker.load(plan)
         layout = lay_out([room, *(answer.room for answer in others.answers(HasRoom))], plan, config)
         others.send(TakeMemory(layout))

@@ -18,8 +18,10 @@ import zmq
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
 from kvern.errors import KvernError
+from kvern.models.folder import model_folder
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
+from kvern.sockets import connect
 from kvern.step import StepResult
 from kvern.worker.device import resolve_device
 from kvern.worker.rank_wire import (
@@ -53,7 +55,7 @@ def main(address: str, parent: int) -> int:
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set(zmq.LINGER, LINGER_MILLISECONDS)
-    socket.connect(address)
+    connect(socket, address)
     try:
         worker, depth = _make_worker(socket)
     except KvernError as error:
@@ -69,6 +71,8 @@ def _make_worker(socket: "zmq.Socket[bytes]") -> tuple[Worker, int]:
     """The worker, and how many steps are in flight at most."""
     start = decode_start(sys.stdin.buffer.read())
     config, folder = EngineConfig(**start.config), Path(start.folder)
+    if config.executor == "ray":  # the first rank's folder may be on another machine
+        folder = model_folder(config)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     ranks = Ranks(start.rank, config.tensor_parallel_size)
     device = resolve_device(config, start.rank)
@@ -76,7 +80,7 @@ def _make_worker(socket: "zmq.Socket[bytes]") -> tuple[Worker, int]:
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())
     assert isinstance(load, LoadWeights)
-    ranks.connect(Path(load.meeting), device, config.rank_timeout)
+    ranks.connect(load.meeting, device, config.rank_timeout)
     socket.send(encode(HasRoom(worker.load(load.plan))))
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)

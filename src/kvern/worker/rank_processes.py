@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket as sockets
 import subprocess
 import sys
 import tempfile
@@ -12,19 +13,35 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import zmq
 
 from kvern.bytecode import bytecode_environment
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.ray_nodes import NodeProcess, join_cluster, own_group
 from kvern.worker.rank_wire import Failed, RankMessage, StartRank, decode_for_first, encode
 
 logger = logging.getLogger("kvern")
 
 LOOK_MILLISECONDS = 200
 """How often a rank that is waited for is looked after."""
+
+MODULE = "kvern.worker.rank_process"
+
+
+class Process(Protocol):
+    """On this machine or another."""
+
+    def wait(self) -> int:
+        """Its exit code, once there is one, negative: by which signal."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
 
 Answer = TypeVar("Answer", bound=RankMessage)
 
@@ -37,24 +54,29 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig, model: Path, lost: Callable[[int], None] | None = None) -> None:
         folder = tempfile.TemporaryDirectory(prefix="kvern-", ignore_cleanup_errors=True)
-        self.meeting = Path(folder.name, "meeting")
+        self.meeting = str(Path(folder.name, "meeting"))
+        self.listener: sockets.socket | None = None
+        """Where the ranks meet by TCP: of the first one."""
         context = zmq.Context()
-        self._sockets, processes = [], []
+        self._sockets: list[zmq.Socket[bytes]] = []
+        processes: list[Process] = []
+        group = None
+        if config.executor == "ray":
+            group = own_group()
+            self.listener = sockets.create_server((join_cluster(), 0))
+            self.meeting = "tcp://{}:{}".format(*self.listener.getsockname())
         for rank in range(1, config.tensor_parallel_size):
-            address = f"ipc://{Path(folder.name, f'rank-{rank}')}"
             socket = context.socket(zmq.PAIR)
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, 0)  # as many as are in flight
-            socket.bind(address)
-            command = [sys.executable, "-m", "kvern.worker.rank_process", address, str(os.getpid())]
-            process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
-                command, stdin=subprocess.PIPE, env=os.environ | bytecode_environment()
-            )
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, `answers` will tell
-                process.stdin.write(encode(StartRank(dataclasses.asdict(config), str(model), rank)))
+            start = encode(StartRank(dataclasses.asdict(config), str(model), rank))
+            if group is None:
+                processes.append(_child(socket, Path(folder.name, f"rank-{rank}"), start))
+            else:
+                process = NodeProcess(config.threads or 1, int(config.device == "cuda"), group=group, bundle=rank)
+                process.start(socket, MODULE, start)
+                processes.append(process)
             self._sockets.append(socket)
-            processes.append(process)
         self._end = _End(processes, lost)
         weakref.finalize(self, _leave, self._end, self._sockets, context, folder)
 
@@ -89,6 +111,20 @@ class RankProcesses:
         self._end.all()
 
 
+def _child(socket: "zmq.Socket[bytes]", path: Path, start: bytes) -> "subprocess.Popen[bytes]":
+    """A rank as a process of this one, which is sent `start` and connects to this socket."""
+    address = f"ipc://{path}"
+    socket.bind(address)
+    command = [sys.executable, "-m", MODULE, address, str(os.getpid())]
+    process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
+        command, stdin=subprocess.PIPE, env=os.environ | bytecode_environment()
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # if it has ended, `answers` will tell
+        process.stdin.write(start)
+    return process
+
+
 def _leave(
     end: "_End",
     sockets: "Sequence[zmq.Socket[bytes]]",
@@ -105,7 +141,7 @@ def _leave(
 class _End:
     """Of processes, which end together."""
 
-    def __init__(self, processes: Sequence["subprocess.Popen[bytes]"], lost: Callable[[int], None] | None) -> None:
+    def __init__(self, processes: Sequence[Process], lost: Callable[[int], None] | None) -> None:
         self._processes, self._lost = processes, lost
         self._wanted = threading.Lock()
         self.noticed = threading.Event()
@@ -121,7 +157,7 @@ class _End:
             for process in self._processes:
                 process.wait()
 
-    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+    def _watch(self, rank: int, process: Process) -> None:
         code = process.wait()
         if self._wanted.locked():
             return
