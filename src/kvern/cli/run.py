@@ -15,7 +15,6 @@ from kvern.config import DEFAULT_MODEL, EngineConfig
 if TYPE_CHECKING:
     from kvern.batch.job import BatchResult
     from kvern.llm import LLM
-    from kvern.observe.drafts import DraftFigures
 
 INTERRUPTED = 130
 CHANGES_ANSWERS = (
@@ -77,10 +76,19 @@ class RunCommand:
             seed=engine.seed,
             overwrite=self.overwrite,
         )
-        llm = load(engine)
-        llm.check_generates()
-        result = job.run(llm)
-        print_table(result, DraftFigures.between(EngineStatistics(), llm.statistics()))
+        drafts: list[tuple[str, str]] = []
+        if engine.executor == "ray":
+            from kvern.batch.engine_processes import EngineProcesses
+
+            with EngineProcesses(engine) as engines:
+                engines.check_generates()
+                result = job.run(engines)
+        else:
+            llm = load(engine)
+            llm.check_generates()
+            result = job.run(llm)
+            drafts = DraftFigures.between(EngineStatistics(), llm.statistics()).rows()
+        print_table(result, drafts)
         if result.interrupted:
             sys.stderr.write(
                 f"kvern: interrupted: {result.totals.rows} rows are done; the same command goes on from there\n"
@@ -106,8 +114,8 @@ def load(engine: EngineConfig) -> LLM:
     return LLM(**{item.name: getattr(engine, item.name) for item in dataclasses.fields(engine)})
 
 
-def print_table(result: BatchResult, drafts: DraftFigures) -> None:
-    """Print the closing table on stdout."""
+def print_table(result: BatchResult, drafts: list[tuple[str, str]]) -> None:
+    """Print the closing table on stdout, with rows about drafts if there are any."""
     from rich.console import Console
     from rich.table import Table
 
@@ -120,7 +128,7 @@ def print_table(result: BatchResult, drafts: DraftFigures) -> None:
     table.add_row("seconds", f"{result.seconds:.1f}")
     table.add_row("tokens/s", f"{result.tokens_per_second:,.0f}")
     table.add_row("prefix-cache hit rate", f"{result.prefix_cache_hit_rate:.1%}")
-    for name, value in drafts.rows():
+    for name, value in drafts:
         table.add_row(name, value)
     table.add_row("failed rows", f"{result.totals.failed:,}")
     Console().print(table)
