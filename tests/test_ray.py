@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import kubernetes_validate
 import msgspec
 import openai
@@ -117,8 +118,7 @@ def test_a_cluster_serves_a_model(cluster: RayCluster, expected: dict[int, list[
     with application(cluster, tmp_path, min_replicas=2, max_replicas=2) as address, client(address) as asked:
         replicas_answer_and_sessions_stay(asked, expected[TOKENS])
     ranks_of_two_nodes_answer_as_one_process(cluster, expected[TOKENS])
-    a_job_goes_on_elsewhere_and_another_time(cluster, expected[TOKENS], tmp_path)
-    streams_go_on_when_a_node_leaves(cluster, expected[LONG])
+    a_job_goes_on_without_a_node_and_another_time(cluster, expected[TOKENS], tmp_path)
 
 
 def replicas_answer_and_sessions_stay(asked: openai.OpenAI, expected: list[str]) -> None:
@@ -159,7 +159,7 @@ def ranks_of_two_nodes_answer_as_one_process(cluster: RayCluster, expected: list
         assert [ended(begun(asked, prompt)) for prompt in PROMPTS] == expected
 
 
-def a_job_goes_on_elsewhere_and_another_time(cluster: RayCluster, expected: list[str], folder: Path) -> None:
+def a_job_goes_on_without_a_node_and_another_time(cluster: RayCluster, expected: list[str], folder: Path) -> None:
     rows = [{"prompt": prompt, "seed": 7, "temperature": 0.8, "ignore_eos": True} for prompt in PROMPTS * 40]
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     source.write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
@@ -176,7 +176,8 @@ def a_job_goes_on_elsewhere_and_another_time(cluster: RayCluster, expected: list
     job = started()
     eventually(lambda: written() > 0, START_SECONDS)
     before = written()
-    os.kill(engines_of(cluster)[0], signal.SIGKILL)
+    assert [len(engines_of(cluster, node)) for node in cluster.nodes] == [1, 1]
+    cluster.remove_node(cluster.nodes[1])
     eventually(lambda: written() > before + 16)
     job.kill()
     job.communicate()
@@ -191,8 +192,11 @@ def a_job_goes_on_elsewhere_and_another_time(cluster: RayCluster, expected: list
     assert [msgspec.json.decode(line)["answer"] for line in output.read_bytes().splitlines()] == expected * 40
 
 
-def streams_go_on_when_a_node_leaves(cluster: RayCluster, expected: list[str]) -> None:
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_streams_go_on_when_a_node_leaves(expected: dict[int, list[str]]) -> None:
     with (
+        RayCluster(CPUS) as cluster,
         serving_on(cluster, "-dp", "2", "--threads", "2") as served,
         concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool,
     ):
@@ -203,7 +207,35 @@ def streams_go_on_when_a_node_leaves(cluster: RayCluster, expected: list[str]) -
         os.kill(engine, signal.SIGSTOP)
         assert sum(served.figure("num_requests_running", engine=name) > 0 for name in "01") == 2, "none has ended"
         cluster.remove_node(leaving)
-        assert list(pool.map(ended, streams)) == expected
+        assert list(pool.map(ended, streams)) == expected[LONG]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_streams_of_a_lost_replica_are_cut_off_and_others_go_on(expected: dict[int, list[str]], tmp_path: Path) -> None:
+    with (
+        RayCluster(1) as cluster,
+        application(cluster, tmp_path, min_replicas=2, max_replicas=2) as address,
+        client(address) as asked,
+        concurrent.futures.ThreadPoolExecutor(12) as pool,
+    ):
+        eventually(lambda: len(figures(asked, "engine_ready")) == 2, START_SECONDS)
+        sessions = [{"x-session-id": str(number)} for number in range(12)]
+        streams = list(pool.map(lambda session: begun(asked, PROMPTS[0], LONG, **session), sessions))
+        leaving = cluster.nodes[1]
+        (engine,) = engines_of(cluster, leaving)
+        os.kill(engine, signal.SIGSTOP)
+        cluster.remove_node(leaving)
+
+        def is_whole(stream: Stream) -> bool:
+            try:
+                return ended(stream) == expected[LONG][0]
+            except (openai.APIError, httpx.HTTPError):
+                return False
+
+        whole = list(pool.map(is_whole, streams))
+        assert True in whole and False in whole
+        assert ended(begun(asked, PROMPTS[1])) == expected[TOKENS][1], "others answer"
 
 
 def test_an_application_refuses_what_is_not_for_it() -> None:
@@ -213,7 +245,6 @@ def test_an_application_refuses_what_is_not_for_it() -> None:
         ({"model": "kvern-1m"}, "device is auto: Ray has to know"),
         ({"device": "cpu", "port": 80}, "port is 80: Ray Serve listens here"),
         ({"device": "cpu", "adapter_folder": "/adapters"}, "one replica alone would hear of it"),
-        ({"device": "cpu", "min_replicas": "3"}, "min_replicas is 3 and max_replicas 1"),
         ({"device": "cpu", "modle": "kvern-1m"}, "option modle is no option: did you mean model"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -8,6 +8,7 @@ may use the cluster could run anything there anyway, and its token authenticatio
 
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -21,8 +22,10 @@ from typing import Any
 import zmq
 
 from kvern.bytecode import bytecode_environment
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, in_a_line
 from kvern.sockets import KEY, listen
+
+logger = logging.getLogger("kvern")
 
 NAMESPACE = "kvern"
 GROUP = "KVERN_RAY_GROUP"
@@ -116,6 +119,7 @@ class NodeProcess:
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
         self._keeper = ray.remote(Keeper).options(**options).remote()
         self._result: Any = None
+        self._killed = False
         self.notes = b""
         """What it left behind, once it has ended."""
 
@@ -129,15 +133,19 @@ class NodeProcess:
         """Its exit code, once there is one, negative: by which signal. One that was lost with its node was killed."""
         try:
             code, self.notes = self._ray.get(self._result)
-        except self._ray.exceptions.RayError:
+        except self._ray.exceptions.RayError as error:
+            if not self._killed:
+                logger.warning("a process on a node of the Ray cluster is lost: %s", in_a_line(error))
             return KILLED
         return int(code)
 
     def kill(self) -> None:
         """End it at once, wherever it is."""
-        self._ray.kill(self._keeper)
-        if self._own_group is not None:
-            self._ray.util.remove_placement_group(self._own_group)
+        self._killed = True
+        if self._ray.is_initialized():  # else this process is at its end, and all of these are with it
+            self._ray.kill(self._keeper)
+            if self._own_group is not None:
+                self._ray.util.remove_placement_group(self._own_group)
 
 
 def own_group() -> Any:

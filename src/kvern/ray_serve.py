@@ -38,8 +38,6 @@ BUSY_SHARE = 0.75
 """Of its running places a replica has taken on average when another is started, which takes a while."""
 OF_SERVE = ("host", "port", "uds", "root_path", "tls_cert", "tls_key", "request_timeout", "grace_seconds")
 """Options of a server that are Serve's own here."""
-OF_ONE_SERVER = ("adapter_folder",)
-"""Options of what one replica would learn and the others not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +54,10 @@ def application(options: dict[str, Any]) -> serve.Application:
     """An application for Ray Serve with these options: those of kvern serve, and `ReplicaOptions`, by their names.
 
     Values are texts, as `serve run` gives them, or values of YAML. What it says about replicas are defaults, which the
-    deployment `kvern` of a configuration file can say otherwise. Raises ConfigError.
+    deployment `kvern` of a configuration file can say otherwise. Raises ConfigError, and what Serve says of numbers of
+    replicas.
     """
     engine, server, replicas = read_options(options)
-    if not 0 <= replicas.min_replicas <= max(replicas.max_replicas, 1) == replicas.max_replicas:
-        raise ConfigError(
-            f"min_replicas is {replicas.min_replicas} and max_replicas {replicas.max_replicas}: the first must be from "
-            "0 to the second, which must be at least 1"
-        )
     batch = engine.data_parallel_size * (engine.max_batch_requests or USUAL_BATCH[engine.device])
     engines = 0 if engine.executor == "ray" else engine.data_parallel_size
     gpus = engines * engine.tensor_parallel_size if engine.device == "cuda" else 0
@@ -91,7 +85,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig
         name = key.replace("-", "_")
         if name in OF_SERVE:
             raise ConfigError(f"{name} is {value!r}: Ray Serve listens here; leave it out, or see its http_options")
-        if name in OF_ONE_SERVER:
+        if name == "adapter_folder":
             raise ConfigError(f"{name} is {value!r}: one replica alone would hear of it; name adapters by adapters")
         values[name] = converted(name, value, types, f"option {key}", strict=not isinstance(value, str))
     engine, server, replicas = (

@@ -40,7 +40,7 @@ from kvern.engine.wire import (
 )
 from kvern.errors import KvernError, in_a_line
 from kvern.events import TokenEvent
-from kvern.models.folder import of_this_machine
+from kvern.models.folder import folder_here
 from kvern.sockets import connect
 from kvern.worker import ahead
 from kvern.worker.startup import Startup
@@ -87,8 +87,7 @@ def main(address: str, running: str, parent: int) -> int:
 
             startup = Startup()
             note = RunningFile(Path(running)).write
-            config = of_this_machine(config)
-            folder = Path(config.model or "")
+            folder = folder_here(config, config.model or "")
             core, spec, layout = build_core(
                 config, folder, startup, prepares=True, note=note, streams=True, lost=end_like
             )

@@ -10,7 +10,6 @@ a name that says what is in it, so that another start of the same model finds it
 well, with what it says of the model in the files that other models have.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -59,14 +58,12 @@ def model_folder(config: EngineConfig) -> Path:
     return folder if files == found else _linked(files, cache)
 
 
-def of_this_machine(config: EngineConfig) -> EngineConfig:
-    """With the folder of the model in the place of its name, where a server on another machine gave the name.
+def folder_here(config: EngineConfig, folder: str) -> Path:
+    """The model's folder for an engine or rank that was started by a process whose own is `folder`.
 
-    Raises what `model_folder` does.
+    On a Ray cluster that may be another machine. Raises what `model_folder` does.
     """
-    if config.executor != "ray":
-        return config
-    return dataclasses.replace(config, model=str(model_folder(config)), revision=None)
+    return model_folder(config) if config.executor == "ray" else Path(folder)
 
 
 def _made_of_gguf(file: Path, cache: Path, *, tokenizer: bool) -> Path:

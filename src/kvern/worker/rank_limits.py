@@ -40,7 +40,8 @@ def check_ranks(config: EngineConfig, folder: Path, spec: ModelSpec) -> None:
                 f"{what} and tensor_parallel_size {size} are not possible together yet: {remedy}, or leave "
                 "tensor_parallel_size at 1"
             )
-    if resolve_device(config).type == "cuda" and torch.cuda.device_count() < size:
+    here = config.executor == "processes"  # Ray gives each rank a GPU, which is all that it sees
+    if here and resolve_device(config).type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
             f"tensor_parallel_size is {size}, and this machine has {torch.cuda.device_count()} GPUs: lower it to that, "
             "or use device cpu"

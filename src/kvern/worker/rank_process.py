@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 import zmq
 
 from kvern.config import EngineConfig
 from kvern.device.ranks import Ranks
 from kvern.errors import KvernError
-from kvern.models.folder import model_folder
+from kvern.models.folder import folder_here
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.sockets import connect
@@ -70,12 +69,11 @@ def main(address: str, parent: int) -> int:
 def _make_worker(socket: "zmq.Socket[bytes]") -> tuple[Worker, int]:
     """The worker, and how many steps are in flight at most."""
     start = decode_start(sys.stdin.buffer.read())
-    config, folder = EngineConfig(**start.config), Path(start.folder)
-    if config.executor == "ray":  # the first rank's folder may be on another machine
-        folder = model_folder(config)
+    config = EngineConfig(**start.config)
+    folder = folder_here(config, start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     ranks = Ranks(start.rank, config.tensor_parallel_size)
-    device = resolve_device(config, start.rank)
+    device = resolve_device(config, start.rank if config.executor == "processes" else 0)
     worker = Worker(config, folder, spec, device, Startup(), ranks=ranks)
     socket.send(encode(Found(worker.probe())))
     load = decode_for_rank(socket.recv())

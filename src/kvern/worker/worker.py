@@ -128,7 +128,8 @@ class Worker:
             methods = stored_methods(described, self._spec, stored, quantization=config.quantization)
             check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
         else:
-            torch.set_num_threads(max(1, (config.threads or cpu_threads()) // self._ranks.size))
+            sharing = self._ranks.size if config.executor == "processes" else 1  # Ray gives each rank its own
+            torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
         drafts = config.proposer is not None or self._draft is not None
         kernels = usable_kernels(config, self._spec, dtype, device, self._startup, methods, drafts)
         check_state_kernels(self._spec, kernels, device)
