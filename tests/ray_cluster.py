@@ -1,5 +1,6 @@
 """A Ray cluster of two nodes on this machine, one process with its children each, for tests of what runs on Ray."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -109,9 +110,9 @@ class RayCluster:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has begun, and those that these have."""
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    """The processes that a process, in any of its threads, has begun, and those that these have."""
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, thread.read_text().split())
     return [found for child in children for found in (child, *descendants(child))]
